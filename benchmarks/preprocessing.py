@@ -4,10 +4,12 @@
     python benchmarks/preprocessing.py --checkouts /tmp/before .         two versions, interleaved
     python benchmarks/preprocessing.py --quick          check that it runs; the numbers mean nothing
 
-Each run preprocesses a small and a large corpus, and the rates are for the difference of the two.
-They do not include the start, which takes a second of CPU for each process. Rates are in MB of
-jsonl a second of CPU time, because the elapsed time depends on the other jobs of the machine. All
-runs of a corpus must give the same bytes.
+Rates are in MB of jsonl a second of CPU time, because the elapsed time depends on the other jobs of
+the machine. The first table has the phases of one process. There the versions take turns after each
+block, which makes their ratio reliable also on a busy machine. The second table has complete runs
+with several processes. It subtracts the medians of a small corpus from those of a large one, so
+that the start is left out, which takes a second of CPU for each process. All runs of a corpus must
+give the same bytes.
 
 5 % of the words are changed in each copy of the texts. Repeated text would make the encoder's cache
 look faster than it is.
@@ -81,6 +83,17 @@ print(json.dumps({
 }))
 """
 
+# Measures the phases of one checkout. Each line of its input starts a block.
+MEASURE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import preprocessing
+def wait():
+    print(flush=True)
+    sys.stdin.readline()
+print(json.dumps(preprocessing.measure_phases(*sys.argv[2:], wait)), flush=True)
+"""
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -137,6 +150,8 @@ def run(checkout: Path, corpus: Path, folder: Path, count: int, encoder: str) ->
         done = subprocess.run(
             [sys.executable, "-c", RUN, *given],
             env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
+            # Python searches the working folder first.
+            cwd=checkout,
             capture_output=True,
             text=True,
             check=False,
@@ -147,38 +162,37 @@ def run(checkout: Path, corpus: Path, folder: Path, count: int, encoder: str) ->
 
 def measure_runs(arguments: Arguments, corpora: list[Path], folder: Path) -> None:
     """Let the checkouts take turns with one and two workers, and print the table."""
-    # For each row and column the rates of all rounds.
-    rates: dict[tuple[int, Path], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    digests: dict[Path, set[str]] = defaultdict(set)
-    added = (corpora[1].stat().st_size - corpora[0].stat().st_size) / 1e6
+    # The results of all rounds, for each number of workers, version and corpus.
+    results: dict[tuple[int, Path, Path], list[dict[str, Any]]] = defaultdict(list)
     for _ in range(arguments.rounds):
         for count in (1, 2):
             for checkout in arguments.checkouts:
-                small, large = (
-                    run(checkout, corpus, folder, count, arguments.encoder) for corpus in corpora
-                )
-                digests[corpora[0]].add(small["digest"])
-                digests[corpora[1]].add(large["digest"])
-                row = rates[count, checkout]
-                # One worker is the process itself.
-                names = ("parent", "elapsed") if count == 1 else ("workers", "parent", "elapsed")
-                for name in names:
-                    row[name].append(added / max(large[name] - small[name], 1e-3))
-    assert all(len(found) == 1 for found in digests.values()), "all runs give the same bytes"
+                for corpus in corpora:
+                    result = run(checkout, corpus, folder, count, arguments.encoder)
+                    results[count, checkout, corpus].append(result)
+    for corpus in corpora:
+        same = [found for key, found in results.items() if key[2] == corpus]
+        digests = {result["digest"] for found in same for result in found}
+        assert len(digests) == 1, f"{corpus}: all runs must give the same bytes"
+    small, large = corpora
+    megabytes = (large.stat().st_size - small.stat().st_size) / 1e6
+
+    def get_rate(count: int, checkout: Path, name: str) -> float:
+        """Return the MB a second of what the large corpus has more than the small one."""
+        seconds = [
+            statistics.median(result[name] for result in results[count, checkout, corpus])
+            for corpus in corpora
+        ]
+        return megabytes / max(seconds[1] - seconds[0], 1e-3)
+
     print(
-        "| code | one process, MB per CPU second | two workers, each | their parent "
+        "\n| code | one process, MB per CPU second | two workers, each | their parent "
         "| one process, MB/s elapsed | two workers, MB/s elapsed |\n|---|--:|--:|--:|--:|--:|"
     )
+    columns = ((1, "parent"), (2, "workers"), (2, "parent"), (1, "elapsed"), (2, "elapsed"))
     for checkout in arguments.checkouts:
-        one = rates[1, checkout]
-        two = rates[2, checkout]
-        columns = (one["parent"], two["workers"], two["parent"], one["elapsed"], two["elapsed"])
-        print(f"| {checkout} | {' | '.join(map(format_rates, columns))} |", flush=True)
-
-
-def format_rates(rates: list[float]) -> str:
-    """Format minimum, median and maximum."""
-    return " / ".join(f"{of(rates):.0f}" for of in (min, statistics.median, max))
+        cells = [f"{get_rate(count, checkout, name):.0f}" for count, name in columns]
+        print(f"| {checkout} | {' | '.join(cells)} |", flush=True)
 
 
 class PhaseTimes:
@@ -205,19 +219,27 @@ class PhaseTimes:
         return measured
 
 
-def measure_phases(arguments: Arguments, corpus: Path, folder: Path) -> dict[str, float]:
-    """Return the CPU seconds of each phase, when one process does everything."""
+def measure_phases(
+    encoder: str, corpus: str, folder: str, wait: Callable[[], None]
+) -> dict[str, float]:
+    """Return the CPU seconds of each phase, when one process does everything.
+
+    Args:
+        encoder: The library that encodes.
+        corpus: A jsonl file.
+        folder: Has the tokenizer, and receives the output.
+        wait: Called before each block.
+    """
     times = PhaseTimes()
     tokenizer = TokenizerConfig(
-        vocab_file=str(folder / "tokenizer/vocab.json"),
-        merge_file=str(folder / "tokenizer/merges.txt"),
+        vocab_file=f"{folder}/tokenizer/vocab.json", merge_file=f"{folder}/tokenizer/merges.txt"
     )
     with times.measure("start: tokenizer and library"):
         encode = workers.BlockEncoder(
-            workers.EncodingJob(tokenizer, arguments.encoder, _KEYS, True, "uint16")
+            workers.EncodingJob(tokenizer, encoder, _KEYS, True, "uint16")
         )
-    writer = ResumableWriter(str(folder / "phases"), np.dtype(np.uint16))
-    blocks = read_blocks([str(corpus)], _KEYS)
+    writer = ResumableWriter(f"{folder}/phases-{os.getpid()}", np.dtype(np.uint16))
+    blocks = read_blocks([corpus], _KEYS)
     of_encoder = workers.BlockEncoder
     with (
         patch.object(workers, "extract_texts", times.wrap("JSON", workers.extract_texts)),
@@ -228,6 +250,7 @@ def measure_phases(arguments: Arguments, corpus: Path, folder: Path) -> dict[str
         ),
     ):
         while True:
+            wait()
             with times.measure("reading"):
                 block = next(blocks, None)
             if block is None:
@@ -248,14 +271,52 @@ def measure_phases(arguments: Arguments, corpus: Path, folder: Path) -> dict[str
     return dict(seconds)
 
 
+def take_turns(arguments: Arguments, corpus: Path, folder: Path) -> list[dict[str, float]]:
+    """Return the phases of each checkout. The checkouts take turns after each block."""
+    given = [str(ROOT / "benchmarks"), arguments.encoder, str(corpus), str(folder)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEASURE, *given],
+            env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
+            # Python searches the working folder first.
+            cwd=checkout,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for checkout in arguments.checkouts
+    ]
+    # An empty line means that the process waits for its turn. All have the same number of blocks.
+    lines = [read_line(process) for process in processes]
+    while lines[0] == "\n":
+        for number, process in enumerate(processes):
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            lines[number] = read_line(process)
+    for process in processes:
+        assert process.wait() == 0, "a process that measures phases failed"
+    return [json.loads(line) for line in lines]
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """Return the next line that a process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
 def report_phases(arguments: Arguments, corpus: Path, folder: Path) -> None:
-    """Print the median CPU time of each phase."""
-    rounds = [measure_phases(arguments, corpus, folder) for _ in range(arguments.rounds)]
+    """Print the median CPU time of each phase for each checkout."""
+    rounds = [take_turns(arguments, corpus, folder) for _ in range(arguments.rounds)]
     megabytes = corpus.stat().st_size / 1e6
-    print("\n| phase | CPU ms for 100 MB of jsonl | MB per CPU second |\n|---|--:|--:|")
-    for phase in rounds[0]:
-        seconds = max(statistics.median(each[phase] for each in rounds), 1e-6)
-        print(f"| {phase} | {1e5 * seconds / megabytes:.0f} | {megabytes / seconds:.0f} |")
+    names = " | ".join(str(checkout) for checkout in arguments.checkouts)
+    print(f"| CPU ms for 100 MB of jsonl | {names} |\n|---|{'--:|' * len(arguments.checkouts)}")
+    for phase in rounds[0][0]:
+        cells = [
+            f"{1e5 * statistics.median(found[phase] for found in each) / megabytes:.0f}"
+            for each in zip(*rounds, strict=True)
+        ]
+        print(f"| {phase} | {' | '.join(cells)} |", flush=True)
 
 
 def describe(arguments: Arguments) -> str:
@@ -267,7 +328,7 @@ def describe(arguments: Arguments) -> str:
     return (
         f"{date.today()}, {name}, {os.cpu_count()} cores (load average at the start "
         f"{os.getloadavg()[0]:.1f}), Python {platform.python_version()}, {versions}. "
-        f"{arguments.rounds} interleaved rounds; min / median / max.\n"
+        f"{arguments.rounds} interleaved rounds; medians.\n"
     )
 
 
@@ -282,7 +343,6 @@ def main() -> int:
         train_bpe([str(arguments.input)], arguments.vocab_size, str(folder / "tokenizer"))
         corpora = write_corpora(arguments.input, folder, arguments.megabytes)
         report_phases(arguments, corpora[1], folder)
-        print(flush=True)
         measure_runs(arguments, corpora, folder)
     return 0
 
