@@ -164,7 +164,7 @@ def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[
         if cut == 0 or size < block_bytes:
             parts.append(piece)
             continue
-        made = make_block(b"".join((*parts, piece[:cut])))
+        made = make_block(b"".join((*parts, memoryview(piece)[:cut])))
         parts = [piece[cut:]]
         size = len(piece) - cut
         position = made.end

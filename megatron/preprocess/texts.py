@@ -67,35 +67,28 @@ def _parse_lines(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, 
 
 
 def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None) -> list[str] | str:
-    """Return the values of the keys, or the reason why the line is bad."""
+    """Return the values of the keys, or the reason why the line is bad.
+
+    The standard parser decides on whatever the fast parser rejects, such as NaN.
+    """
+    if fast is not None:
+        with contextlib.suppress(ValueError):
+            return _pick_values(fast(raw), keys)
     try:
-        record = _load_record(raw, fast)
+        record = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error} (a file of plain text needs the suffix .txt, .text or .md)"
-    if not isinstance(record, dict):
-        return f"must be a JSON object, is {type(record).__name__}"
     values = _pick_values(record, keys)
-    if isinstance(values, list) and _has_half_surrogate_pair(raw, values):
+    # Only here, because the fast parser rejects half surrogate pairs.
+    if isinstance(values, list) and _has_half_surrogate_pair(values):
         return "holds half a surrogate pair, which is not a character"
     return values
 
 
-def _load_record(raw: bytes, fast: Callable[[bytes], Any] | None) -> Any:
-    """Return the JSON value of a line.
-
-    The standard parser decides on whatever the fast parser rejects, such as NaN.
-
-    Raises:
-        ValueError, RecursionError: the line is not JSON.
-    """
-    if fast is not None:
-        with contextlib.suppress(ValueError):
-            return fast(raw)
-    return json.loads(raw.decode("utf-8"))
-
-
-def _pick_values(record: dict[str, Any], keys: Sequence[str]) -> list[str] | str:
+def _pick_values(record: Any, keys: Sequence[str]) -> list[str] | str:
     """Return the texts of the keys, or the reason why the record has none."""
+    if not isinstance(record, dict):
+        return f"must be a JSON object, is {type(record).__name__}"
     values = []
     for key in keys:
         if key not in record:
@@ -118,17 +111,8 @@ def _name_keys(record: dict[str, Any]) -> str:
     return named
 
 
-def _has_half_surrogate_pair(raw: bytes, values: Sequence[str]) -> bool:
-    """Return whether a text has half a surrogate pair, which no encoder accepts.
-
-    Args:
-        raw: The line that the texts come from.
-        values: The texts.
-    """
-    # An escape is the only way to write it. The search for one is much cheaper than encoding every
-    # text.
-    if b"\\ud" not in raw and b"\\uD" not in raw:
-        return False
+def _has_half_surrogate_pair(values: Sequence[str]) -> bool:
+    """Return whether a text has half a surrogate pair, which no encoder accepts."""
     try:
         "".join(values).encode("utf-8")
     except UnicodeEncodeError:

@@ -20,9 +20,11 @@ from megatron.commands import preprocess as preprocess_data
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
+from megatron.preprocess.blocks import InputBlock, Position
 from megatron.preprocess.encoders import REFERENCE
 from megatron.preprocess.journal import lock_output
 from megatron.preprocess.pipeline import PreprocessJob, Summary, preprocess
+from megatron.preprocess.texts import extract_texts
 from megatron.tokenizer import build_tokenizer
 
 # Bytes of a block. The fixture has 29 blocks of this size.
@@ -224,6 +226,26 @@ def test_bad_lines_are_reported_with_file_and_number(
         assert f"{path}:{2 * number + 2}: {reason}" in messages[number]
     assert len(messages) == 101
     assert "further bad lines are only counted" in messages[-1]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_half_a_surrogate_pair_is_bad_only_in_a_text(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both parsers agree, however the half is written. A complete pair is one character."""
+    if fast:
+        pytest.importorskip("orjson")
+    else:
+        hide(monkeypatch, "orjson")
+    halves = [r"a\ud800", r"\uDFFFb", r"\ude00\ud83d", r"\ud800\u0041", r"\ud800\ud800\udc00"]
+    good = [r'{"text": "\uD83D\ude00"}', r'{"text": "a", "other\ud800": "\udfff"}']
+    lines = [*(f'{{"text": "{half}"}}' for half in halves), *good]
+    content = "\n".join(lines).encode()
+    block = InputBlock("in.jsonl", 1, content, Position(0, len(content), len(lines)), len(content))
+    texts, bad = extract_texts(block, ["text"])
+    assert texts == [["\U0001f600", "a"]]
+    assert [line.line for line in bad] == [1, 2, 3, 4, 5]
+    assert all("half a surrogate pair" in line.reason for line in bad)
 
 
 def test_a_run_that_stopped_at_a_bad_line_continues_after_it(tmp_path: Path) -> None:
