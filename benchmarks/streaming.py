@@ -5,7 +5,7 @@
     python benchmarks/streaming.py --quick                  check that it runs
 
 Each reader packs lists of token ids into samples of 2048 tokens, in a shuffled order, in a process
-of its own with one reading thread. They take turns. The first round warms up. Medians are quoted.
+of its own. Ours and `datasets` read nothing ahead while the others run. They take turns. The first round warms up. Medians are quoted.
 """
 
 import statistics
@@ -62,7 +62,7 @@ def make():
     listing = list_dataset({folder!r}, "parquet", "tokens", None)
     rows = (0, int(listing.rows.sum()))
     dataset = StreamedDataset("data", listing, rows, 1, 64, Specials(eos=0), None, {vocabulary})
-    source = StreamSource("train", [dataset], [1.0], {sequence}, BatchSlice(1), 1, OneRank())
+    source = StreamSource("train", [dataset], [1.0], {sequence}, BatchSlice(1), 0, OneRank())
     while True:
         yield from source.read_batch(64)
 """
