@@ -5,7 +5,8 @@
     python benchmarks/streaming.py --quick                  check that it runs
 
 Each reader packs lists of token ids into samples of 2048 tokens, in a shuffled order, in a process
-of its own. Ours and `datasets` read nothing ahead while the others run. They take turns. The first round warms up. Medians are quoted.
+of its own. This project and `datasets` read nothing ahead while the others run. They take turns,
+and the first round warms up. Medians are quoted.
 """
 
 import statistics
