@@ -234,10 +234,12 @@ def run_trainer_import(command: FromTrainer, flags: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Convert what `argv` names and return the exit code."""
+    # Flags of another trainer are not parsed here. They go to the parser of training runs.
     words, flags = split_at_double_dash(argv)
     command = tyro.cli(Command, args=words, description=__doc__)
 
     def work() -> int:
+        # Checkpoints of Megatron have their arguments, so flags would be ignored.
         if flags is not None and not isinstance(command, FromTrainer):
             raise ConfigError(
                 f"-- {' '.join(flags)}: flags of a run are for from-nanogpt, from-llm-baselines "

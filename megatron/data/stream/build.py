@@ -71,6 +71,7 @@ def parse_datasets(data: DataConfig) -> list[str]:
         return ["."]
     names = [name.strip() for name in data.datasets.split(",")]
     for name in names:
+        # State is stored under these names, so they must be the same on every machine.
         if not name or os.path.isabs(name) or ".." in name.split("/"):
             raise ConfigError(
                 f"--datasets {data.datasets!r} has the entry {name!r}. Each entry must be the name "
