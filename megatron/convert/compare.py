@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.convert.architectures import Architecture
-from megatron.convert.tensors import TensorPair
+from megatron.convert.tensors import VOCABULARY_TENSORS, TensorPair
 from megatron.convert.their_files import TheirTensors, import_transformers
 from megatron.errors import CheckpointError
 from megatron.model.gpt import GPT
@@ -37,8 +37,6 @@ _FEW_IDS = 8
 """Vocabulary of a model of which only a layer is used."""
 PART_NUMBERS = 1 << 24
 """Numbers of a large tensor that are in memory at a time, where a part is enough."""
-_VOCABULARY = ("embedding.word.weight", "head.weight")
-"""Our tensors with a row for each token id."""
 _SHARE_OF_MEMORY = 0.7
 """Part of the free memory that both complete models may take."""
 
@@ -74,7 +72,7 @@ class TheirModel:
 
     def read(self, pair: TensorPair) -> tuple[Tensor, ...]:
         """Return their tensors of a pair, in the dtype of the files."""
-        rows = self.rows if pair.ours in _VOCABULARY else None
+        rows = self.rows if pair.ours in VOCABULARY_TENSORS else None
         return tuple(self.tensors.read(self.names[name], rows) for name in pair.theirs)
 
 
@@ -120,14 +118,14 @@ def compare_models(
     worst = 0.0
     for layer in range(theirs.model.num_layers):
         found = _compare_layer(theirs, layer)
-        _check(found, f"layer {layer}")
+        _check_difference(found, f"layer {layer}")
         worst = max(worst, found)
     say(f"{theirs.model.num_layers} layers agree")
     if not complete or 2 * 4 * theirs.parameters > _SHARE_OF_MEMORY * _count_free_bytes():
         _compare_ends(theirs)
         return Comparison(worst, None, None, None)
     logits, divergence, same = _compare_logits(theirs, theirs.model.num_layers)
-    _check(logits, "the logits of the complete model")
+    _check_difference(logits, "the logits of the complete model")
     if same < 1:
         raise CheckpointError(
             f"only {100 * same:.2f} % of the clear predictions have the same most likely token"
@@ -145,10 +143,10 @@ def _compare_ends(theirs: TheirModel) -> None:
     for begin in range(0, theirs.vocab_size, rows):
         part = (begin, min(begin + rows, theirs.vocab_size))
         found, _, _ = _compare_logits(dataclasses.replace(theirs, rows=part), layers=0)
-        _check(found, "the embedding, the last norm and the output matrix together")
+        _check_difference(found, "the embedding, the last norm and the output matrix together")
 
 
-def _check(difference: float, what: str) -> None:
+def _check_difference(difference: float, what: str) -> None:
     # NaN fails this comparison as well.
     if not difference <= BOUND:
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """Import of a model in the format of Hugging Face as a checkpoint of this trainer.
 
-Invariant: the checkpoint gets its name when the model was compared with `transformers`. Only
+Invariant: the checkpoint gets its name after the model was compared with `transformers`. Only
 safetensors, JSON and a tokenizer are read, so nothing in the folder can run code.
 """
 
@@ -56,7 +56,7 @@ def import_model(
         ConfigError: the architecture is not supported, or `out` exists.
         CheckpointError: a file is missing or damaged, tensors do not fit config.json, or the
             comparison with `transformers` failed.
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
     # Before the comparison, which takes most of the time.
     check_is_new(out)
@@ -118,7 +118,7 @@ def _read_model(
 
     Raises:
         ConfigError: the model is not supported.
-        CheckpointError: a field is no number, or no possible size.
+        CheckpointError: a field is not a number, or a size is below 1.
     """
     try:
         model = _set_dropouts(architecture.read(fields, seq_length), fields)

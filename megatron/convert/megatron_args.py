@@ -181,7 +181,7 @@ def read_saved_run(path: Path, state: Any) -> SavedRun:
         raise CheckpointError(f"{path} has no 'args', so the model is not known")
     iteration = state.get("iteration", state.get("total_iters"))
     if not isinstance(iteration, int):
-        raise CheckpointError(f"{path} has no 'iteration', so it is not known where to go on")
+        raise CheckpointError(f"{path} has no 'iteration', so it is not known where to continue")
     arguments = vars(args)
     # Both give the size of the vocabulary without its padding. Many files have neither.
     info = state.get("checkpoint_info") or {}

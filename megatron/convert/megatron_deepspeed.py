@@ -34,7 +34,6 @@ from megatron.parallel.shard import ADAM_KINDS, Kind
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _FLAT: dict[Kind, str] = {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-KINDS: tuple[Kind, ...] = ("weight", *ADAM_KINDS)
 
 
 def resolve_names(names: Sequence[str]) -> tuple[dict[str, Key], list[str]]:
@@ -82,7 +81,7 @@ class DeepSpeedFolder:
         has_states = any(_OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir())
         if has_states and not weights_only:
             self._partitions = Partitions(folder, self.run)
-            # A parameter without a state cannot go on with the others.
+            # Training cannot continue if some parameters have states and others have none.
             missing = self.names.keys() - self._partitions.keys
             if missing:
                 raise CheckpointError(

@@ -76,7 +76,7 @@ class RankFiles:
         # Every file counts its layers from 0, so their numbers follow from the files before.
         stages = [self._read_file(rank, stage) for stage in range(self.run.pipeline_ranks)]
         before = 0
-        # With virtual stages, each file has several parts, which are dealt to the ranks in turn.
+        # With virtual stages, each file has several parts, which are assigned to the ranks in turn.
         for part in stages[0]:
             for stage in stages:
                 before += self._add_part(stage.get(part) or {}, before)

@@ -146,8 +146,8 @@ def _divide_buffer(path: Path, flat: Mapping[str, Tensor], weights: Mapping[str,
     end = 0
     # The backward pass reaches the last parameters first, and buckets are sent in that order.
     for name, weight in reversed(list(weights.items())):
-        for begin, bucket in _list_places(start, end):
-            tensors = _cut(flat, begin, weight)
+        for begin, bucket in _list_positions(start, end):
+            tensors = _view_parameter(flat, begin, weight)
             if tensors is not None and torch.equal(tensors["weight"].to(weight.dtype), weight):
                 found[name] = tensors
                 start = bucket
@@ -164,7 +164,7 @@ def _divide_buffer(path: Path, flat: Mapping[str, Tensor], weights: Mapping[str,
     return found
 
 
-def _list_places(start: int, end: int) -> Iterator[tuple[int, int]]:
+def _list_positions(start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield where the next parameter may begin, and the beginning of its bucket.
 
     Args:
@@ -176,7 +176,9 @@ def _list_places(start: int, end: int) -> Iterator[tuple[int, int]]:
     yield end, end
 
 
-def _cut(flat: Mapping[str, Tensor], begin: int, weight: Tensor) -> dict[Kind, Tensor] | None:
+def _view_parameter(
+    flat: Mapping[str, Tensor], begin: int, weight: Tensor
+) -> dict[Kind, Tensor] | None:
     """Return the tensors of a parameter, or None if the buffer ends before."""
     end = begin + weight.numel()
     if end > len(flat["param"]):

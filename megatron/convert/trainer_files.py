@@ -127,7 +127,7 @@ def _read_dictionary(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
     """
     state = load_pickle_file(path)
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} has no dictionary, but {type(state).__name__}")
+        raise CheckpointError(f"{path} must have a dictionary, and has {type(state).__name__}")
     missing = [key for key in keys if key not in state]
     if missing:
         found = ", ".join(map(str, state)) or "nothing"
@@ -139,7 +139,7 @@ def _read_mapping(path: Path, state: Mapping[str, Any], key: str) -> Mapping[str
     """Return a dictionary of a file.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is not a dictionary.
     """
     found = state[key]
     if not isinstance(found, Mapping):
@@ -151,7 +151,7 @@ def _read_weights(path: Path, state: Mapping[str, Any], key: str) -> dict[str, T
     """Return the weights of a file, by their names in the model.
 
     Raises:
-        CheckpointError: they are no dictionary.
+        CheckpointError: they are not in a dictionary.
     """
     found = flatten_tensors(_read_mapping(path, state, key))
     return {strip_wrappers(name): tensor for name, tensor in found.items()}

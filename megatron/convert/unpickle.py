@@ -244,7 +244,7 @@ def _load(path: Path, source: Path | io.BytesIO, *, mmap: bool) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     # The class depends on what is wrong with the file.
     except Exception as error:
-        raise _describe(path, error) from error
+        raise _make_error(path, error) from error
 
 
 def load_metadata(path: Path) -> Any:
@@ -260,7 +260,7 @@ def load_metadata(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:
-        raise _describe(path, error) from error
+        raise _make_error(path, error) from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -289,7 +289,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("the file refers to something outside of it")
 
 
-def _describe(path: Path, error: Exception) -> CheckpointError:
+def _make_error(path: Path, error: Exception) -> CheckpointError:
     """Return the error of a file. The advice in torch's message, to run the file, is left out."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found is None:

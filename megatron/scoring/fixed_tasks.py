@@ -136,7 +136,8 @@ def _check_kind(name: str, kind: str) -> None:
 def _seed_random_numbers() -> Iterator[None]:
     """Seed all global generators as the harness does, and restore their states afterwards.
 
-    Tasks may use any of them. Training must not notice, and each evaluation must be the same.
+    Tasks may use any of them. The numbers of training must not change, and each evaluation must be
+    the same.
     """
     python = random.getstate()
     numpy = np.random.get_state()
@@ -197,7 +198,7 @@ class _Recorder(TextLM):
 
 
 class _Table(LM):
-    """A model that knows the answers already."""
+    """A model whose answers are already in a table."""
 
     def __init__(self, places: Mapping[_Key, slice], likelihoods: Tensor) -> None:
         super().__init__()

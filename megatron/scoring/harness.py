@@ -63,7 +63,7 @@ class CheckpointLM(TextLM):
             model: The model. All ranks that hold it run the same tasks together.
             tokenizer: The tokenizer of the training.
             batch_size: Sequences that are computed together.
-            quiet: Print no progress. It is for ranks after the first.
+            quiet: Print no progress. Ranks after the first set it.
         """
         scorer = Scorer(model, batch_size)
         super().__init__(tokenizer, scorer.context)
