@@ -28,7 +28,7 @@ from megatron.convert.tokenizer_files import (
 from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.shape import ModelShape
-from megatron.tokenizer import build_tokenizer, tokenizer_digests
+from megatron.tokenizer import build_tokenizer, compute_tokenizer_digests
 from megatron.training.state import TrainState
 
 _TOKENIZER = "tokenizer"
@@ -82,7 +82,7 @@ def import_model(
         tensors,
     )
     tokenizer = _find_tokenizer(folder, their_config.vocab_size, say)
-    digests = tokenizer_digests(tokenizer)
+    digests = compute_tokenizer_digests(tokenizer)
     copied: list[Path] = []
     if tokenizer.tokenizer_name_or_path is not None:
         # The run goes on with a copy, because the folder may be removed after the import.

@@ -247,11 +247,11 @@ def _write_words(args: Mapping[str, Any]) -> tuple[list[str], set[str]]:
         if value is None or by_samples or (name in _UNUSED_IF_ZERO and not value):
             continue
         used.add(name)
-        words += [_flag(name), *_write_value(value)]
+        words += [_make_flag(name), *_write_value(value)]
     for name in _ON:
         if args.get(name) is True:
             used.add(name)
-            words.append(_flag(name))
+            words.append(_make_flag(name))
     words += [flag for name, flag in _OFF.items() if args.get(name) is False]
     return [*words, *_write_groups(args), *_write_decay(args)], used
 
@@ -273,11 +273,11 @@ def _write_decay(args: Mapping[str, Any]) -> list[str]:
     for name in ("start_weight_decay", "end_weight_decay"):
         # Megatron fills in both ends also for a constant decay.
         if args.get(name) not in (None, args.get("weight_decay")):
-            words += [_flag(name), str(args[name])]
+            words += [_make_flag(name), str(args[name])]
     return words
 
 
-def _flag(name: str) -> str:
+def _make_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 

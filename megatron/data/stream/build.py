@@ -22,7 +22,7 @@ from megatron.tokenizer import Tokenizer
 
 # Documents of a data set whose first and last ids are looked at when the run starts.
 _CHECKED_DOCUMENTS = 256
-# Documents that begin or end with the same id by chance are fewer.
+# Share of documents with the same id. By chance, fewer begin or end with the same one.
 _NEARLY_ALL = 0.9
 
 
