@@ -145,7 +145,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def export(command: ToHF) -> None:
+def run_export(command: ToHF) -> None:
     """Export a checkpoint.
 
     Raises:
@@ -234,17 +234,19 @@ def run_trainer_import(command: FromTrainer, flags: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Convert what `argv` names and return the exit code."""
+    # Flags of another trainer are not parsed here. They go to the parser of training runs.
     words, flags = split_at_double_dash(argv)
     command = tyro.cli(Command, args=words, description=__doc__)
 
-    def work() -> int:
+    def convert() -> int:
+        # Checkpoints of Megatron have their arguments, so flags would be ignored.
         if flags is not None and not isinstance(command, FromTrainer):
             raise ConfigError(
                 f"-- {' '.join(flags)}: flags of a run are for from-nanogpt, from-llm-baselines "
                 "and from-fms-fsdp only."
             )
         if isinstance(command, ToHF):
-            export(command)
+            run_export(command)
         elif isinstance(command, FromMegatron):
             run_megatron_import(command)
         elif isinstance(command, FromTrainer):
@@ -253,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
             run_import(command)
         return 0
 
-    return run_tool(work)
+    return run_tool(convert)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class Architecture:
         found: dict[str, Any] = {}
         for pair in self.pairs:
             found |= pair.read(theirs)
+        # Learned positions bound the length too. Without either number, as in BLOOM, nothing does.
         longest = found.get("seq_length") or found.get("max_position_embeddings") or _USUAL_LENGTH
         found["seq_length"] = seq_length or longest
         for name, value in self.theirs.items():
@@ -97,6 +98,7 @@ _SIZES: tuple[Pair, ...] = (
     Same("num_layers", "num_hidden_layers"),
     Same("num_attention_heads", "num_attention_heads"),
 )
+# Our flag says untied, theirs tied.
 _TIED = Cases(
     "tie_word_embeddings",
     (
@@ -113,6 +115,8 @@ _RMS = {"normalization": "RMSNorm", "norm_bias": True}
 _LAYER_NORM = {"normalization": "LayerNorm", "norm_bias": True}
 _NO_LEARNED_TABLE = {"max_position_embeddings": None}
 _ROTARY = {"position_embedding_type": "rotary", **_NO_LEARNED_TABLE}
+# A class without rotary positions needs these fields at their defaults, as `normalise_model`
+# sets them.
 _NO_ROTATION = {
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
@@ -125,6 +129,8 @@ _NO_ROTATION = {
 }
 _PLAIN_MLP = {"glu_activation": None}
 _ALL_BIASES = {"add_bias_linear": True, "add_qkv_bias": True}
+# The activation of a gated MLP is that of the gate. `normalise_model` sets the unused fields to
+# these defaults.
 _GATED = {"glu_activation": "swiglu", "activation": "gelu", "bias_gelu_fusion": True}
 _NO_BIAS = Cases("attention_bias", ((False, {"add_bias_linear": False, "add_qkv_bias": False}),))
 _SILU = Cases("hidden_act", (("silu", _GATED),))
@@ -153,9 +159,11 @@ _LLAMA_MODULES = {
 }
 _LLAMA_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OLMO_MODULES = _LLAMA_MODULES | {
+    # Llama has this name for the norm before the MLP. In OLMo 2 it follows attention.
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
+# Older versions of transformers stored the table of frequencies in each layer.
 _FREQUENCIES = (r".*rotary_emb\.inv_freq",)
 _OLMO_NORMS = {"norm_placement": "output", "qk_norm": "full"}
 
@@ -262,6 +270,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "hidden_act",
             (
                 ("xielu", _PLAIN_MLP | {"activation": "xielu", "bias_gelu_fusion": True}),
+                # The Apertus models have xIELU. Others with squared ReLU fit into the same class.
                 ("relu2", _PLAIN_MLP | {"activation": "squared_relu", "bias_gelu_fusion": True}),
             ),
         ),
@@ -273,6 +282,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "post_attention_norm": "feedforward_layernorm",
             "mlp.activation": "mlp.act_fn",
         },
+        # The class stores these two numbers of xIELU as tensors, although they are not trained.
         constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
     ),
     Architecture(
@@ -313,8 +323,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "transformer.h",
         ("attn.c_attn",),
         "thirds",
+        # Its Conv1D multiplies from the other side than a linear layer.
         frozenset({"attention.qkv", "attention.out", "mlp.up", "mlp.down"}),
         base="transformer",
+        # The causal mask. It has the name of a bias.
         not_stored=(r".*\.attn\.(masked_)?bias",),
         theirs={
             "scale_attn_weights": True,
@@ -375,6 +387,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 (
                     ("gelu", {"activation": "gelu", "bias_gelu_fusion": False}),
                     ("gelu_new", {"activation": "gelu", "bias_gelu_fusion": True}),
+                    # Another name of the tanh form. It is read, and `gelu_new` is written.
                     ("gelu_fast", {"activation": "gelu", "bias_gelu_fusion": True}),
                 ),
             ),
@@ -428,6 +441,7 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Archit
             reasons.append(f"{architecture.model_type}: {error}")
             continue
         return architecture
+    # No architecture was tried, so the name is wrong and not the model.
     if not reasons:
         known = ", ".join(each.model_type for each in ARCHITECTURES)
         raise ConfigError(f"--architecture {wanted} is unknown; give one of {known}.")

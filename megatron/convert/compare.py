@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.convert.architectures import Architecture
-from megatron.convert.tensors import TensorPair
+from megatron.convert.tensors import VOCABULARY_TENSORS, TensorPair
 from megatron.convert.their_files import TheirTensors, import_transformers
 from megatron.errors import CheckpointError
 from megatron.model.gpt import GPT
@@ -37,8 +37,6 @@ _FEW_IDS = 8
 """Vocabulary of a model of which only a layer is used."""
 PART_NUMBERS = 1 << 24
 """Numbers of a large tensor that are in memory at a time, where a part is enough."""
-_VOCABULARY = ("embedding.word.weight", "head.weight")
-"""Our tensors with a row for each token id."""
 _SHARE_OF_MEMORY = 0.7
 """Part of the free memory that both complete models may take."""
 
@@ -74,7 +72,7 @@ class TheirModel:
 
     def read(self, pair: TensorPair) -> tuple[Tensor, ...]:
         """Return their tensors of a pair, in the dtype of the files."""
-        rows = self.rows if pair.ours in _VOCABULARY else None
+        rows = self.rows if pair.ours in VOCABULARY_TENSORS else None
         return tuple(self.tensors.read(self.names[name], rows) for name in pair.theirs)
 
 
@@ -120,14 +118,14 @@ def compare_models(
     worst = 0.0
     for layer in range(theirs.model.num_layers):
         found = _compare_layer(theirs, layer)
-        _check(found, f"layer {layer}")
+        _check_difference(found, f"layer {layer}")
         worst = max(worst, found)
     say(f"{theirs.model.num_layers} layers agree")
     if not complete or 2 * 4 * theirs.parameters > _SHARE_OF_MEMORY * _count_free_bytes():
         _compare_ends(theirs)
         return Comparison(worst, None, None, None)
     logits, divergence, same = _compare_logits(theirs, theirs.model.num_layers)
-    _check(logits, "the logits of the complete model")
+    _check_difference(logits, "the logits of the complete model")
     if same < 1:
         raise CheckpointError(
             f"only {100 * same:.2f} % of the clear predictions have the same most likely token"
@@ -145,10 +143,10 @@ def _compare_ends(theirs: TheirModel) -> None:
     for begin in range(0, theirs.vocab_size, rows):
         part = (begin, min(begin + rows, theirs.vocab_size))
         found, _, _ = _compare_logits(dataclasses.replace(theirs, rows=part), layers=0)
-        _check(found, "the embedding, the last norm and the output matrix together")
+        _check_difference(found, "the embedding, the last norm and the output matrix together")
 
 
-def _check(difference: float, what: str) -> None:
+def _check_difference(difference: float, what: str) -> None:
     # NaN fails this comparison as well.
     if not difference <= BOUND:
         raise CheckpointError(
@@ -160,15 +158,28 @@ def _check(difference: float, what: str) -> None:
 
 def _compare_layer(theirs: TheirModel, layer: int) -> float:
     """Return the difference of one layer, relative to the deviation of what it adds."""
+    pairs = [pair for pair in theirs.pairs if pair.layer == layer]
+    # Only one side is in memory at a time, so each function builds its own.
+    given, expected = _run_their_layer(theirs, layer, pairs)
+    found = _run_our_layer(theirs, layer, pairs, given)
+    added = expected - given
+    return float((found - expected).abs().max() / added.std())
+
+
+def _run_their_layer(
+    theirs: TheirModel, layer: int, pairs: Sequence[TensorPair]
+) -> tuple[Tensor, Tensor]:
+    """Return input and output of a layer of `transformers`, both [b, s, h].
+
+    Args:
+        theirs: The folder.
+        layer: Number of the layer.
+        pairs: The tensors of the layer.
+    """
     config = _select_layers(theirs.config, [layer])
     config.vocab_size = _FEW_IDS
-    config.pad_token_id = None
-    made = import_transformers().AutoModel.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
-    made.eval()
-    inside = [pair for pair in theirs.pairs if pair.layer == layer]
-    _load_theirs(made, theirs, inside, {layer: 0})
+    made = _build_theirs(import_transformers().AutoModel, config)
+    _load_theirs(made, theirs, pairs, {layer: 0})
     model = theirs.model
     generator = torch.Generator().manual_seed(layer)
     length = min(_LENGTH, model.seq_length)
@@ -176,36 +187,53 @@ def _compare_layer(theirs: TheirModel, layer: int) -> float:
     given = _INPUT_STD * torch.randn((1, length, model.hidden_size), generator=generator)
     seen: dict[str, Tensor] = {}
 
-    def remember(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def record(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         seen["in"] = args[0] if args else kwargs["hidden_states"]
         seen["out"] = out[0] if isinstance(out, tuple) else out
 
+    # The complete model makes the masks and positions of the layer. Its embedding may have a norm
+    # or positions, so the input of the layer is not `given`.
     path = theirs.architecture.layers.removeprefix(f"{theirs.architecture.base}.")
     block = made.get_submodule(f"{path}.0")
-    handle = block.register_forward_hook(remember, with_kwargs=True)
+    handle = block.register_forward_hook(record, with_kwargs=True)
     with torch.no_grad():
         made(inputs_embeds=given, use_cache=False)
     handle.remove()
-    # Only one side is in memory at a time.
-    del made, block
+    return seen["in"], seen["out"]
+
+
+def _run_our_layer(
+    theirs: TheirModel, layer: int, pairs: Sequence[TensorPair], given: Tensor
+) -> Tensor:
+    """Return the output of our layer with their weights, [b, s, h].
+
+    Args:
+        theirs: The folder.
+        layer: Number of the layer.
+        pairs: The tensors of the layer.
+        given: Input of the layer, [b, s, h].
+    """
+    model = theirs.model
     described = ModelShape(model, 0, 0).describe_layer(layer)
+    # The lists of layers count from the first one. A model of one layer has shorter lists.
+    without_rope = None
+    if model.no_rope_layers is not None and not described.rotary:
+        without_rope = "0"
     one = dataclasses.replace(
         model,
         num_layers=1,
-        no_rope_layers=None if described.rotary or model.no_rope_layers is None else "0",
+        no_rope_layers=without_rope,
         sliding_window=described.window,
         full_attention_layers=None,
     )
     ours = _build_ours(one, _FEW_IDS)
-    _load_ours(ours, theirs, inside, {layer: 0})
+    _load_ours(ours, theirs, pairs, {layer: 0})
     with torch.no_grad():
-        inputs = Inputs(torch.zeros((1, length), dtype=torch.long))
+        inputs = Inputs(torch.zeros(given.shape[:2], dtype=torch.long))
         positions = ours.position_tables.make_positions(inputs, torch.float32)
-        out = ours.get_blocks()[0](
-            seen["in"].transpose(0, 1).contiguous(), positions, inputs.dropout_key
-        ).transpose(0, 1)
-    added = seen["out"] - seen["in"]
-    return float((out - seen["out"]).abs().max() / added.std())
+        # Our blocks take [s, b, h].
+        stream = given.transpose(0, 1).contiguous()
+        return ours.get_blocks()[0](stream, positions, inputs.dropout_key).transpose(0, 1)
 
 
 def _compare_logits(theirs: TheirModel, layers: int) -> tuple[float, float, float]:
@@ -215,47 +243,65 @@ def _compare_logits(theirs: TheirModel, layers: int) -> tuple[float, float, floa
         The largest difference of the logits relative to their deviation, the mean divergence of
         the predictions, and the share of the clear ones with the same most likely id.
     """
-    vocab_size = theirs.vocab_size
-    chosen = [pair for pair in theirs.pairs if pair.layer is None or pair.layer < layers]
-    numbers = {layer: layer for layer in range(layers)}
+    pairs = [pair for pair in theirs.pairs if pair.layer is None or pair.layer < layers]
     generator = torch.Generator().manual_seed(1)
     length = min(_LENGTH, theirs.model.seq_length)
-    tokens = torch.randint(0, vocab_size, (2, length), generator=generator)
-    config = _select_layers(theirs.config, range(layers))
-    config.vocab_size = vocab_size
-    config.pad_token_id = None
-    made = import_transformers().AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
-    made.eval()
-    _load_theirs(made, theirs, chosen, numbers)
-    with torch.no_grad():
-        expected = made(tokens, use_cache=False).logits.float()
-    # Only one side is in memory at a time.
-    del made
-    model = dataclasses.replace(theirs.model, num_layers=layers)
-    if layers == 0:
-        # No layer can be chosen.
-        model = dataclasses.replace(
-            model, no_rope_layers=None, sliding_window=None, full_attention_layers=None
-        )
-    ours = _build_ours(model, vocab_size)
-    _load_ours(ours, theirs, chosen, numbers)
-    with torch.no_grad():
-        logits = ours.compute_logits(tokens)
+    tokens = torch.randint(0, theirs.vocab_size, (2, length), generator=generator)
+    # Only one side is in memory at a time, so each function builds its own.
+    expected = _compute_their_logits(theirs, layers, pairs, tokens)
+    logits = _compute_our_logits(theirs, layers, pairs, tokens)
     deviation = expected.std()
     difference = float((logits - expected).abs().max() / deviation)
     log_p = expected.log_softmax(-1)
     divergence = float((log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1).mean())
     # Rounding can give a small negative number.
     divergence = max(0.0, divergence)
-    top = expected.topk(min(2, vocab_size), dim=-1).values
+    # Where two ids are nearly equally likely, rounding alone may exchange them.
+    top = expected.topk(min(2, theirs.vocab_size), dim=-1).values
     clear = (top[..., 0] - top[..., -1]) > 2 * BOUND * deviation
     same = (logits.argmax(-1) == expected.argmax(-1))[clear]
     share = 1.0
     if len(same):
         share = float(same.float().mean())
     return difference, divergence, share
+
+
+def _compute_their_logits(
+    theirs: TheirModel, layers: int, pairs: Sequence[TensorPair], tokens: Tensor
+) -> Tensor:
+    """Return the logits of the first `layers` layers in `transformers`, [b, s, v] in fp32."""
+    config = _select_layers(theirs.config, range(layers))
+    config.vocab_size = theirs.vocab_size
+    made = _build_theirs(import_transformers().AutoModelForCausalLM, config)
+    _load_theirs(made, theirs, pairs, {layer: layer for layer in range(layers)})
+    with torch.no_grad():
+        logits: Tensor = made(tokens, use_cache=False).logits.float()
+    return logits
+
+
+def _compute_our_logits(
+    theirs: TheirModel, layers: int, pairs: Sequence[TensorPair], tokens: Tensor
+) -> Tensor:
+    """Return the logits of our first `layers` layers with their weights, [b, s, v] in fp32."""
+    model = dataclasses.replace(theirs.model, num_layers=layers)
+    if layers == 0:
+        # No layer can be chosen.
+        model = dataclasses.replace(
+            model, no_rope_layers=None, sliding_window=None, full_attention_layers=None
+        )
+    ours = _build_ours(model, theirs.vocab_size)
+    _load_ours(ours, theirs, pairs, {layer: layer for layer in range(layers)})
+    with torch.no_grad():
+        return ours.compute_logits(tokens)
+
+
+def _build_theirs(model_class: Any, config: Any) -> Any:
+    """Return a model of `transformers` in evaluation mode, with weights that are not loaded yet."""
+    # The id of padding may be outside of the smaller vocabulary. It does not change the results.
+    config.pad_token_id = None
+    # Eager attention computes in fp32 as ours does, and knows all masks.
+    made = model_class.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return made.eval()
 
 
 def _select_layers(their_config: Any, layers: Sequence[int]) -> Any:

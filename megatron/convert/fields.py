@@ -192,14 +192,17 @@ class Rope:
         if self.partial:
             found["partial_rotary_factor"] = model.rotary_percent
         elif model.rotary_percent != 1:
+            # The class would rotate all channels and ignore the field.
             raise ConfigError(f"--rotary-percent {model.rotary_percent} has no equivalent")
         if self.by_layer_type:
+            # Two copies, so that a change of one does not change the other.
             return {"rope_parameters": {_FULL: dict(found), _SLIDING: dict(found)}}
         return {"rope_parameters": found}
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
         found = theirs["rope_parameters"]
+        # Ours are the same in every layer.
         if _FULL in found:
             if found[_FULL] != found[_SLIDING]:
                 raise ConfigError(
@@ -217,6 +220,7 @@ class Rope:
             "rotary_percent": float(found.get("partial_rotary_factor") or 1.0),
         }
         if kind != "default":
+            # Other fields stay at our defaults. Unused numbers must not make two models differ.
             values |= {"rope_scaling": kind, "rope_scaling_factor": float(found["factor"])}
         if kind == "llama3":
             values |= {
@@ -267,6 +271,7 @@ class Windows:
         unknown = sorted(set(kinds) - {_FULL, _SLIDING})
         if unknown:
             raise ConfigError(f"layer_types {', '.join(unknown)} are not supported here")
+        # `sliding_window` may have a number although no layer uses it.
         if _SLIDING not in kinds:
             return {"sliding_window": None, "full_attention_layers": None}
         full = [index for index, kind in enumerate(kinds) if kind == _FULL]
@@ -325,6 +330,7 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     if model.position_embedding_type == "absolute":
         changes["max_position_embeddings"] = shape.position_table_size
     else:
+        # Only a learned table has a size.
         unused.append("max_position_embeddings")
     if model.position_embedding_type != "rotary":
         unused += [*Rope().ours, "no_rope_layers"]
@@ -335,9 +341,11 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     if model.sliding_window is None:
         unused.append("full_attention_layers")
     if model.normalization == "RMSNorm":
+        # An RMSNorm has no bias.
         unused.append("norm_bias")
     if model.glu_activation is not None:
         unused.append("activation")
+    # The flag chooses between two forms of GELU.
     if model.glu_activation is not None or model.activation != "gelu":
         unused.append("bias_gelu_fusion")
     defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}

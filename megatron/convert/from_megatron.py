@@ -1,13 +1,13 @@
 """Import of a checkpoint of Megatron-LM or Megatron-DeepSpeed, so that its run goes on here.
 
-Invariant: the checkpoint gets its name when all of it was written. The files are pickles, and
+Invariant: the checkpoint gets its name after all of it was written. The files are pickles, and
 nothing in them is run (`unpickle.py`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,18 +16,22 @@ from megatron.checkpoint.contents import CheckpointContents
 from megatron.code_version import get_code_version
 from megatron.config.cli import dump_yaml
 from megatron.convert.megatron_args import load_run_config, make_state
-from megatron.convert.megatron_deepspeed import KINDS, open_megatron_deepspeed
+from megatron.convert.megatron_deepspeed import open_megatron_deepspeed
 from megatron.convert.megatron_lm import open_megatron_lm
 from megatron.convert.megatron_names import Layout, MegatronTensor, list_megatron_tensors
 from megatron.convert.megatron_source import Key, MegatronSource
-from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
+from megatron.convert.problems import refuse_problems
+from megatron.convert.writing import (
+    TensorToWrite,
+    check_is_new,
+    choose_states,
+    write_checkpoint,
+)
 from megatron.errors import CheckpointError
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import Kind
 
 System = Literal["megatron-deepspeed", "megatron-lm"]
-_SHOWN = 12
-"""Problems that a message lists."""
 _WORD: Key = (None, "embedding.word.weight")
 _HEAD: Key = (None, "head.weight")
 
@@ -56,7 +60,7 @@ def import_megatron(
         ConfigError: `out` exists, or the run has a setting that is not possible here.
         CheckpointError: a file is missing, damaged, or contains what is not allowed, or the tensors
             do not fit the arguments.
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
     check_is_new(command.out)
     if command.system == "megatron-deepspeed":
@@ -87,16 +91,7 @@ def import_megatron(
     tied = not loaded.config.model.untie_embeddings_and_output_weights
     _check_names(source, tensors, tied=tied)
     steps = None if command.weights_only else source.steps
-    if steps is None:
-        say(
-            "the optimizer's states are not imported; go on with --no-load-optim, or start a new "
-            "run from the weights with --finetune"
-        )
-        kinds: tuple[Kind, ...] = ("weight",)
-        scalars: dict[str, Any] | None = None
-    else:
-        kinds = KINDS
-        scalars = {"optimizer_step": steps}
+    kinds, scalars = choose_states(steps, say)
     state = make_state(run, loaded, steps)
     contents = CheckpointContents(
         run.iteration,
@@ -113,7 +108,7 @@ def import_megatron(
     )
     write_checkpoint(
         command.out,
-        [_describe(source, kind, tensor, shape, layout) for tensor in tensors for kind in kinds],
+        [_plan_tensor(source, kind, tensor, shape, layout) for tensor in tensors for kind in kinds],
         contents,
     )
     say(
@@ -122,13 +117,14 @@ def import_megatron(
     )
 
 
-def _describe(
+def _plan_tensor(
     source: MegatronSource,
     kind: Kind,
     tensor: MegatronTensor,
     shape: ModelShape,
     layout: Layout,
 ) -> TensorToWrite:
+    """Return a tensor of the new checkpoint, which is read when it is written."""
     key = (tensor.layer, tensor.name)
 
     def read() -> Tensor:
@@ -141,7 +137,7 @@ def _check_names(source: MegatronSource, tensors: Sequence[MegatronTensor], *, t
     """Check that the checkpoint has the tensors of the model and no others.
 
     Raises:
-        CheckpointError: it does not. The message lists all of them.
+        CheckpointError: it does not. The message lists the first 12 problems.
     """
     expected = {(tensor.layer, tensor.name): tensor for tensor in tensors}
     problems = [
@@ -163,13 +159,7 @@ def _check_names(source: MegatronSource, tensors: Sequence[MegatronTensor], *, t
                 f"{source.names[_HEAD]} differs from the word embedding, and the arguments say "
                 "that they are tied"
             )
-    if problems:
-        shown = problems[:_SHOWN]
-        if len(problems) > _SHOWN:
-            shown.append(f"... {len(problems) - _SHOWN} more")
-        raise CheckpointError(
-            "the tensors do not fit the saved arguments:\n  " + "\n  ".join(shown)
-        )
+    refuse_problems(problems, "the saved arguments")
 
 
 def _count_rows(source: MegatronSource) -> int:

@@ -19,7 +19,8 @@ from megatron.code_version import get_code_version
 from megatron.config.cli import LoadedConfig, dump_yaml, load_config
 from megatron.config.tree import Config
 from megatron.convert.architectures import Architecture
-from megatron.convert.tensors import TensorPair, pair_tensors
+from megatron.convert.problems import refuse_problems
+from megatron.convert.tensors import VOCABULARY_TENSORS, TensorPair, pair_tensors
 from megatron.convert.trainer_files import (
     TrainerCheckpoint,
     open_fms,
@@ -32,15 +33,18 @@ from megatron.convert.trainer_names import (
     choose_llm_baselines_names,
     separate_rotary_halves,
 )
-from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
+from megatron.convert.writing import (
+    TensorToWrite,
+    check_is_new,
+    choose_states,
+    write_checkpoint,
+)
 from megatron.errors import CheckpointError
 from megatron.model.shape import ModelShape
-from megatron.parallel.shard import ADAM_KINDS, Kind
+from megatron.parallel.shard import Kind
 from megatron.training.state import TrainState
 
 Trainer = Literal["nanogpt", "llm-baselines", "fms-fsdp"]
-_SHOWN = 12
-"""Problems that a message lists."""
 _NANOGPT_FLAGS = {
     "n_layer": "--num-layers",
     "n_head": "--num-attention-heads",
@@ -88,7 +92,7 @@ def import_trainer(command: TrainerImport, say: Callable[[str], None] = lambda l
         ConfigError: `out` exists, or the run has a setting that is not possible here.
         CheckpointError: a file is missing, damaged, or contains what is not allowed, or the tensors
             do not fit the settings.
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
     check_is_new(command.out)
     opened = _open(command)
@@ -100,16 +104,7 @@ def import_trainer(command: TrainerImport, say: Callable[[str], None] = lambda l
     names = _choose_names(command.trainer, config)
     pairs = pair_tensors(names, shape)
     _check_names(opened, names, pairs, vocab_size)
-    kinds: tuple[Kind, ...] = ("weight",)
-    scalars: dict[str, Any] | None = None
-    if opened.steps is None:
-        say(
-            "the optimizer's states are not imported; go on with --no-load-optim, or start a new "
-            "run from the weights with --finetune"
-        )
-    else:
-        kinds = ("weight", *ADAM_KINDS)
-        scalars = {"optimizer_step": opened.steps}
+    kinds, scalars = choose_states(opened.steps, say)
     state = _make_state(opened, config)
     contents = CheckpointContents(
         opened.iteration,
@@ -121,7 +116,7 @@ def import_trainer(command: TrainerImport, say: Callable[[str], None] = lambda l
     )
     write_checkpoint(
         command.out,
-        [_describe(opened, kind, pair, shape) for pair in pairs for kind in kinds],
+        [_plan_tensor(opened, kind, pair, shape) for pair in pairs for kind in kinds],
         contents,
     )
     say(
@@ -239,24 +234,22 @@ def _make_state(opened: TrainerCheckpoint, config: Config) -> TrainState:
     )
 
 
-def _describe(
+def _plan_tensor(
     opened: TrainerCheckpoint, kind: Kind, pair: TensorPair, shape: ModelShape
 ) -> TensorToWrite:
+    """Return a tensor of the new checkpoint, which is read when it is written."""
+
     def read() -> Tensor:
         tensor = pair.to_ours([opened.read(kind, name) for name in pair.theirs])
         if shape.rotary_dim:
             tensor = separate_rotary_halves(pair, tensor, shape)
-        if _has_vocabulary(pair):
+        if pair.ours in VOCABULARY_TENSORS:
             # The rows after the vocabulary are padding.
             tensor = tensor[: pair.our_shape[0]]
         return tensor
 
     source = f"{', '.join(pair.theirs)} ({kind})"
     return TensorToWrite(kind, pair.ours, pair.our_shape, source, read)
-
-
-def _has_vocabulary(pair: TensorPair) -> bool:
-    return pair.ours in ("embedding.word.weight", "head.weight")
 
 
 def _check_names(
@@ -268,7 +261,7 @@ def _check_names(
     """Check that the checkpoint has the tensors of the model and no others.
 
     Raises:
-        CheckpointError: it does not. The message lists all of them.
+        CheckpointError: it does not. The message lists the first 12 problems.
     """
     expected = {
         name: (pair, size)
@@ -278,7 +271,9 @@ def _check_names(
     problems = [f"{name} is missing" for name in expected if name not in opened.shapes]
     for name, (pair, size) in expected.items():
         found = opened.shapes.get(name, size)
-        enough = _has_vocabulary(pair) and found[0] >= vocab_size and found[1:] == size[1:]
+        enough = (
+            pair.ours in VOCABULARY_TENSORS and found[0] >= vocab_size and found[1:] == size[1:]
+        )
         if found != size and not enough:
             problems.append(f"{name} has the shape {found}, and must have {size}")
     for name in opened.shapes.keys() - expected.keys():
@@ -287,11 +282,7 @@ def _check_names(
         if name == f"{names.modules['head']}.weight" and _is_tied(opened, names, name):
             continue
         problems.append(f"{name} has no part in the model that the settings describe")
-    if problems:
-        shown = sorted(problems)[:_SHOWN]
-        if len(problems) > _SHOWN:
-            shown.append(f"... {len(problems) - _SHOWN} more")
-        raise CheckpointError("the tensors do not fit the settings:\n  " + "\n  ".join(shown))
+    refuse_problems(sorted(problems), "the settings")
 
 
 def _is_tied(opened: TrainerCheckpoint, names: Architecture, head: str) -> bool:

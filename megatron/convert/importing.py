@@ -1,6 +1,6 @@
 """Import of a model in the format of Hugging Face as a checkpoint of this trainer.
 
-Invariant: the checkpoint gets its name when the model was compared with `transformers`. Only
+Invariant: the checkpoint gets its name after the model was compared with `transformers`. Only
 safetensors, JSON and a tokenizer are read, so nothing in the folder can run code.
 """
 
@@ -28,7 +28,7 @@ from megatron.convert.tokenizer_files import (
 from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.shape import ModelShape
-from megatron.tokenizer import build_tokenizer, tokenizer_digests
+from megatron.tokenizer import build_tokenizer, compute_tokenizer_digests
 from megatron.training.state import TrainState
 
 _TOKENIZER = "tokenizer"
@@ -56,8 +56,9 @@ def import_model(
         ConfigError: the architecture is not supported, or `out` exists.
         CheckpointError: a file is missing or damaged, tensors do not fit config.json, or the
             comparison with `transformers` failed.
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
+    # Before the comparison, which takes most of the time.
     check_is_new(out)
     their_config = read_config(folder)
     architecture = find_architecture(their_config.model_type)
@@ -81,7 +82,7 @@ def import_model(
         tensors,
     )
     tokenizer = _find_tokenizer(folder, their_config.vocab_size, say)
-    digests = tokenizer_digests(tokenizer)
+    digests = compute_tokenizer_digests(tokenizer)
     copied: list[Path] = []
     if tokenizer.tokenizer_name_or_path is not None:
         # The run goes on with a copy, because the folder may be removed after the import.
@@ -91,6 +92,7 @@ def import_model(
             copied.append(Path(GENERATION_CONFIG))
         tokenizer = replace(tokenizer, tokenizer_name_or_path=str(out.absolute() / _TOKENIZER))
     comparison = compare_models(theirs, say, complete=compare_complete)
+    # Only the model and the tokenizer are known. A user gives the rest when training starts.
     config = Config(model=model, batch=BatchConfig(micro_batch_size=1), tokenizer=tokenizer)
     state = TrainState(tokenizer=digests)
     contents = CheckpointContents(
@@ -116,12 +118,13 @@ def _read_model(
 
     Raises:
         ConfigError: the model is not supported.
-        CheckpointError: a field is no number, or no possible size.
+        CheckpointError: a field is not a number, or a size is below 1.
     """
     try:
         model = _set_dropouts(architecture.read(fields, seq_length), fields)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json has a field of a wrong kind: {error}") from error
+    # transformers accepts any number here. A size of 0 would fail much later, in a division.
     sizes = {
         "vocab_size": fields["vocab_size"],
         "hidden_size": model.hidden_size,
@@ -139,6 +142,7 @@ def _set_dropouts(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     """Return the model with the dropouts of config.json, which are 0 where it names none."""
     return replace(
         model,
+        # GPT-2 has the older names. A model for inference often has neither.
         hidden_dropout=float(fields.get("hidden_dropout", fields.get("resid_pdrop", 0.0))),
         attention_dropout=float(fields.get("attention_dropout", fields.get("attn_pdrop", 0.0))),
     )
@@ -150,11 +154,13 @@ def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -
     Raises:
         ConfigError: it has more ids than the embedding has rows.
     """
+    # The embedding has its padding already. More of it would be rows that no file has.
     without = TokenizerConfig(vocab_size=vocab_size, make_vocab_size_divisible_by=1)
     named = replace(
         without, tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=str(folder.absolute())
     )
     try:
+        # Without the size of the embedding, so that the tokenizer's own size is compared with it.
         size = build_tokenizer(replace(named, vocab_size=None)).vocab_size
     except ConfigError as error:
         say(f"warning: no tokenizer is imported: {error}")

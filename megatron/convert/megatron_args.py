@@ -112,14 +112,18 @@ _ON = (
 """Arguments that are flags without a value, if they are true."""
 _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 """Arguments that are true unless this flag is given."""
+# 0 is their value of a flag that was not given. Here it may exclude another flag.
 _UNUSED_IF_ZERO = {
     "lr_warmup_iters",
     "lr_warmup_samples",
     "lr_warmup_init",
     "eval_iters",
 }
+# Given both, `load_config` would refuse them as two answers to one question.
 _BY_SAMPLES = {"train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"}
 """Arguments that Megatron computes from the samples if those are given."""
+# They are not flags of the new run, or are read below and in `from_megatron`. Reporting them as
+# unused would be wrong.
 _READ_ELSEWHERE = {
     "consumed_train_samples",
     "consumed_train_tokens",
@@ -177,8 +181,9 @@ def read_saved_run(path: Path, state: Any) -> SavedRun:
         raise CheckpointError(f"{path} has no 'args', so the model is not known")
     iteration = state.get("iteration", state.get("total_iters"))
     if not isinstance(iteration, int):
-        raise CheckpointError(f"{path} has no 'iteration', so it is not known where to go on")
+        raise CheckpointError(f"{path} has no 'iteration', so it is not known where to continue")
     arguments = vars(args)
+    # Both give the size of the vocabulary without its padding. Many files have neither.
     info = state.get("checkpoint_info") or {}
     universal = state.get("universal_checkpoint_info") or {}
     vocab_size = (
@@ -197,6 +202,7 @@ def read_saved_run(path: Path, state: Any) -> SavedRun:
 
 
 def _find_scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
+    # The second is the name of older versions.
     for name in ("opt_param_scheduler", "lr_scheduler"):
         if isinstance(found := state.get(name), dict):
             return found
@@ -241,17 +247,18 @@ def _write_words(args: Mapping[str, Any]) -> tuple[list[str], set[str]]:
         if value is None or by_samples or (name in _UNUSED_IF_ZERO and not value):
             continue
         used.add(name)
-        words += [_flag(name), *_write_value(value)]
+        words += [_make_flag(name), *_write_value(value)]
     for name in _ON:
         if args.get(name) is True:
             used.add(name)
-            words.append(_flag(name))
+            words.append(_make_flag(name))
     words += [flag for name, flag in _OFF.items() if args.get(name) is False]
     return [*words, *_write_groups(args), *_write_decay(args)], used
 
 
 def _write_groups(args: Mapping[str, Any]) -> list[str]:
     """Return the flag of grouped queries."""
+    # Microsoft's Megatron-DeepSpeed has this name, and Megatron-LM has a switch and a number.
     groups = args.get("num_key_value_heads")
     if args.get("group_query_attention"):
         groups = args.get("num_query_groups")
@@ -264,12 +271,13 @@ def _write_decay(args: Mapping[str, Any]) -> list[str]:
     """Return the flags of a weight decay that changes during the run, which is refused."""
     words = []
     for name in ("start_weight_decay", "end_weight_decay"):
+        # Megatron fills in both ends also for a constant decay.
         if args.get(name) not in (None, args.get("weight_decay")):
-            words += [_flag(name), str(args[name])]
+            words += [_make_flag(name), str(args[name])]
     return words
 
 
-def _flag(name: str) -> str:
+def _make_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
@@ -293,6 +301,7 @@ def make_state(run: SavedRun, loaded: LoadedConfig, steps: int | None) -> TrainS
     args = run.args
     config = loaded.config
     samples = args.get("consumed_train_samples")
+    # Versions before the counters of samples train with a fixed batch.
     if samples is None:
         samples = run.iteration * (config.batch.global_batch_size or config.batch.micro_batch_size)
     tokens = run.tokens or args.get("consumed_train_tokens") or samples * config.model.seq_length
@@ -319,8 +328,10 @@ def _read_schedule(run: SavedRun) -> dict[str, Any]:
     """Return the schedule that a resume is compared with. Empty if it was not saved."""
     saved = run.scheduler
     style = saved.get("lr_decay_style", saved.get("decay_style"))
+    # A resume then compares nothing, and takes the schedule of the command line.
     if style is None:
         return {}
+    # The scheduler's state does not have this length.
     wsd = run.args.get("lr_wsd_decay_samples")
     if wsd is None and run.args.get("lr_wsd_decay_iters") is not None:
         wsd = run.args["lr_wsd_decay_iters"] * run.args["global_batch_size"]
@@ -328,6 +339,7 @@ def _read_schedule(run: SavedRun) -> dict[str, Any]:
         max_lr=saved["max_lr"],
         min_lr=saved["min_lr"],
         style=style,
+        # The first name of each pair is the present one, the second that of older versions.
         warmup_steps=saved.get("lr_warmup_steps", saved.get("warmup_steps", 0)),
         decay_steps=saved.get("lr_decay_steps", saved.get("decay_steps")),
         decay_tokens=run.args.get("lr_decay_tokens"),

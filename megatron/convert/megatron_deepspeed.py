@@ -34,11 +34,11 @@ from megatron.parallel.shard import ADAM_KINDS, Kind
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _FLAT: dict[Kind, str] = {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-KINDS: tuple[Kind, ...] = ("weight", *ADAM_KINDS)
 
 
 def resolve_names(names: Sequence[str]) -> tuple[dict[str, Key], list[str]]:
     """Return the key of each of their tensors, and the names that have no place in our models."""
+    # Layer files have the number of a pipeline module in front. Rank files have nested names.
     weights = [name for name in names if not is_no_weight(name)]
     keys: dict[str, Key] = number_pipeline_layers(weights)
     unknown = []
@@ -72,6 +72,7 @@ class DeepSpeedFolder:
         self.run: SavedRun = read_saved_run(first, self._state)
         self.slices = self.run.tensor_ranks
         self.steps: int | None = None
+        # Files of another layout that were left in the folder would be read as parts of this one.
         check_ranks(folder, "mp_rank_*_model_states.pt", self.slices * self.run.pipeline_ranks)
         self._weights = self._find_weights()
         keys, self.unknown = resolve_names(list(self._weights))
@@ -80,6 +81,7 @@ class DeepSpeedFolder:
         has_states = any(_OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir())
         if has_states and not weights_only:
             self._partitions = Partitions(folder, self.run)
+            # Training cannot continue if some parameters have states and others have none.
             missing = self.names.keys() - self._partitions.keys
             if missing:
                 raise CheckpointError(
@@ -177,6 +179,7 @@ class Partitions:
             if match is not None and int(match.group(2)) == rank:
                 files[int(match.group(1))] = path
         model = load_pickle_file(self._folder / f"mp_rank_{rank:02d}_model_states.pt")
+        # Without it, a missing last file shows only where its fragments are counted.
         expected = model.get("dp_world_size") or len(files)
         if not files or sorted(files) != list(range(expected)):
             raise CheckpointError(
@@ -184,6 +187,7 @@ class Partitions:
                 f"for mp_rank_{rank:02d}, and {expected} ranks wrote it"
             )
         shapes: dict[str, torch.Size] = {}
+        # The partitions are flat. Only this file has the shapes.
         for group in model.get("param_shapes") or []:
             shapes |= group
         states = []
@@ -191,6 +195,7 @@ class Partitions:
         for data_rank in range(expected):
             state = load_pickle_file(files[data_rank]).get("optimizer_state_dict") or {}
             mappings = state.get("param_slice_mappings")
+            # Without it, the order would follow from DeepSpeed's rules, which have changed.
             if mappings is None or "single_partition_of_fp32_groups" not in state:
                 raise CheckpointError(
                     f"{files[data_rank]} does not say where each parameter lies "
@@ -232,6 +237,7 @@ class Partitions:
                 flat = state["single_partition_of_fp32_groups"][group]
             else:
                 flat = _find_group(state["base_optimizer_state"], group)[_FLAT[kind]]
+            # `start` counts from the beginning of this rank's partition, not of the group.
             parts.append(flat.flatten()[place.start : place.start + place.numel])
         whole = torch.cat(parts)
         shape = self._shapes[rank].get(name)
@@ -261,6 +267,7 @@ class Universal:
         Raises:
             CheckpointError: a file is missing or damaged, or contains what is not allowed.
         """
+        # All of them have the same arguments.
         first = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
         if first is None:
             raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt")
@@ -301,6 +308,7 @@ class Universal:
     def _find_steps(self) -> int | None:
         """Return the number of steps of the optimizer's states. None if there are none."""
         for name in self.names.values():
+            # States of some parameters only cannot be continued.
             if not all((self._zero / name / f"{kind}.pt").is_file() for kind in ADAM_KINDS):
                 return None
         step = self._zero / next(iter(self.names.values()), "") / "step.pt"
@@ -323,6 +331,7 @@ def open_megatron_deepspeed(folder: Path, *, weights_only: bool = False) -> Mega
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
+    # A user who has converted a checkpoint means the converted one.
     for pointer in ("latest_universal", "latest"):
         path = folder / pointer
         if path.is_file():

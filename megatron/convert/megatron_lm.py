@@ -50,6 +50,7 @@ class RankFiles:
         self._slices: dict[Key, list[dict[Kind, Tensor]]] = {}
         self.names: dict[Key, str] = {}
         self.unknown: list[str] = []
+        # The distributed optimizer keeps its settings here, and its states in distrib_optim.pt.
         self._has_states = not weights_only and state.get("optimizer") is not None
         for rank in range(self.slices):
             self._read_rank(rank)
@@ -72,9 +73,10 @@ class RankFiles:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        # Every file counts its layers from 0, so their numbers follow from the files before.
         stages = [self._read_file(rank, stage) for stage in range(self.run.pipeline_ranks)]
         before = 0
-        # With virtual stages, each file has several parts, which are dealt to the ranks in turn.
+        # With virtual stages, each file has several parts, which are assigned to the ranks in turn.
         for part in stages[0]:
             for stage in stages:
                 before += self._add_part(stage.get(part) or {}, before)
@@ -129,6 +131,7 @@ class RankFiles:
                 layer += before
             self.names[layer, ours] = name
             self._slices.setdefault((layer, ours), []).append(tensors)
+        # The names give the count. A part without layers has only the embedding or the head.
         return highest + 1
 
 
@@ -140,6 +143,7 @@ def _find_rank_file(folder: Path, rank: int, stage: int) -> Path:
     """
     names = [f"mp_rank_{rank:02d}_{stage:03d}"]
     if stage == 0:
+        # Without a pipeline, the name has no stage.
         names.insert(0, f"mp_rank_{rank:02d}")
     for name in names:
         for file in ("model_optim_rng.pt", "model_rng.pt"):
@@ -154,6 +158,7 @@ _THEIR_KINDS: dict[Kind, tuple[str, ...]] = {
     "exp_avg": ("optimizer.state.exp_avg.",),
     "exp_avg_sq": ("optimizer.state.exp_avg_sq.",),
 }
+# A run with several optimizers numbers them at the beginning of these names.
 _BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(.+)")
 
 
@@ -209,6 +214,7 @@ class TorchDist:
     def _name_weights(self) -> None:
         """Find the weights among the tensors."""
         for name, size in self._tensors.sizes.items():
+            # The optimizer's states are under the names of the weights, with a prefix.
             if name.startswith(("optimizer.", "chained_", "rng_state", "rerun_state")):
                 continue
             if is_no_weight(name):
@@ -216,6 +222,7 @@ class TorchDist:
             key = rename(name)
             if key is None:
                 self.unknown.append(name)
+            # Layers of a kind lie in one tensor, and the first dimension counts them.
             elif key[0] == -1:
                 self._stacked.add(name)
                 for layer in range(size[0]):
@@ -230,6 +237,7 @@ class TorchDist:
             CheckpointError: they are stored in another way. The message names it.
         """
         found = None
+        # Read as whole tensors, these would give wrong numbers without an error.
         if any(".bucket_idx_" in name for name in names if _BUFFERS.match(name)):
             found = "as buffers of the distributed optimizer (dp_reshardable)"
         elif any(name.endswith(".param_state") for name in names if _BUFFERS.match(name)):
@@ -292,6 +300,7 @@ def _find_iteration(folder: Path) -> Path:
         return folder
     text = pointer.read_text(encoding="utf-8").strip()
     name = text
+    # The pointer may also be a name, such as `release`.
     if text.isdigit():
         name = f"iter_{int(text):07d}"
     if Path(name).name != name or not (folder / name).is_dir():

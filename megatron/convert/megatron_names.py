@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.convert.tensors import list_our_tensors
+from megatron.convert.tensors import VOCABULARY_TENSORS, list_our_tensors
 from megatron.errors import CheckpointError
 from megatron.model.shape import ModelShape
 
@@ -173,7 +173,7 @@ class MegatronTensor:
             raise CheckpointError(
                 f"{self.describe()}: slices of the shapes {shapes} do not give {self.shape}"
             ) from error
-        if self.name in ("embedding.word.weight", "head.weight"):
+        if self.name in VOCABULARY_TENSORS:
             # The rows after the vocabulary are padding.
             merged = merged[: self.shape[0]]
         if tuple(merged.shape) != self.shape:
@@ -196,7 +196,7 @@ class MegatronTensor:
                 return torch.cat(list(slices))
             first = self.ours.rpartition(".")[0].endswith(layout.first_half)
             return torch.cat([each.chunk(2)[0 if first else 1] for each in slices])
-        if self.name in ("embedding.word.weight", "head.weight"):
+        if self.name in VOCABULARY_TENSORS:
             return torch.cat(list(slices))
         if self.name in ("attention.out.weight", "mlp.down.weight"):
             return torch.cat(list(slices), dim=1)

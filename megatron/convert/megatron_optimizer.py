@@ -54,6 +54,7 @@ def read_rank_states(
     buffers = path.with_name("distrib_optim.pt")
     if buffers.is_file():
         return _read_buffers(buffers, parts)
+    # Mixed precision wraps the optimizer. With fp32 it is not wrapped.
     inner = optimizer.get("optimizer", optimizer)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping):
         raise CheckpointError(
@@ -73,6 +74,7 @@ def _read_groups(
         CheckpointError: they do not fit the weights.
     """
     remaining = {
+        # Megatron puts vectors into a group of their own, because they have no weight decay.
         True: iter([name for name, tensor in weights.items() if tensor.dim() > 1]),
         False: iter([name for name, tensor in weights.items() if tensor.dim() <= 1]),
     }
@@ -89,6 +91,7 @@ def _read_groups(
             if name is None:
                 raise CheckpointError(f"{path} has more states than parameters; {_WEIGHTS_ONLY}")
             weight = weights[name]
+            # A model in fp32 has no copies, and its weights are in the file already.
             copy = weight.float()
             if copies is not None and weight.dtype != torch.float32:
                 copy = next(group_copies, torch.empty(0))
@@ -96,6 +99,7 @@ def _read_groups(
             tensors |= {kind: state[kind] for kind in ADAM_KINDS}
             if any(tensor.shape != weight.shape for tensor in tensors.values()):
                 raise _refuse(path, name)
+            # Equal shapes prove nothing, because all layers have the same. Equal numbers do.
             if not torch.equal(copy.to(weight.dtype), weight):
                 raise _refuse(path, name)
             found[name] = tensors
@@ -125,6 +129,7 @@ def _read_buffers(path: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> Stat
         )
     found: States = {}
     for buffer, weights in zip(buffers, parts.values(), strict=True):
+        # The key of each buffer is the pair of its dtypes, of which there is one.
         (flat,) = buffer.values()
         found |= _divide_buffer(path, flat, weights)
     return found
@@ -139,9 +144,10 @@ def _divide_buffer(path: Path, flat: Mapping[str, Tensor], weights: Mapping[str,
     found: States = {}
     start = 0
     end = 0
+    # The backward pass reaches the last parameters first, and buckets are sent in that order.
     for name, weight in reversed(list(weights.items())):
-        for begin, bucket in _list_places(start, end):
-            tensors = _cut(flat, begin, weight)
+        for begin, bucket in _list_positions(start, end):
+            tensors = _view_parameter(flat, begin, weight)
             if tensors is not None and torch.equal(tensors["weight"].to(weight.dtype), weight):
                 found[name] = tensors
                 start = bucket
@@ -149,6 +155,7 @@ def _divide_buffer(path: Path, flat: Mapping[str, Tensor], weights: Mapping[str,
                 break
         else:
             raise _refuse(path, name)
+    # Numbers that are left over belong to a parameter that the weights do not have.
     if end != len(flat["param"]):
         raise CheckpointError(
             f"{path} has {len(flat['param'])} numbers, and the parameters end at {end}; "
@@ -157,7 +164,7 @@ def _divide_buffer(path: Path, flat: Mapping[str, Tensor], weights: Mapping[str,
     return found
 
 
-def _list_places(start: int, end: int) -> Iterator[tuple[int, int]]:
+def _list_positions(start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield where the next parameter may begin, and the beginning of its bucket.
 
     Args:
@@ -169,7 +176,9 @@ def _list_places(start: int, end: int) -> Iterator[tuple[int, int]]:
     yield end, end
 
 
-def _cut(flat: Mapping[str, Tensor], begin: int, weight: Tensor) -> dict[Kind, Tensor] | None:
+def _view_parameter(
+    flat: Mapping[str, Tensor], begin: int, weight: Tensor
+) -> dict[Kind, Tensor] | None:
     """Return the tensors of a parameter, or None if the buffer ends before."""
     end = begin + weight.numel()
     if end > len(flat["param"]):

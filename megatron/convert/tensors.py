@@ -15,6 +15,8 @@ from megatron.parallel.rng import RandomStreams
 
 _BLOCKS = "blocks."
 _QKV = "attention.qkv"
+VOCABULARY_TENSORS = ("embedding.word.weight", "head.weight")
+"""Our tensors with a row for each token id."""
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.convert.architectures import Architecture
+from megatron.convert.problems import refuse_problems
 from megatron.errors import CheckpointError, ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of the format."""
-_MOST_LAYERS = 2000
-_SHOWN = 12
-"""Number of problems that a message lists."""
+_MAX_LAYERS = 2000
+"""Largest number of layers that is accepted."""
 
 
 class TheirTensors:
@@ -53,7 +53,7 @@ class TheirTensors:
                     self._dtypes[key] = found.get_dtype()
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Return a tensor in the dtype of its file, or its rows from the first to before the last.
+        """Return a tensor in the dtype of its file, or its rows from `rows[0]` to `rows[1] - 1`.
 
         Raises:
             CheckpointError: the file was removed or damaged since.
@@ -158,8 +158,8 @@ def _check_layers(path: Path, fields: Mapping[str, Any]) -> None:
     """
     for name in ("num_hidden_layers", "n_layer"):
         layers = fields.get(name) if isinstance(fields, Mapping) else None
-        if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
-            raise CheckpointError(f"{path}: {name} {layers} must be from 1 to {_MOST_LAYERS}")
+        if isinstance(layers, int) and not 1 <= layers <= _MAX_LAYERS:
+            raise CheckpointError(f"{path}: {name} {layers} must be from 1 to {_MAX_LAYERS}")
 
 
 def import_transformers() -> Any:
@@ -189,7 +189,7 @@ def match_names(
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is not known. The message lists
-            all of them.
+            the first 12 problems.
     """
     # GPT-2's files, for example, were written from the class without a head. Their names lack this
     # prefix.
@@ -207,11 +207,7 @@ def match_names(
         if _is_constant(architecture, name):
             continue
         problems.append(f"{name} is not known: its part of the model is not supported")
-    if problems:
-        shown = problems[:_SHOWN]
-        if len(problems) > _SHOWN:
-            shown.append(f"... {len(problems) - _SHOWN} more")
-        raise CheckpointError("the tensors do not fit config.json:\n  " + "\n  ".join(shown))
+    refuse_problems(problems, "config.json")
     return names
 
 

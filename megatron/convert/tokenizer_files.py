@@ -89,10 +89,12 @@ def write_tokenizer(
             damaged.
     """
     try:
+        # A model without a tokenizer is still of use, so this is no error.
         tokenizer = build_tokenizer(config)
     except ConfigError as error:
         say(f"warning: the tokenizer is not exported: {error}")
         return SpecialIds()
+    # The model could not compute these ids. Fewer ids than rows are padding.
     if tokenizer.vocab_size > rows:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} ids, and the embedding has {rows} rows; "
@@ -100,6 +102,7 @@ def write_tokenizer(
         )
     source = None
     if config.tokenizer_type != "GPT2BPETokenizer":
+        # The type with two files has no folder, and no settings beside them.
         source = find_tokenizer_folder(config.tokenizer_name_or_path)
     if isinstance(tokenizer, SentencePieceTokenizer):
         names = _write_sentencepiece(folder, tokenizer, say)
@@ -122,6 +125,7 @@ def write_tokenizer(
 
 def _copy_hf(source: Path, config: TokenizerConfig, folder: Path) -> None:
     """Copy the files of a Hugging Face tokenizer."""
+    # Copied and not written again, so that chat templates and added tokens stay as they are.
     copy_files(source, list_tokenizer_files(source), folder)
     found = find_tokenizer_json(config.tokenizer_name_or_path)
     assert found is not None, "the tokenizer was built from it"
@@ -156,6 +160,7 @@ def _write_sentencepiece(
         "unk_token": processor.unk_id(),
         "pad_token": processor.pad_id(),
     }
+    # -1 means that the model has no such piece.
     return {name: processor.id_to_piece(index) for name, index in ids.items() if index >= 0}
 
 
@@ -177,6 +182,7 @@ def _find_special_ids(tokenizer: Tokenizer, source: Path | None, rows: int) -> S
     if source is not None and (source / GENERATION_CONFIG).is_file():
         fields = _read_generation_config(source / GENERATION_CONFIG)
         eos = fields.get("eos_token_id")
+        # If one of these ids is not of this vocabulary, no field of the file is used.
         if _list_ids(eos, rows):
             return SpecialIds(
                 _keep_id(fields.get("bos_token_id"), rows),

@@ -58,6 +58,8 @@ def open_nanogpt(path: Path, *, weights_only: bool) -> TrainerCheckpoint:
     """
     path = _find_file(path, ("ckpt.pt",))
     state = _read_dictionary(path, ("model", "model_args", "iter_num", "config"))
+    # A resumed run has sizes of the model in `config` that it did not use. `model_args` has the
+    # right ones.
     settings = {**_read_mapping(path, state, "config"), **_read_mapping(path, state, "model_args")}
     order = None if weights_only else order_nanogpt_states
     return _open_file(path, state, _read_count(path, state, "iter_num"), order, settings)
@@ -92,6 +94,7 @@ def open_fms(path: Path, *, weights_only: bool) -> TrainerCheckpoint:
     if path.is_dir():
         return _open_fms_folder(path, weights_only=weights_only)
     state = _read_dictionary(path, ("model_state",))
+    # A single file has weights only, so there are no states to leave out.
     weights = _read_weights(path, state, "model_state")
     return _open_fms_names(
         path,
@@ -124,7 +127,7 @@ def _read_dictionary(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
     """
     state = load_pickle_file(path)
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} has no dictionary, but {type(state).__name__}")
+        raise CheckpointError(f"{path} must have a dictionary, and has {type(state).__name__}")
     missing = [key for key in keys if key not in state]
     if missing:
         found = ", ".join(map(str, state)) or "nothing"
@@ -136,7 +139,7 @@ def _read_mapping(path: Path, state: Mapping[str, Any], key: str) -> Mapping[str
     """Return a dictionary of a file.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is not a dictionary.
     """
     found = state[key]
     if not isinstance(found, Mapping):
@@ -148,7 +151,7 @@ def _read_weights(path: Path, state: Mapping[str, Any], key: str) -> dict[str, T
     """Return the weights of a file, by their names in the model.
 
     Raises:
-        CheckpointError: they are no dictionary.
+        CheckpointError: they are not in a dictionary.
     """
     found = flatten_tensors(_read_mapping(path, state, key))
     return {strip_wrappers(name): tensor for name, tensor in found.items()}
@@ -161,8 +164,10 @@ def _read_count(path: Path, state: Mapping[str, Any], key: str) -> int:
         CheckpointError: it is no number, or negative.
     """
     found = state[key]
+    # A counter may be a tensor.
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()
+    # NaN and infinity fail this comparison too, and `int` could not convert them.
     if not isinstance(found, int | float) or not 0 <= found < 2**63:
         raise CheckpointError(f"{path}: {key} must be a count, and is {found}")
     return int(found)
@@ -212,6 +217,7 @@ def _open_file(
 
 def _is_copy_or_mask(name: str, weights: Mapping[str, Tensor]) -> bool:
     """Return whether a tensor is no parameter of its own: a tied head or a causal mask."""
+    # The state of AdamW has neither, so counting them would shift all that follow.
     if name.endswith(".attn.bias"):
         return True
     word = weights.get("transformer.wte.weight")
@@ -229,6 +235,7 @@ def _match_states(
         CheckpointError: groups, shapes or states are not those of AdamW for these parameters.
     """
     try:
+        # Any part may be missing or of another kind, and each gives another error.
         sizes = [len(group["params"]) for group in optimizer["param_groups"]]
         numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
         states = [optimizer["state"][number] for number in numbers]
@@ -243,12 +250,15 @@ def _match_states(
     names = [name for group in groups for name in group]
     expected = [shapes[name] for name in names]
     found = [tuple(tensor.shape) for tensor in moments["exp_avg"]]
+    # A further state, such as AdEMAMix's third moment, means another optimizer.
     others = {key for each in states for key in each} - {"step", *ADAM_KINDS}
+    # Shapes are the only check of the order, so every one of them must agree.
     if sizes != [len(group) for group in groups] or found != expected or others:
         raise CheckpointError(
             f"{path}: the optimizer's states are not those of AdamW with one group of parameters "
             f"with weight decay and one without, in the order of this version; {_WITHOUT_STATES}"
         )
+    # Our optimizer has one count of steps.
     if len(steps) != 1:
         raise CheckpointError(
             f"{path}: the parameters have different numbers of steps ({sorted(steps)}); "
@@ -268,6 +278,7 @@ def _open_fms_folder(folder: Path, *, weights_only: bool) -> TrainerCheckpoint:
         CheckpointError: a file is missing or damaged, or contains what is not allowed.
     """
     tensors = DistributedTensors(folder)
+    # fms-fsdp writes its counters beside the tensors, not among them.
     metadata = _read_dictionary(folder / "metadata.pth", ("step",))
     # Name in the model -> name in the folder.
     stored: dict[Kind, dict[str, str]] = {"weight": {}, "exp_avg": {}, "exp_avg_sq": {}}
@@ -279,6 +290,7 @@ def _open_fms_folder(folder: Path, *, weights_only: bool) -> TrainerCheckpoint:
             parameter, _, leaf = name.removeprefix(_STATES).rpartition(".")
             if leaf in ADAM_KINDS:
                 stored[leaf][strip_wrappers(parameter)] = name
+            # torch stores the count once for each parameter. All are equal.
             elif leaf == "step":
                 step_of = name
     steps = None
@@ -312,6 +324,7 @@ def _open_fms_names(
         CheckpointError: one of three tensors that belong together is missing.
     """
     parts = find_fms_parts(list(shapes))
+    # Old versions have queries, keys and values apart. The names are made from the query's.
     for each in parts.values():
         for name in each.names:
             if name not in shapes:

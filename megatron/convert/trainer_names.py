@@ -38,6 +38,7 @@ _LLAMA_OF_LLM_BASELINES = dataclasses.replace(
         "input_norm": "ln_1",
         "post_attention_norm": "ln_2",
         "attention.out": "attn.c_proj",
+        # Their w1 is the gate. In ibm-fms, below, w1 is the other matrix.
         "mlp.gate": "mlp.w1",
         "mlp.up": "mlp.w2",
         "mlp.down": "mlp.c_proj",
@@ -63,6 +64,7 @@ FMS_LLAMA = Architecture(
     "thirds",
     not_stored=(r".*rot_emb\..*",),
 )
+# A name can have several of them, one inside the other.
 _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 """What torch.compile, FSDP, recomputation and data parallelism put into names."""
 
@@ -105,6 +107,7 @@ class StoredParts:
         return whole.chunk(2)[self.half]
 
 
+# Before version 1.0, the embedding and the head were one shared module.
 _FMS_OUTSIDE = {"shared.emb.weight": "embedding.weight", "shared.head.weight": "head.weight"}
 _FMS_GATED = re.compile(r"(.*\.ff_sub_layer)\.wg1_fused\.(.*)")
 _FMS_QUERY = re.compile(r"(.*\.attn)(\.in_proj)?\.query\.(.*)")
@@ -119,10 +122,13 @@ def find_fms_parts(stored: Sequence[str]) -> dict[str, StoredParts]:
     """
     found: dict[str, StoredParts] = {}
     for name in stored:
+        # Since 1.0, the class with a head keeps the layers in `base_model`.
         plain = _FMS_OUTSIDE.get(name, name.removeprefix("base_model."))
         if gated := _FMS_GATED.fullmatch(plain):
+            # The gate comes first in the fused matrix.
             found[f"{gated[1]}.wg.{gated[2]}"] = StoredParts((name,), half=0)
             found[f"{gated[1]}.w1.{gated[2]}"] = StoredParts((name,), half=1)
+        # The three are read together when the query is found, so key and value are passed over.
         elif query := _FMS_QUERY.fullmatch(plain):
             parts = tuple(
                 f"{part}.{query[3]}".join(name.rsplit(f"query.{query[3]}", 1))
@@ -148,11 +154,13 @@ def separate_rotary_halves(pair: TensorPair, tensor: Tensor, shape: ModelShape) 
     if pair.rows is None:
         return tensor
     groups, heads, width = pair.rows
+    # With a part of the channels, pairs would lie in that part only.
     if shape.rotary_dim != width:
         raise ConfigError(
             f"--rotary-percent {shape.config.rotary_percent} is not possible here: these models "
             "rotate all channels of a head"
         )
+    # In each group: the queries, the key, the value. The value is not rotated.
     by_group = tensor.reshape(groups, heads + 2, width, *tensor.shape[1:])
     rotated = by_group[:, :-1].unflatten(2, (width // 2, 2)).transpose(2, 3).flatten(2, 3)
     return torch.cat((rotated, by_group[:, -1:]), dim=1).flatten(0, 2)

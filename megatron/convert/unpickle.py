@@ -59,10 +59,12 @@ class FragmentAddress(StandIn):
         # A frozen dataclass is pickled as its dictionary.
         if isinstance(self.state, dict):
             return self.state["numel"], self.state["start"]
+        # A named tuple is pickled as its arguments.
         numel, start = self.args
         return numel, start
 
 
+# The numbers are those of megatron/enums.py of BigScience's fork.
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 
 
@@ -123,6 +125,8 @@ def _join_path(*parts: object) -> str:
     return "/".join(str(part) for part in parts)
 
 
+# Classes of objects that checkpoints contain, in the arguments or beside them. Stand-ins run
+# nothing, so one too many does no harm.
 _STAND_INS = (
     "apex.amp.scaler.LossScaler",
     "deepspeed.runtime.config.DeepSpeedConfig",
@@ -158,6 +162,7 @@ _STAND_INS = (
 
 ALLOWED: dict[str, Callable[..., object]] = {
     "argparse.Namespace": argparse.Namespace,
+    # The real function could reach any attribute of an allowed class.
     "builtins.getattr": _name_member,
     "collections.OrderedDict": collections.OrderedDict,
     "collections.deque": _make_list,
@@ -174,6 +179,7 @@ ALLOWED: dict[str, Callable[..., object]] = {
 }
 """Names that the files may contain, and what each becomes, besides torch's own list."""
 
+# torch's reader of this file is a plain pickle reader, so these names are the only protection.
 _METADATA = {
     f"torch.distributed.checkpoint.metadata.{name}": getattr(torch_metadata, name)
     for name in (
@@ -216,6 +222,7 @@ def load_pickle_file(path: Path) -> Any:
     Raises:
         CheckpointError: the file is missing or damaged, or it names something that is not allowed.
     """
+    # torch can map only the newer format, which is a zip file.
     return _load(path, path, mmap=zipfile.is_zipfile(path))
 
 
@@ -229,6 +236,7 @@ def _load(path: Path, source: Path | io.BytesIO, *, mmap: bool) -> Any:
         (function, name) for name, function in ALLOWED.items()
     ]
     try:
+        # torch's list is global, so these names are added to it during this read only.
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
@@ -236,7 +244,7 @@ def _load(path: Path, source: Path | io.BytesIO, *, mmap: bool) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     # The class depends on what is wrong with the file.
     except Exception as error:
-        raise _describe(path, error) from error
+        raise _make_error(path, error) from error
 
 
 def load_metadata(path: Path) -> Any:
@@ -252,7 +260,7 @@ def load_metadata(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:
-        raise _describe(path, error) from error
+        raise _make_error(path, error) from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -267,6 +275,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full in _METADATA:
             return _METADATA[full]
+        # A dtype is the only kind of thing of torch that may be named. Functions are not.
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
@@ -280,7 +289,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("the file refers to something outside of it")
 
 
-def _describe(path: Path, error: Exception) -> CheckpointError:
+def _make_error(path: Path, error: Exception) -> CheckpointError:
     """Return the error of a file. The advice in torch's message, to run the file, is left out."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found is None:

@@ -1,6 +1,6 @@
 """Writer of imported checkpoints, tensor by tensor.
 
-Invariant: the folder gets its name when everything in it was written. A kill before that leaves a
+Invariant: the folder gets its name after everything in it was written. A kill before that leaves a
 folder whose name ends in `.unfinished`.
 """
 
@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, step_
 from megatron.checkpoint.shard_file import WrittenFile, select_own_shards, write_shard_file
 from megatron.durable import sync_folder
 from megatron.errors import CheckpointError, ConfigError
-from megatron.parallel.shard import Kind, TensorShard
+from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
 
 FILE_BYTES = 5 * 10**8
 """Largest size of a tensor file, unless one tensor is larger."""
@@ -51,6 +52,24 @@ def check_is_new(out: Path) -> None:
         raise ConfigError(f"{out} exists; give another folder, or remove it")
 
 
+def choose_states(
+    steps: int | None, say: Callable[[str], None]
+) -> tuple[tuple[Kind, ...], dict[str, Any] | None]:
+    """Return the kinds of tensors of an imported run, and the scalars of its optimizer.
+
+    Args:
+        steps: Steps of the optimizer's states. None if only the weights are imported.
+        say: Receives a line if only the weights are imported.
+    """
+    if steps is None:
+        say(
+            "the optimizer's states are not imported; continue with --no-load-optim, or start a "
+            "new run from the weights with --finetune"
+        )
+        return ("weight",), None
+    return ("weight", *ADAM_KINDS), {"optimizer_step": steps}
+
+
 def write_checkpoint(
     out: Path,
     tensors: Sequence[TensorToWrite],
@@ -63,12 +82,13 @@ def write_checkpoint(
         out: The folder. It must not exist.
         tensors: The tensors of the checkpoint.
         contents: Its other contents.
-        write_others: Writes further files. It gets the folder, which has another name until then.
+        write_others: Writes further files into the folder that it is given. The folder is renamed
+            to `out` afterwards.
 
     Raises:
         ConfigError: `out` exists.
         CheckpointError: a tensor has a wrong shape, or a number that is not finite.
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
     check_is_new(out)
     root = out.with_name(out.name + UNFINISHED)

@@ -17,7 +17,11 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import get_bin_path, get_idx_path
 from megatron.durable import replace_file
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import compute_digest_of_ids, tokenizer_digests, tokenizer_files
+from megatron.tokenizer import (
+    compute_digest_of_ids,
+    compute_tokenizer_digests,
+    find_tokenizer_files,
+)
 
 _IDS = "ids of all tokens"
 """Part that does not depend on the format of the files."""
@@ -39,10 +43,10 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, dict[str, str]]:
         ConfigError: a file cannot be read.
     """
     try:
-        digests = tokenizer_digests(config)
+        digests = compute_tokenizer_digests(config)
     except OSError as error:
         raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
-    names = {part: path.name for part, path in tokenizer_files(config).items()}
+    names = {part: path.name for part, path in find_tokenizer_files(config).items()}
     # A part without a file, such as the end-of-document token, has no name.
     parts = {
         part: {"name": names.get(part, ""), "digest": digest} for part, digest in digests.items()

@@ -76,6 +76,7 @@ def generate(
         options: What to generate.
         on_text: Gets the index of a prompt and the next piece of its continuation.
     """
+    # No cache and no pass through the model is needed. An evaluation may ask for it.
     if options.max_new_tokens == 0:
         return [Continuation([], "", MAX_NEW_TOKENS) for _ in prompts]
     with torch.no_grad():
@@ -157,6 +158,7 @@ class _Batch:
             self._emit(row, text.add(token))
             if text.stopped:
                 result.reason = STOP_STRING
+            # A stop string that ends with the last token is the reason, not the limit.
             elif len(result.ids) == self._limits[row]:
                 result.reason = self._limit_reasons[row]
         if not result.reason:

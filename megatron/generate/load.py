@@ -51,6 +51,7 @@ def join_ranks(
         LostRanksError: A rank has ended or does not answer.
     """
     grid = Grid(pipeline, 1, tensor)
+    # Before torch is asked for ranks: a wrong number of processes would wait until the time is out.
     world = read_launcher_world()
     if world.size != grid.world_size:
         raise LayoutError(
@@ -74,6 +75,7 @@ def join_ranks(
     start_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout_minutes)
     control = build_control_group(timeout_minutes)
     rank = dist.get_rank()
+    # A rank that is lost is named with its host, also while the mesh is built.
     names = tuple(gather_json(f"rank {rank} on {os.uname().nodename}", control))
     ranks = Ranks(rank, grid.world_size, control, names)
     with build_roll_call(ranks, timeout_minutes) as roll_call:

@@ -52,10 +52,10 @@ def _parse_objects(path: Path, lines: Sequence[str]) -> Iterator[str]:
 
 
 def check_text(text: str, name: str) -> None:
-    """Check that a prompt has no half of a character. Bytes that are not UTF-8 appear as such.
+    """Check that a prompt is UTF-8 text. Other bytes were decoded as halves of surrogate pairs.
 
     Raises:
-        ConfigError: It has one. The message starts with `name`.
+        ConfigError: It is not. The message starts with `name`.
     """
     try:
         text.encode()
@@ -67,7 +67,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def prepare_input() -> None:
-    """Let bytes of standard input that are not UTF-8 appear as half characters.
+    """Decode bytes of standard input that are not UTF-8 as halves of surrogate pairs.
 
     Raises:
         ConfigError: There is no standard input.

@@ -66,6 +66,7 @@ class FixedTasks:
                 task.build_all_requests(limit=limit)
                 _fix_requests(task)
                 for instance in task.instances:
+                    # Here, and not when the task runs, which may be hours later.
                     _check_kind(name, instance.request_type)
                     recorder.record(name, instance)
         self._limit = limit
@@ -84,6 +85,7 @@ class FixedTasks:
         """
         for task in self._loaded["tasks"].values():
             for instance in task.instances:
+                # The answers of the evaluation before are still in it.
                 instance.resps = []
                 instance.filtered_resps = {}
         with _seed_random_numbers():
@@ -107,11 +109,13 @@ def _choose_examples(task: Any, num_fewshot: int | None) -> None:
     elif default != 0:
         # A task with 0 in its own file stays without examples.
         task.set_config(key="num_fewshot", value=num_fewshot)
+    # Each task has a generator of its own, which the global seeds do not reach.
     task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
 
 
 def _fix_requests(task: Any) -> None:
     """Keep the harness from building the requests of a task again in each evaluation."""
+    # Other requests than the recorded ones would have no answer in the table.
     task.build_all_requests = lambda **options: None
 
 
@@ -132,7 +136,8 @@ def _check_kind(name: str, kind: str) -> None:
 def _seed_random_numbers() -> Iterator[None]:
     """Seed all global generators as the harness does, and restore their states afterwards.
 
-    Tasks may use any of them. Training must not notice, and each evaluation must be the same.
+    Tasks may use any of them. The numbers of training must not change, and each evaluation must be
+    the same.
     """
     python = random.getstate()
     numpy = np.random.get_state()
@@ -163,6 +168,7 @@ class _Recorder(TextLM):
             ConfigError: A continuation does not fit into the context.
         """
         key = (instance.request_type, instance.args)
+        # Choices of several questions may be the same text.
         if key in self.places:
             return
         first = len(self.packer)
@@ -192,7 +198,7 @@ class _Recorder(TextLM):
 
 
 class _Table(LM):
-    """A model that knows the answers already."""
+    """A model whose answers are already in a table."""
 
     def __init__(self, places: Mapping[_Key, slice], likelihoods: Tensor) -> None:
         super().__init__()
@@ -209,5 +215,6 @@ class _Table(LM):
         raise AssertionError("`_check_kind` refuses tasks that generate text")
 
     def _look_up(self, request: Any) -> tuple[float, bool]:
+        # A rolling request has a row for each of its windows. The sum is over the whole text.
         rows = self._likelihoods[self._places[request.request_type, request.args]]
         return float(rows[:, 0].sum()), bool(rows[:, 1].all())

@@ -63,7 +63,7 @@ class CheckpointLM(TextLM):
             model: The model. All ranks that hold it run the same tasks together.
             tokenizer: The tokenizer of the training.
             batch_size: Sequences that are computed together.
-            quiet: Print no progress. It is for ranks after the first.
+            quiet: Print no progress. Ranks after the first set it.
         """
         scorer = Scorer(model, batch_size)
         super().__init__(tokenizer, scorer.context)
@@ -108,7 +108,9 @@ class CheckpointLM(TextLM):
         if isinstance(stops, str):
             stops = [stops]
         try:
+            # One token of the context must remain for the prompt.
             new_tokens = min(int(settings.get("max_gen_toks", _NEW_TOKENS)), self.max_length - 1)
+            # Without do_sample, the most likely token is taken, whatever the temperature is.
             temperature = 0.0
             if settings.get("do_sample"):
                 temperature = float(settings.get("temperature", 1.0))
@@ -124,6 +126,7 @@ class CheckpointLM(TextLM):
             raise ConfigError(
                 f"generation_kwargs of a task, {settings}: max_gen_toks must be at least 0."
             )
+        # An empty stop string would end each text before it starts.
         return GenerationOptions(new_tokens, sampling, tuple(filter(None, stops)))
 
     def _loglikelihood_tokens(
@@ -137,5 +140,6 @@ class CheckpointLM(TextLM):
             scored = self._scorer.score(pairs, bar.update)
         found = [(each.log_likelihood, each.greedy) for each in scored]
         for (key, _, _), answer in zip(requests, found, strict=True):
+            # The harness can keep answers in a file, and asks each model to report them.
             self.cache_hook.add_partial("loglikelihood", key, answer)
         return found

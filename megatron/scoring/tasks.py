@@ -34,7 +34,8 @@ def find_tasks(
             f"{names_flag} needs lm-evaluation-harness: pip install -e '.[eval]'"
         ) from error
     if folder is not None:
-        # The index of the harness's own tasks takes ten seconds. Only groups can refer to it.
+        # The index of the harness's own tasks takes ten seconds. It is needed only if a name is not
+        # in the folder.
         own = TaskManager(include_path=str(folder), include_defaults=False)
         if set(names) <= set(own.all_subtasks):
             return own

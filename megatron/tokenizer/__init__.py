@@ -14,8 +14,8 @@ from megatron.tokenizer.build import (
 )
 from megatron.tokenizer.files import (
     compute_digest_of_ids,
-    tokenizer_digests,
-    tokenizer_files,
+    compute_tokenizer_digests,
+    find_tokenizer_files,
 )
 from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from megatron.tokenizer.vocabulary import (
@@ -35,10 +35,10 @@ __all__ = [
     "check_same_vocab_size",
     "compute_digest_of_ids",
     "compute_padded_vocab_size",
+    "compute_tokenizer_digests",
     "fetch_missing_tokenizer",
+    "find_tokenizer_files",
     "find_vocab_size",
     "list_missing_files",
     "list_special_token_ids",
-    "tokenizer_digests",
-    "tokenizer_files",
 ]

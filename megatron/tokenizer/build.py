@@ -1,8 +1,8 @@
 """The tokenizers, built from their files.
 
-Invariant: the ids of a text stand for this text and nothing else. No special token is added, and
-nothing is truncated or padded, even if the tokenizer's own files ask for that. If two programs each
-add a separator, the corpus has doubled ones.
+Invariant: the ids of a text are those of this text alone. No special token is added, and nothing is
+truncated or padded, even if the tokenizer's own files ask for that. If two programs added a
+separator, the corpus would have it twice.
 """
 
 import json
@@ -282,7 +282,7 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
         return _build_from_transformers(name, folder)
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    token = end_token(found.parent)
+    token = read_end_token(found.parent)
     # A tokenizer.json may have GPT-2's token without a file that names it.
     if token is None and END_OF_DOCUMENT in vocabulary:
         token = END_OF_DOCUMENT
@@ -295,7 +295,7 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
     return HFTokenizer(backend, vocabulary[token])
 
 
-def end_token(folder: Path) -> str | None:
+def read_end_token(folder: Path) -> str | None:
     """Return the end-of-document token that a folder's files name, or None.
 
     Raises:

@@ -1,8 +1,8 @@
 """The files that a tokenizer's ids come from, and their digests.
 
-With the digests, another tokenizer of the same size is recognised.
+The digests show whether a tokenizer of the same size is another one.
 
-Invariant: content counts, and no path does. A tokenizer may be moved.
+Invariant: the digests depend on contents and not on paths. A tokenizer may be moved.
 """
 
 import json
@@ -12,9 +12,9 @@ import xxhash
 
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer.build import (
-    end_token,
     find_sentencepiece_model,
     find_tokenizer_json,
+    read_end_token,
     read_tokenizer_json,
     read_vocabulary,
 )
@@ -36,7 +36,7 @@ _TRANSFORMERS_FILES = (
 """Files that the ids come from, in a folder without tokenizer.json."""
 
 
-def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
+def find_tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
     """Return the files that the ids come from, by the part that each plays.
 
     Files that are not on this machine are left out.
@@ -62,7 +62,7 @@ def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
     return {part: path for part, path in found.items() if path.is_file()}
 
 
-def tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
+def compute_tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
     """Return the xxh3_128 of each file's content, by the part that the file plays.
 
     For a Hugging Face folder the end-of-document token is included. The result is empty if no file
@@ -72,14 +72,14 @@ def tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
         ConfigError: a file that names the end of a document cannot be read.
         OSError: another file cannot be read.
     """
-    files = tokenizer_files(config)
+    files = find_tokenizer_files(config)
     digests = {
         part: str(xxhash.xxh3_128_hexdigest(path.read_bytes())) for part, path in files.items()
     }
     # Two folders may have the same vocabulary and end documents with different tokens.
     if files and config.tokenizer_type == "PretrainedFromHF":
         # All of these files are in one folder, and the token is named by another file there.
-        token = end_token(next(iter(files.values())).parent)
+        token = read_end_token(next(iter(files.values())).parent)
         if token is not None:
             digests["end-of-document token"] = str(token)
     return digests
@@ -94,7 +94,7 @@ def compute_digest_of_ids(config: TokenizerConfig) -> str | None:
     Raises:
         ConfigError: a file is damaged.
     """
-    files = tokenizer_files(config)
+    files = find_tokenizer_files(config)
     if "--vocab-file" in files:
         ids = read_vocabulary(str(files["--vocab-file"]))
     elif "tokenizer.json" in files:

@@ -166,7 +166,7 @@ def _find_problem(content: bytes) -> str | None:
 
 
 def _list_parts(content: bytes) -> set[int]:
-    """Return the numbers of the complete parts of a file. It ends at the first that is damaged.
+    """Return the numbers of the complete parts of a file, up to the first damaged one.
 
     The library accepts a file that was truncated between two parts, with other normalisation.
 

@@ -137,8 +137,8 @@ def fetch_missing_tokenizer(config: TokenizerConfig, *, needs_text: bool) -> Non
 def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     """Return the number of token ids for planning, and a warning if it had to be guessed.
 
-    Only local files are opened. --vocab-size takes precedence, then the tokenizer's files. Then
-    follows --pad-vocab-size-to as an upper bound, or GPT-2's size.
+    Only local files are opened. The first of these that is known is used: --vocab-size, the
+    tokenizer's files, --pad-vocab-size-to as an upper bound, GPT-2's size.
 
     Raises:
         ConfigError: nothing gives the size, or files that exist cannot be read.

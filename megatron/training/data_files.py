@@ -20,7 +20,7 @@ from megatron.data.indexed import get_bin_path, get_idx_path
 from megatron.data.registry import DatasetRegistry
 from megatron.data.source import Sources
 from megatron.errors import DataError, LayoutError, MegatronError
-from megatron.tokenizer import tokenizer_digests, tokenizer_files
+from megatron.tokenizer import compute_tokenizer_digests, find_tokenizer_files
 from megatron.training.state import TrainState
 
 _SAME_FILES = (
@@ -44,7 +44,9 @@ def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
         LayoutError: A rank's files differ from rank 0's. The error is raised on every rank and
             names the first such rank.
     """
-    files = {f"{part} {path}": path for part, path in tokenizer_files(config.tokenizer).items()}
+    files = {
+        f"{part} {path}": path for part, path in find_tokenizer_files(config.tokenizer).items()
+    }
     data = config.data
     named = (
         data.train_weighted_split_paths_path,
@@ -59,7 +61,7 @@ def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
     # above. Ranks with different tokens would split the data into documents at different places.
     try:
         facts["end-of-document token"] = repr(
-            tokenizer_digests(config.tokenizer).get("end-of-document token")
+            compute_tokenizer_digests(config.tokenizer).get("end-of-document token")
         )
     except (MegatronError, OSError) as error:
         # It may fail on one rank only. Raising here would leave the others waiting in the gather.

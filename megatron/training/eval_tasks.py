@@ -1,7 +1,7 @@
 """The tasks of --eval-tasks: prepared before training, and scored on all ranks.
 
 Rank 0 alone has lm-evaluation-harness. It sends the token ids of all requests to the other ranks.
-Everything that can be wrong with a task is therefore found before the first step.
+Errors in the tasks are therefore found before the first step.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entrie
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, list_schedule_differences
 from megatron.schedule.skip import find_range
-from megatron.tokenizer import tokenizer_digests, tokenizer_files
+from megatron.tokenizer import compute_tokenizer_digests, find_tokenizer_files
 from megatron.training.state import TrainState
 
 _LISTED_GROUPS = ("batch", "loss", "optimizer", "precision", "data", "tokenizer")
@@ -319,7 +319,7 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
     if state.iteration == 0:
         return []
     try:
-        here = tokenizer_digests(config.tokenizer)
+        here = compute_tokenizer_digests(config.tokenizer)
     except OSError as error:
         raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
     there = state.tokenizer
@@ -335,7 +335,7 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
             "no file of the tokenizer is given or found, so it was not compared with the "
             "checkpoint's"
         ]
-    paths = tokenizer_files(config.tokenizer)
+    paths = find_tokenizer_files(config.tokenizer)
     # Only parts that both sides have can be compared. A machine that trains from prepared data may
     # lack some of the files.
     common = [part for part in there if part in here]
@@ -369,4 +369,4 @@ def record_for_resume(state: TrainState, plan: Plan) -> None:
     state.lr_schedule = asdict(plan.lr_schedule)
     state.skip_ranges = [list(r) for r in plan.skip_ranges]
     # If the files are not on this machine, the checkpoint's digests are kept for later resumes.
-    state.tokenizer = tokenizer_digests(plan.config.tokenizer) or state.tokenizer
+    state.tokenizer = compute_tokenizer_digests(plan.config.tokenizer) or state.tokenizer

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tiny_corpus
-import tokenizers
 from convert.megatron_writers import read_saved, write_megatron_deepspeed, write_megatron_lm
 from convert.other_trainers import (
     NANOGPT_CONFIG,
@@ -36,7 +34,7 @@ from process_pool import ProcessPool, pretrain, succeed
 
 from megatron.checkpoint.folder import list_saved_iterations
 from megatron.checkpoint.load import open_checkpoint
-from megatron.commands import convert_checkpoint, import_tokens, plan, preprocess
+from megatron.commands import convert_checkpoint, import_tokens, plan
 from megatron.config.cli import load_config
 from megatron.convert.fields import normalise_model
 from megatron.convert.from_trainer import write_nanogpt_words
@@ -46,9 +44,10 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TOOLS: dict[str, Callable[[list[str]], int]] = {
     "tools/convert_checkpoint.py": convert_checkpoint.main,
     "tools/import_tokens.py": import_tokens.main,
-    "tools/preprocess_data.py": preprocess.main,
 }
 GPT2_ROWS = 50304
+FMS_ROWS = 48
+"""Ids of the model in the fixtures of fms-fsdp."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +126,21 @@ def prepare_llm_baselines(folder: Path, pool: ProcessPool) -> None:
     save_llm_baselines(path, model, optimizer, 20000)
 
 
+def write_arrow(path: Path) -> None:
+    """Write an Arrow file of fms-fsdp: each record batch is one document in the column tokens."""
+    path.parent.mkdir(parents=True)
+    schema = pa.schema([("tokens", pa.uint32())])
+    generator = np.random.default_rng(0)
+    with pa.ipc.new_file(str(path), schema) as file:
+        # More documents than logical shards.
+        for length in generator.integers(1, 60, 400):
+            tokens = generator.integers(1, FMS_ROWS, length, dtype=np.uint32)
+            file.write(pa.record_batch([pa.array(tokens)], schema=schema))
+
+
 def prepare_fms(folder: Path, pool: ProcessPool) -> None:
-    words = [f"word{number}" for number in range(40)]
-    (folder / "text").mkdir()
-    text = [" ".join(words[start::3]) for start in range(3)] * 20
-    pq.write_table(pa.table({"text": text}), folder / "text" / "part0.parquet")
-    ids = {word: number for number, word in enumerate(["<end>", "<unknown>", *words])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, "<unknown>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<end>"])
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}'
-    )
+    for name in ("web", "code"):
+        write_arrow(folder / "data" / "tokens" / name / "part0.arrow")
     with tarfile.open(FIXTURES / "step_5_ckp.tar.gz") as archive:
         archive.extractall(folder / "ckpt" / "checkpoints", filter="data")
 

@@ -71,12 +71,38 @@ def test_missing_lists_are_empty_documents(tmp_path: Path):
 
 
 def test_one_row_in_each_record_batch(tmp_path: Path):
-    """fms-fsdp's Arrow files have one document in each record batch."""
     path = tmp_path / "a.file.arrow"
     write_rows(path, "tokens", TOKENS, group=1)
     groups = FORMATS["arrow"].list_groups(str(path), "tokens")
     assert groups.rows.tolist() == [1024, 1024, len(TOKENS) - 2048]
     assert read_all(path, "tokens") == TOKENS
+
+
+def test_record_batches_that_are_documents(tmp_path: Path):
+    """The Arrow files of fms-fsdp: the rows of a record batch are the ids of one document."""
+    documents = [*TOKENS, [], [7]]
+    schema = pa.schema([("tokens", pa.uint32())])
+    for name, make in (("a.arrow", pa.ipc.new_file), ("b.arrow", pa.ipc.new_stream)):
+        path = tmp_path / name
+        with make(str(path), schema) as writer:
+            for document in documents:
+                writer.write(pa.record_batch([pa.array(document, pa.uint32())], schema=schema))
+        groups = FORMATS["arrow"].list_groups(str(path), "tokens")
+        assert groups.kind == "tokens"
+        assert int(groups.rows.sum()) == len(documents)
+        assert int(groups.tokens.sum()) == sum(map(len, documents))
+        assert read_all(path, "tokens") == documents
+        begin = int(groups.begin[0])
+        end = int(groups.end[0])
+        rows = FORMATS["arrow"].read_rows(str(path), "tokens", begin, end, 3)
+        assert np.asarray(next(rows)[0]).tolist() == documents[3]
+
+
+def test_integers_beside_other_columns_are_no_documents(tmp_path: Path):
+    path = tmp_path / "a.arrow"
+    write_rows(path, "tokens", TOKENS)
+    with pytest.raises(DataError, match="neither texts nor lists of integers"):
+        FORMATS["arrow"].list_groups(str(path), "other")
 
 
 def test_last_line_without_an_end(tmp_path: Path):

@@ -20,9 +20,9 @@ from megatron.errors import ConfigError
 from megatron.tokenizer import (
     HFTokenizer,
     build_tokenizer,
+    compute_tokenizer_digests,
     fetch_missing_tokenizer,
     find_vocab_size,
-    tokenizer_digests,
 )
 from megatron.tokenizer.hub import find_tokenizer_folder, is_hub_name
 
@@ -62,7 +62,7 @@ def test_a_name_is_fetched_once_and_without_code(
 ) -> None:
     text = "some text"
     assert find_tokenizer_folder(REPO) is None
-    assert tokenizer_digests(CONFIG) == {}, "nothing is downloaded to compare files"
+    assert compute_tokenizer_digests(CONFIG) == {}, "nothing is downloaded to compare files"
     assert hub.requests == []
     assert build_tokenizer(CONFIG).encode(text) == build_tokenizer(GPT2).encode(text)
     folder = find_tokenizer_folder(REPO)

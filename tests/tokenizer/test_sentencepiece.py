@@ -29,10 +29,10 @@ from megatron.tokenizer import (
     SentencePieceTokenizer,
     build_tokenizer,
     compute_padded_vocab_size,
+    compute_tokenizer_digests,
     find_vocab_size,
     list_missing_files,
     list_special_token_ids,
-    tokenizer_digests,
 )
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -232,7 +232,7 @@ def test_errors_name_the_flag(folder: Path, tmp_path: Path, monkeypatch: Any) ->
     # Training on prepared data needs the size alone.
     stated = make_config(folder / "llama.model", vocab_size=1000)
     assert find_vocab_size(stated) == (1000, None)
-    assert tokenizer_digests(stated).keys() == {"tokenizer.model"}
+    assert compute_tokenizer_digests(stated).keys() == {"tokenizer.model"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from megatron.tokenizer import Tokenizer
 
 # Documents of a data set whose first and last ids are looked at when the run starts.
 _CHECKED_DOCUMENTS = 256
-# Documents that begin or end with the same id by chance are fewer.
+# Share of documents with the same id. By chance, fewer begin or end with the same one.
 _NEARLY_ALL = 0.9
 
 
@@ -72,6 +72,7 @@ def parse_datasets(data: DataConfig) -> list[str]:
         return ["."]
     names = [name.strip() for name in data.datasets.split(",")]
     for name in names:
+        # State is stored under these names, so they must be the same on every machine.
         if not name or os.path.isabs(name) or ".." in name.split("/"):
             raise ConfigError(
                 f"--datasets {data.datasets!r} has the entry {name!r}. Each entry must be the name "

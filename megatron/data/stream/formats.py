@@ -39,7 +39,7 @@ class FileGroups:
     """Where the group ends, in the same unit."""
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
-    """Token ids of all rows of the group, or -1 if the file does not tell."""
+    """Token ids of all rows of the group, or -1 if the file does not have it."""
 
     @classmethod
     def of(cls, kind: Kind, groups: Sequence[tuple[int, int, int, int]]) -> "FileGroups":
@@ -118,8 +118,11 @@ class ArrowFormat:
 
     def list_groups(self, path: str, column: str) -> FileGroups:
         """Return groups of record batches. A record batch may hold one row or a million."""
+        kind: Kind
         with _open_arrow(path) as file:
-            kind = _find_kind(path, file.schema, column)
+            kind = "tokens"
+            if not _has_document_batches(file.schema, column):
+                kind = _find_kind(path, file.schema, column)
             groups: list[tuple[int, int, int, int]] = []
             begin = -1
             rows = 0
@@ -128,10 +131,11 @@ class ArrowFormat:
                 if rows == 0:
                     begin = place
                     tokens = 0 if kind == "tokens" else -1
-                rows += batch.num_rows
+                values = _get_rows(batch, column)
+                rows += len(values)
                 if kind == "tokens":
                     # Only the sizes in the batch's header are read, not the ids.
-                    tokens += len(batch.column(column).flatten())
+                    tokens += len(values.flatten())
                 end = next_place
                 if rows >= _GROUP_ROWS:
                     groups.append((begin, end, rows, tokens))
@@ -147,11 +151,11 @@ class ArrowFormat:
         with _open_arrow(path) as file:
             row = 0
             for _, _, batch in file.read_batches(begin, end):
-                values = batch.column(column)
-                left_out = min(max(0, first_row - row), batch.num_rows)
-                row += batch.num_rows
+                values = _get_rows(batch, column)
+                left_out = min(max(0, first_row - row), len(values))
+                row += len(values)
                 # A record batch may be far larger than a group of the other formats.
-                for start in range(left_out, batch.num_rows, _GROUP_ROWS):
+                for start in range(left_out, len(values), _GROUP_ROWS):
                     yield _convert_column(path, values.slice(start, _GROUP_ROWS))
 
 
@@ -260,6 +264,28 @@ def _convert_column(path: str, column: Any) -> list[Row]:
         raise DataError(f"{path} has a missing value inside a list of token ids. Repair the file.")
     ids = np.asarray(values).astype(np.int64)
     return list[Row](np.split(ids, np.cumsum(sizes)[:-1]))
+
+
+def _has_document_batches(schema: Any, column: str) -> bool:
+    """Return whether each record batch is a document, and its rows are the token ids.
+
+    These are the files of fms-fsdp (`ArrowHandler` in its dataset_utils.py). They have no other
+    column. Beside other columns, integers are more likely lengths or numbers of documents.
+    """
+    import pyarrow as pa
+
+    return schema.names == [column] and bool(pa.types.is_integer(schema.field(column).type))
+
+
+def _get_rows(batch: Any, column: str) -> Any:
+    """Return a column of a record batch with one element for each document."""
+    import pyarrow as pa
+
+    values = batch.column(column)
+    if not _has_document_batches(batch.schema, column):
+        return values
+    # One list around the values, which are not copied.
+    return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
 
 
 def _is_list(kind: Any) -> bool:

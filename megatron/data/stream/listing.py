@@ -55,6 +55,7 @@ class Listing:
     def compute_fingerprint(self) -> str:
         """Return a digest of the names, sizes and row groups of all files."""
         digest = xxhash.xxh3_128()
+        # Without the modification times, so that a copy of the data is the same data.
         facts = [self.kind, self.column, [(file.name, file.size) for file in self.files]]
         digest.update(json.dumps(facts).encode())
         for array in (self.file, self.begin, self.end, self.rows, self.tokens):
@@ -115,6 +116,7 @@ def list_dataset(
         )
     cache = _find_cache_path(folder, format, column, cache_folder)
     known = _read_cache(cache)
+    # A record has size and time, so a file that has changed is not found.
     groups: list[FileGroups | None] = [known.get(record) for record in records]
     missing = [number for number, found in enumerate(groups) if found is None]
 
@@ -122,6 +124,7 @@ def list_dataset(
         return FORMATS[format].list_groups(os.path.join(folder, records[number].name), column)
 
     if missing:
+        # Opening a file on a network file system is mostly waiting.
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="listing") as pool:
             opened = pool.map(list_file, missing)
             # The bar appears only if it takes longer than a second.
@@ -145,13 +148,16 @@ def _find_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord]:
         )
     records = []
     for parent, folders, names in os.walk(folder):
+        # os.walk reads this list again, so the cache below the folder is not entered.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
+            # Spark writes such files beside its data, and unfinished downloads have such names.
             if name.endswith(suffixes) and not name.startswith((".", "_")):
                 path = os.path.join(parent, name)
                 status = os.stat(path)
                 relative = os.path.relpath(path, folder)
                 records.append(FileRecord(relative, status.st_size, status.st_mtime_ns))
+    # The order of a folder differs between file systems, and would change the data order.
     return sorted(records, key=lambda record: record.name)
 
 
