@@ -7,16 +7,20 @@ Invariant: what a format returns for a row depends on the file's bytes only.
 """
 
 import dataclasses
+import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.stream.remote import RemoteFile
 from megatron.errors import DataError
 
+FilePath = str | RemoteFile
+"""A local path, or a remote file."""
 Kind = Literal["text", "tokens"]
 Row = str | NDArray[np.int64]
 """A text, or the token ids of a document [n]."""
@@ -49,11 +53,11 @@ class FileGroups:
 
 
 class FileFormat(Protocol):
-    """A file format. Paths are those of local files."""
+    """A file format."""
 
     suffixes: tuple[str, ...]
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return the row groups of a file.
 
         Raises:
@@ -63,7 +67,7 @@ class FileFormat(Protocol):
         ...
 
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group from a row on, in lists of any length.
 
@@ -85,7 +89,7 @@ class ParquetFormat:
 
     suffixes: tuple[str, ...] = (".parquet",)
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return the row groups, from the footer alone."""
         with _open_parquet(path) as file:
             kind = _find_kind(path, file.schema_arrow, column)
@@ -97,7 +101,7 @@ class ParquetFormat:
         return FileGroups.of(kind, groups)
 
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one row group. Rows that are left out are decoded all the same."""
         with _open_parquet(path) as file:
@@ -116,7 +120,7 @@ class ArrowFormat:
 
     suffixes: tuple[str, ...] = (".arrow",)
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return groups of record batches. A record batch may hold one row or a million."""
         with _open_arrow(path) as file:
             kind = _find_kind(path, file.schema, column)
@@ -141,7 +145,7 @@ class ArrowFormat:
         return FileGroups.of(kind, groups)
 
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group. The file is memory-mapped."""
         with _open_arrow(path) as file:
@@ -160,14 +164,14 @@ class JsonlFormat:
 
     suffixes: tuple[str, ...] = (".jsonl", ".json")
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return groups of 1024 lines. The complete file is scanned for ends of lines."""
         groups: list[tuple[int, int, int, int]] = []
         begin = 0
         lines = 0
         position = 0
         end_of_last_line = 0
-        with open(path, "rb") as file:
+        with _open_bytes(path) as file:
             while block := file.read(_SCAN_BYTES):
                 ends = position + 1 + np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
                 first = _GROUP_ROWS - 1 - lines % _GROUP_ROWS
@@ -192,10 +196,10 @@ class JsonlFormat:
         return FileGroups.of(kind, groups)
 
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group in one list."""
-        with open(path, "rb") as file:
+        with _open_bytes(path) as file:
             file.seek(begin)
             lines = file.read(end - begin).splitlines()
         rows = []
@@ -214,7 +218,7 @@ FORMATS: dict[str, FileFormat] = {
 }
 
 
-def _parse_line(path: str, offset: int, line: bytes, column: str) -> Row:
+def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
     """Return the text or the ids of a line of a JSONL file. A blank line is an empty document."""
     if not line.strip():
         return np.empty(0, np.int64)
@@ -237,7 +241,7 @@ def _parse_line(path: str, offset: int, line: bytes, column: str) -> Row:
     )
 
 
-def _convert_ids(path: str, values: NDArray) -> NDArray[np.int64]:
+def _convert_ids(path: FilePath, values: NDArray) -> NDArray[np.int64]:
     """Return token ids as int64."""
     try:
         return values.astype(np.int64)
@@ -245,7 +249,7 @@ def _convert_ids(path: str, values: NDArray) -> NDArray[np.int64]:
         raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.") from error
 
 
-def _convert_column(path: str, column: Any) -> list[Row]:
+def _convert_column(path: FilePath, column: Any) -> list[Row]:
     """Return the rows of a pyarrow array."""
     import pyarrow as pa
     import pyarrow.compute
@@ -271,7 +275,7 @@ def _is_list(kind: Any) -> bool:
     )
 
 
-def _find_kind(path: str, schema: Any, column: str) -> Kind:
+def _find_kind(path: FilePath, schema: Any, column: str) -> Kind:
     """Return what a column holds.
 
     Raises:
@@ -353,28 +357,54 @@ class _ArrowFile:
 
 
 @contextmanager
-def _open_parquet(path: str) -> Iterator[Any]:
+def _open_bytes(path: FilePath) -> Iterator[IO[bytes] | io.RawIOBase]:
+    """Open a file for reading bytes."""
+    if isinstance(path, RemoteFile):
+        with path.open() as remote:
+            yield remote
+        return
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}). Restore the file, or correct its "
+            "permissions."
+        ) from error
+
+
+@contextmanager
+def _open_parquet(path: FilePath) -> Iterator[Any]:
     """Open a Parquet file."""
     pa = _import_pyarrow()
     import pyarrow.parquet as parquet
 
     with (
         _report_damage(path, pa, "Parquet"),
-        parquet.ParquetFile(path, buffer_size=_COLUMN_BUFFER_BYTES, pre_buffer=False) as file,
+        parquet.ParquetFile(
+            path.open() if isinstance(path, RemoteFile) else path,
+            buffer_size=_COLUMN_BUFFER_BYTES,
+            pre_buffer=False,
+        ) as file,
     ):
         yield file
 
 
 @contextmanager
-def _open_arrow(path: str) -> Iterator[_ArrowFile]:
-    """Open an Arrow file with a memory map."""
+def _open_arrow(path: FilePath) -> Iterator[_ArrowFile]:
+    """Open an Arrow file, with a memory map if it is local."""
     pa = _import_pyarrow()
-    with _report_damage(path, pa, "Arrow"), pa.memory_map(path) as source:
-        yield _ArrowFile(pa, source)
+    with _report_damage(path, pa, "Arrow"):
+        if isinstance(path, RemoteFile):
+            opened = pa.PythonFile(path.open(), "r")
+        else:
+            opened = pa.memory_map(path)
+        with opened as source:
+            yield _ArrowFile(pa, source)
 
 
 @contextmanager
-def _report_damage(path: str, pa: Any, name: str) -> Iterator[None]:
+def _report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
     """Turn errors of pyarrow into a DataError."""
     try:
         yield

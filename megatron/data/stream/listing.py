@@ -11,13 +11,22 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron.data.stream.formats import FORMATS, FileGroups, Kind
+from megatron.config.url import is_url, redact
+from megatron.data.stream.block_cache import BlockCache
+from megatron.data.stream.formats import FORMATS, FileGroups, FilePath, Kind
+from megatron.data.stream.remote import (
+    RemoteFile,
+    RemoteFolder,
+    RemoteStatus,
+    print_line,
+)
 from megatron.durable import replace_file_by
 from megatron.errors import DataError
 
@@ -30,9 +39,10 @@ class FileRecord:
     """A file when it was listed. It must not change while it is in use."""
 
     name: str
-    """Path below the folder of the data set."""
+    """Path below the folder of the data set. It is empty if the data set is this file."""
     size: int
-    modified_ns: int
+    version: int
+    """Time of the last change in ns. Of remote files, see `RemoteStatus`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +61,8 @@ class Listing:
     end: NDArray[np.int64]
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
+    remote: RemoteFolder | None = None
+    """Where the files are, if the folder is a URL."""
 
     def compute_fingerprint(self) -> str:
         """Return a digest of the names, sizes and row groups of all files."""
@@ -61,14 +73,16 @@ class Listing:
             digest.update(array.tobytes())
         return digest.hexdigest()
 
-    def get_path(self, file: int) -> str:
-        """Return the path of a file.
+    def get_path(self, file: int) -> FilePath:
+        """Return a file that can be read.
 
         Raises:
             DataError: the file has changed since it was listed.
         """
         record = self.files[file]
-        path = os.path.join(self.folder, record.name)
+        if self.remote is not None:
+            return self._open_remote(self.remote, record)
+        path = _get_local_path(self.folder, record)
         try:
             status = os.stat(path)
         except OSError as error:
@@ -76,13 +90,17 @@ class Listing:
                 f"{path} cannot be read any more ({error.strerror}). Restore the file, and start "
                 "again from the last checkpoint."
             ) from error
-        if (status.st_size, status.st_mtime_ns) != (record.size, record.modified_ns):
-            raise DataError(
-                f"{path} has changed since the run started: it had {record.size} bytes and has "
-                f"{status.st_size}. Its rows would not be those of the data order. Restore the "
-                "file, and start again from the last checkpoint."
-            )
+        if (status.st_size, status.st_mtime_ns) != (record.size, record.version):
+            raise _make_changed_error(path, record, status.st_size)
         return path
+
+    def _open_remote(self, remote: RemoteFolder, record: FileRecord) -> RemoteFile:
+        """Return a remote file that has not changed."""
+        listed = RemoteFile(remote, RemoteStatus(record.name, record.size, record.version))
+        now = remote.describe(record.name)
+        if now != listed.status:
+            raise _make_changed_error(listed, record, now.size)
+        return listed
 
 
 def list_dataset(
@@ -91,68 +109,139 @@ def list_dataset(
     column: str,
     cache_folder: str | None,
     say: Callable[[str], None] = lambda line: None,
+    cache_gb: int = 0,
 ) -> Listing:
-    """Return the row groups of all files below a folder.
+    """Return the row groups of all files below a folder, or of one file.
 
     Only files that are new or have changed since the last call are opened.
 
     Args:
-        folder: The folder of the data set. Files may lie in folders below it.
+        folder: The folder of the data set, or a URL. Files may lie in folders below it. One file
+            is a data set, too.
         format: A name in `FORMATS`.
         column: The column with texts or token ids.
-        cache_folder: Folder of the cache. None puts it next to the data.
+        cache_folder: Folder of the cache. None puts it next to the data. URLs need one.
         say: Receives lines for the user.
+        cache_gb: Gigabytes of remote data that are kept in the folder of the cache.
 
     Raises:
         DataError: there are no files or no rows, a file is damaged, or files hold different kinds
             of data.
     """
-    records = _find_files(folder, FORMATS[format].suffixes)
+    folder = folder.removeprefix("file://")
+    remote = None
+    if is_url(folder):
+        remote = _open_remote_folder(folder, cache_folder, cache_gb)
+        statuses = remote.list_files(FORMATS[format].suffixes)
+        records = [FileRecord(each.name, each.size, each.version) for each in statuses]
+    else:
+        records = _find_files(folder, FORMATS[format].suffixes)
     if not records:
         raise DataError(
-            f"{folder} has no files with the ending {' or '.join(FORMATS[format].suffixes)}. "
-            "Correct --data-path, --datasets or --dataset-format."
+            f"{redact(folder)} has no files with the ending "
+            f"{' or '.join(FORMATS[format].suffixes)}. Correct --data-path, --datasets or "
+            "--dataset-format."
         )
+    records.sort(key=lambda record: record.name)
     cache = _find_cache_path(folder, format, column, cache_folder)
     known = _read_cache(cache)
     groups: list[FileGroups | None] = [known.get(record) for record in records]
     missing = [number for number, found in enumerate(groups) if found is None]
 
     def list_file(number: int) -> FileGroups:
-        return FORMATS[format].list_groups(os.path.join(folder, records[number].name), column)
+        path: FilePath = _get_local_path(folder, records[number])
+        if remote is not None:
+            path = RemoteFile(remote, RemoteStatus(*dataclasses.astuple(records[number])))
+        return FORMATS[format].list_groups(path, column)
 
     if missing:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="listing") as pool:
             opened = pool.map(list_file, missing)
             # The bar appears only if it takes longer than a second.
-            progress = tqdm(opened, f"listing {folder}", len(missing), unit="file", delay=1)
+            progress = tqdm(opened, f"listing {redact(folder)}", len(missing), unit="file", delay=1)
             for number, found in zip(missing, progress, strict=True):
                 groups[number] = found
         complete = [found for found in groups if found is not None]
         _write_cache(cache, records, complete, say)
     listing = _join_files(folder, format, column, records, [g for g in groups if g is not None])
     if int(listing.rows.sum()) == 0:
-        raise DataError(f"the {len(records)} files in {folder} have no rows. Use other data.")
-    return listing
+        raise DataError(
+            f"the {len(records)} files in {redact(folder)} have no rows. Use other data."
+        )
+    return dataclasses.replace(listing, remote=remote)
+
+
+def _open_remote_folder(url: str, cache_folder: str | None, cache_gb: int) -> RemoteFolder:
+    """Return the folder behind a URL.
+
+    Raises:
+        DataError: there is no folder for what is read, or see `RemoteFolder`.
+    """
+    if cache_folder is None:
+        raise DataError(f"{redact(url)} needs --data-cache-path, a folder on this machine.")
+    blocks = os.path.join(cache_folder, "remote-blocks")
+    return RemoteFolder(url, BlockCache(blocks, cache_gb * 10**9, print_line))
+
+
+def _get_local_path(folder: str, record: FileRecord) -> str:
+    """Return the path of a file. Without a name, the folder itself is the file."""
+    if not record.name:
+        return folder
+    return os.path.join(folder, record.name)
+
+
+def _make_changed_error(path: FilePath, record: FileRecord, size: int) -> DataError:
+    """Return the error for a file that is not the one that was listed."""
+    return DataError(
+        f"{path} has changed since the run started: it had {record.size} bytes and has {size}. "
+        "Its rows would not be those of the data order. Restore the file, and start again from "
+        "the last checkpoint."
+    )
 
 
 def _find_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord]:
-    """Return the files below a folder, sorted by name. Hidden files and folders are left out."""
+    """Return the files below a folder. Hidden files and folders are left out.
+
+    Raises:
+        DataError: there is no such folder, or a folder or file cannot be read.
+    """
+    if os.path.isfile(folder) and folder.endswith(suffixes):
+        return [_describe_file(folder, "")]
     if not os.path.isdir(folder):
         raise DataError(
             f"{folder} is not a folder. Give the folder of the files with --data-path, and the "
             "names of folders in it with --datasets."
         )
     records = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_fail_for_folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if name.endswith(suffixes) and not name.startswith((".", "_")):
                 path = os.path.join(parent, name)
-                status = os.stat(path)
-                relative = os.path.relpath(path, folder)
-                records.append(FileRecord(relative, status.st_size, status.st_mtime_ns))
-    return sorted(records, key=lambda record: record.name)
+                records.append(_describe_file(path, os.path.relpath(path, folder)))
+    return records
+
+
+def _describe_file(path: str, name: str) -> FileRecord:
+    """Return the record of a file.
+
+    Raises:
+        DataError: it is a link that leads nowhere, or cannot be read.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}). Repair or remove the file or link."
+        ) from error
+    return FileRecord(name, status.st_size, status.st_mtime_ns)
+
+
+def _fail_for_folder(error: OSError) -> NoReturn:
+    """Raise the error for a subfolder, whose documents would otherwise be missing silently."""
+    raise DataError(
+        f"{error.filename} cannot be listed ({error.strerror}). Correct its permissions."
+    ) from error
 
 
 def _join_files(
@@ -175,8 +264,8 @@ def _join_files(
     }
     if len(kinds) > 1:
         raise DataError(
-            f"column {column!r} of {folder} holds texts in {kinds['text']} and token ids in "
-            f"{kinds['tokens']}. Put them into two folders, and name both with --datasets."
+            f"column {column!r} of {redact(folder)} holds texts in {kinds['text']} and token ids "
+            f"in {kinds['tokens']}. Put them into two folders, and name both with --datasets."
         )
     file = np.repeat(np.arange(len(groups)), [len(found.rows) for found in groups])
     return Listing(
@@ -186,17 +275,23 @@ def _join_files(
         next(iter(kinds), "text"),
         tuple(records),
         file.astype(np.int64),
-        *(
-            np.concatenate([getattr(found, name) for found in groups])
-            for name in ("begin", "end", "rows", "tokens")
-        ),
+        begin=np.concatenate([found.begin for found in groups]),
+        end=np.concatenate([found.end for found in groups]),
+        rows=np.concatenate([found.rows for found in groups]),
+        tokens=np.concatenate([found.tokens for found in groups]),
     )
 
 
 def _find_cache_path(folder: str, format: str, column: str, cache_folder: str | None) -> Path:
     """Return the path of the cache of a listing."""
-    key = xxhash.xxh3_64_hexdigest(json.dumps([os.path.abspath(folder), format, column]).encode())
-    return Path(cache_folder or os.path.join(folder, ".index-cache")) / f"listing-{key}.npz"
+    place = folder
+    parent = folder
+    if not is_url(folder):
+        place = os.path.abspath(folder)
+    if os.path.isfile(folder):
+        parent = os.path.dirname(place)
+    key = xxhash.xxh3_64_hexdigest(json.dumps([place, format, column]).encode())
+    return Path(cache_folder or os.path.join(parent, ".index-cache")) / f"listing-{key}.npz"
 
 
 def _read_cache(path: Path) -> dict[FileRecord, FileGroups]:

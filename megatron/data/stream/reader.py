@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.stream.formats import FORMATS, Row
+from megatron.data.stream.formats import FORMATS, FilePath, Row
 from megatron.data.stream.listing import Listing
 from megatron.data.stream.shard_order import EpochOrder, RowRange, clip_groups
 from megatron.errors import DataError
@@ -186,7 +186,9 @@ class StreamedDataset:
             rows = rows[last - first :]
             yield [documents[row] for row in order.shuffle_window(piece.group, first, last)]
 
-    def _make_documents(self, rows: list[Row], path: str, first: int) -> list[NDArray[np.int64]]:
+    def _make_documents(
+        self, rows: list[Row], path: FilePath, first: int
+    ) -> list[NDArray[np.int64]]:
         """Return the documents of rows, with their special tokens."""
         texts = [row for row in rows if isinstance(row, str)]
         encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
