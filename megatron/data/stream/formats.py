@@ -16,10 +16,10 @@ from typing import IO, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.stream.remote import RemoteFile
+from megatron.data.stream.remote import RemoteDataFile
 from megatron.errors import DataError
 
-FilePath = str | RemoteFile
+FilePath = str | RemoteDataFile
 """A local path, or a remote file."""
 Kind = Literal["text", "tokens"]
 Row = str | NDArray[np.int64]
@@ -66,6 +66,14 @@ class FileFormat(Protocol):
         """
         ...
 
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the type of each column, for people.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        ...
+
     def read_rows(
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
@@ -99,6 +107,11 @@ class ParquetFormat:
                 tokens = _count_parquet_tokens(group, column) if kind == "tokens" else -1
                 groups.append((number, number + 1, group.num_rows, tokens))
         return FileGroups.of(kind, groups)
+
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the types that Arrow uses for the columns."""
+        with _open_parquet(path) as file:
+            return {field.name: str(field.type) for field in file.schema_arrow}
 
     def read_rows(
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
@@ -143,6 +156,11 @@ class ArrowFormat:
             if rows:
                 groups.append((begin, end, rows, tokens))
         return FileGroups.of(kind, groups)
+
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the types of the columns."""
+        with _open_arrow(path) as file:
+            return {field.name: str(field.type) for field in file.schema}
 
     def read_rows(
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
@@ -195,6 +213,15 @@ class JsonlFormat:
             kind = "text" if isinstance(first_row, str) else "tokens"
         return FileGroups.of(kind, groups)
 
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the keys of the first line, with their Python types."""
+        with _open_bytes(path) as file:
+            line = file.readline()
+        if not line.strip():
+            return {}
+        record = _parse_object(path, 0, line)
+        return {key: type(value).__name__ for key, value in record.items()}
+
     def read_rows(
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
@@ -222,15 +249,7 @@ def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
     """Return the text or the ids of a line of a JSONL file. A blank line is an empty document."""
     if not line.strip():
         return np.empty(0, np.int64)
-    try:
-        record = json.loads(line)
-    # RecursionError: brackets nested thousands deep.
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "
-            "written, wait for its end. If not, repair or leave out the file."
-        ) from error
-    value = record.get(column) if isinstance(record, dict) else None
+    value = _parse_object(path, offset, line).get(column)
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(type(token) is int for token in value):
@@ -239,6 +258,21 @@ def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
         f"{path}: the line at byte {offset} has neither a text nor a list of integers under "
         f"{column!r}. Name the key with --col-name, or repair the file."
     )
+
+
+def _parse_object(path: FilePath, offset: int, line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line. Any other value gives an empty object."""
+    try:
+        record = json.loads(line)
+    # RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "
+            "written, wait for its end. If not, repair or leave out the file."
+        ) from error
+    if not isinstance(record, dict):
+        return {}
+    return record
 
 
 def _convert_ids(path: FilePath, values: NDArray) -> NDArray[np.int64]:
@@ -359,7 +393,7 @@ class _ArrowFile:
 @contextmanager
 def _open_bytes(path: FilePath) -> Iterator[IO[bytes] | io.RawIOBase]:
     """Open a file for reading bytes."""
-    if isinstance(path, RemoteFile):
+    if isinstance(path, RemoteDataFile):
         with path.open() as remote:
             yield remote
         return
@@ -382,7 +416,7 @@ def _open_parquet(path: FilePath) -> Iterator[Any]:
     with (
         _report_damage(path, pa, "Parquet"),
         parquet.ParquetFile(
-            path.open() if isinstance(path, RemoteFile) else path,
+            path.open() if isinstance(path, RemoteDataFile) else path,
             buffer_size=_COLUMN_BUFFER_BYTES,
             pre_buffer=False,
         ) as file,
@@ -395,7 +429,7 @@ def _open_arrow(path: FilePath) -> Iterator[_ArrowFile]:
     """Open an Arrow file, with a memory map if it is local."""
     pa = _import_pyarrow()
     with _report_damage(path, pa, "Arrow"):
-        if isinstance(path, RemoteFile):
+        if isinstance(path, RemoteDataFile):
             opened = pa.PythonFile(path.open(), "r")
         else:
             opened = pa.memory_map(path)

@@ -22,7 +22,7 @@ from megatron.config.url import is_url, redact
 from megatron.data.stream.block_cache import BlockCache
 from megatron.data.stream.formats import FORMATS, FileGroups, FilePath, Kind
 from megatron.data.stream.remote import (
-    RemoteFile,
+    RemoteDataFile,
     RemoteFolder,
     RemoteStatus,
     print_line,
@@ -94,13 +94,56 @@ class Listing:
             raise _make_changed_error(path, record, status.st_size)
         return path
 
-    def _open_remote(self, remote: RemoteFolder, record: FileRecord) -> RemoteFile:
+    def _open_remote(self, remote: RemoteFolder, record: FileRecord) -> RemoteDataFile:
         """Return a remote file that has not changed."""
-        listed = RemoteFile(remote, RemoteStatus(record.name, record.size, record.version))
+        listed = RemoteDataFile(remote, RemoteStatus(record.name, record.size, record.version))
         now = remote.describe(record.name)
         if now != listed.status:
             raise _make_changed_error(listed, record, now.size)
         return listed
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundFiles:
+    """The files of a data set, sorted by name. They have not been opened."""
+
+    folder: str
+    remote: RemoteFolder | None
+    records: list[FileRecord]
+
+    def get_path(self, record: FileRecord) -> FilePath:
+        """Return a file that can be read."""
+        if self.remote is not None:
+            status = RemoteStatus(record.name, record.size, record.version)
+            return RemoteDataFile(self.remote, status)
+        return _get_local_path(self.folder, record)
+
+
+def find_files(
+    folder: str, format: str, cache_folder: str | None = None, cache_gb: int = 0
+) -> FoundFiles:
+    """Return the files of a data set. See `list_dataset` for the arguments.
+
+    Raises:
+        DataError: there are no files, or a folder or file cannot be read.
+    """
+    folder = folder.removeprefix("file://")
+    suffixes = FORMATS[format].suffixes
+    remote = None
+    if is_url(folder):
+        remote = _open_remote_folder(folder, cache_folder, cache_gb)
+        statuses = remote.list_files(suffixes)
+        records = [FileRecord(each.name, each.size, each.version) for each in statuses]
+    else:
+        records = _find_local_files(folder, suffixes)
+    if not records:
+        raise DataError(
+            f"{redact(folder)} has no files with the ending {' or '.join(suffixes)}. Correct "
+            "--data-path, --datasets or --dataset-format."
+        )
+    # The order of the files decides the order of the samples.
+    records.sort(key=lambda record: record.name)
+    return FoundFiles(folder, remote, records)
 
 
 def list_dataset(
@@ -128,31 +171,15 @@ def list_dataset(
         DataError: there are no files or no rows, a file is damaged, or files hold different kinds
             of data.
     """
-    folder = folder.removeprefix("file://")
-    remote = None
-    if is_url(folder):
-        remote = _open_remote_folder(folder, cache_folder, cache_gb)
-        statuses = remote.list_files(FORMATS[format].suffixes)
-        records = [FileRecord(each.name, each.size, each.version) for each in statuses]
-    else:
-        records = _find_files(folder, FORMATS[format].suffixes)
-    if not records:
-        raise DataError(
-            f"{redact(folder)} has no files with the ending "
-            f"{' or '.join(FORMATS[format].suffixes)}. Correct --data-path, --datasets or "
-            "--dataset-format."
-        )
-    records.sort(key=lambda record: record.name)
+    found_files = find_files(folder, format, cache_folder, cache_gb)
+    folder, remote, records = found_files.folder, found_files.remote, found_files.records
     cache = _find_cache_path(folder, format, column, cache_folder)
     known = _read_cache(cache)
     groups: list[FileGroups | None] = [known.get(record) for record in records]
     missing = [number for number, found in enumerate(groups) if found is None]
 
     def list_file(number: int) -> FileGroups:
-        path: FilePath = _get_local_path(folder, records[number])
-        if remote is not None:
-            path = RemoteFile(remote, RemoteStatus(*dataclasses.astuple(records[number])))
-        return FORMATS[format].list_groups(path, column)
+        return FORMATS[format].list_groups(found_files.get_path(records[number]), column)
 
     if missing:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="listing") as pool:
@@ -199,7 +226,7 @@ def _make_changed_error(path: FilePath, record: FileRecord, size: int) -> DataEr
     )
 
 
-def _find_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord]:
+def _find_local_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord]:
     """Return the files below a folder. Hidden files and folders are left out.
 
     Raises:

@@ -261,7 +261,7 @@ def _make_status(name: str, facts: dict[str, Any]) -> RemoteStatus:
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteFile:
+class RemoteDataFile:
     """A remote file as it was listed. As text, it is its URL without secrets."""
 
     folder: RemoteFolder
@@ -279,7 +279,7 @@ class RemoteFile:
 class _RemoteReader(io.RawIOBase):
     """Reads a remote file in blocks, one of which is in memory."""
 
-    def __init__(self, file: RemoteFile) -> None:
+    def __init__(self, file: RemoteDataFile) -> None:
         """Begin at the first byte."""
         self._file = file
         self._place = 0
@@ -297,10 +297,10 @@ class _RemoteReader(io.RawIOBase):
         """Return the place of the next byte."""
         return self._place
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    def seek(self, offset: int, origin: int = io.SEEK_SET) -> int:
         """Go to a place, and return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._file.status.size}
-        self._place = max(0, base[whence] + offset)
+        self._place = max(0, base[origin] + offset)
         return self._place
 
     def readinto(self, buffer: Any) -> int:
