@@ -103,6 +103,7 @@ def inspect_rows(
         unit = "characters"
         lengths = [len(text) for text in texts]
     kinds = sorted({groups.kind for _, groups in good if len(groups.rows)})
+    # A single file without the number makes the sum unknown.
     total = None
     if kinds == ["tokens"] and tokens.min(initial=0) >= 0:
         total = int(tokens.sum())

@@ -32,10 +32,10 @@ def test_rows_tokens_and_separators(
     code, found = inspect(capsys, tmp_path, *flags)
     assert code == 0
     assert found["rows"] == 3000
-    assert found["row_groups"] == (3 if format == "jsonl" else 6)
+    assert found["row_groups"] == {"parquet": 6, "arrow": 2, "jsonl": 3}[format]
     assert found["kinds"] == ["tokens"]
     assert found["tokens"] == (None if format == "jsonl" else sum(map(len, documents)))
-    assert found["columns"][0]["ids"] == ("list" if format == "jsonl" else "list<item: int32>")
+    assert found["columns"][0]["ids"].startswith("list")
     assert found["last_ids"][0] == [7, 1.0]
     assert found["lengths"][0][1] >= 3
     assert found["lengths"][-1][1] <= 42
@@ -69,7 +69,7 @@ def test_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_texts_with_a_tokenizer_and_behind_a_url(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = [*tiny_corpus.texts(), ""]
+    texts = ["", *tiny_corpus.texts()]
     write_rows(tmp_path / "web" / "a.jsonl", "text", texts)
     flags = ["--dataset-format", "jsonl"]
     _, found = inspect(capsys, tmp_path / "web", *flags)
@@ -86,5 +86,5 @@ def test_texts_with_a_tokenizer_and_behind_a_url(
 
 
 def test_a_folder_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_tool.main([str(tmp_path), "--dataset-format", "arrow"]) == 1
+    assert inspect_tool.main([str(tmp_path), "--dataset-format", "arrow"]) == 2
     assert "no files with the ending" in capsys.readouterr().err

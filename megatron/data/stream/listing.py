@@ -311,6 +311,7 @@ def _join_files(
 
 def _find_cache_path(folder: str, format: str, column: str, cache_folder: str | None) -> Path:
     """Return the path of the cache of a listing."""
+    # A relative path names another folder after a change of the working directory.
     place = folder
     parent = folder
     if not is_url(folder):

@@ -309,6 +309,7 @@ class _RemoteReader(io.RawIOBase):
         end = min(self._place + len(view), self._file.status.size)
         filled = 0
         for first, last in self._list_blocks(self._place, end):
+            # pyarrow reads a column in small steps, so most of them fall into the same block.
             begin, data = self._held
             if begin != first or not data:
                 data = self._file.folder.read_block(self._file.status, first, last)
@@ -324,6 +325,7 @@ class _RemoteReader(io.RawIOBase):
         size = self._file.status.size
         tail = max(0, size - _TAIL_BYTES)
         first = begin // _BLOCK_BYTES * _BLOCK_BYTES
+        # Listing thousands of files then transfers 64 KiB of each, and not a complete block.
         if begin >= tail:
             first = tail
         while first < end:
