@@ -7,6 +7,7 @@ page cache is warm, so the figures are those of the reader, and not those of a d
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -86,7 +87,7 @@ def main() -> None:
 
         for _ in range(given.repeats):
             for label, state in states.items():
-                seconds = measure(lambda state=state: resume(state, "few"))
+                seconds = measure(functools.partial(resume, state, "few"))
                 results.setdefault(label, []).append(seconds)
         write_files(folder / "many", given.documents, given.files, 1000)
         results["first batch, cold list"] = [measure(lambda: resume(None, "many"))]

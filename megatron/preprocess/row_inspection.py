@@ -170,6 +170,7 @@ def _read_sample(
         for file, groups in files
         for number in range(len(groups.rows))
     ]
+    # The first groups alone would say nothing about the other files.
     step = max(1, len(places) // _SAMPLED_GROUPS)
     sample: list[Row] = []
     for file, begin, end in places[::step][:_SAMPLED_GROUPS]:
@@ -205,6 +206,7 @@ def _find_problems(
     empty = lengths.count(0)
     if empty:
         problems.append(f"empty documents: {empty} of {len(lengths)}")
+    # Without a vocabulary, only negative ids are known to be wrong.
     wrong = sum(len(each) > 0 and int(each.min()) < 0 for each in ids)
     if vocab_size is not None:
         wrong = sum(bool(((each < 0) | (each >= vocab_size)).any()) for each in ids)

@@ -76,6 +76,7 @@ class BlockCache:
                 "read from the network each time. Free space, or name another --data-cache-path."
             )
             return
+        # Threads read at the same time, and only one of them shall scan the folder.
         with self._lock:
             self._stored += len(data)
             due = self._stored > self._limit * _SCANNED_AFTER

@@ -209,8 +209,10 @@ class JsonlFormat:
             groups.append((begin, position, rest, -1))
         kind: Kind = "text"
         if groups:
-            first_row = next(self.read_rows(path, column, *groups[0][:2], 0))[0]
-            kind = "text" if isinstance(first_row, str) else "tokens"
+            first_rows = next(self.read_rows(path, column, *groups[0][:2], 0))
+            # The first line may be blank, which does not tell the kind.
+            if not any(isinstance(row, str) for row in first_rows):
+                kind = "tokens"
         return FileGroups.of(kind, groups)
 
     def describe_columns(self, path: FilePath) -> dict[str, str]:
@@ -228,7 +230,9 @@ class JsonlFormat:
         """Yield the rows of one group in one list."""
         with _open_bytes(path) as file:
             file.seek(begin)
-            lines = file.read(end - begin).splitlines()
+            block = file.read(end - begin)
+        # As in the scan above. `splitlines` would also end a line at a carriage return.
+        lines = block.removesuffix(b"\n").split(b"\n")
         rows = []
         offset = begin
         for number, line in enumerate(lines):
@@ -251,6 +255,12 @@ def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
         return np.empty(0, np.int64)
     value = _parse_object(path, offset, line).get(column)
     if isinstance(value, str):
+        # Only an escape can give half a surrogate pair, which no tokenizer accepts.
+        if b"\\u" in line and value.encode(errors="ignore").decode() != value:
+            raise DataError(
+                f"{path}: the text in the line at byte {offset} has half a surrogate pair, which "
+                "is not a character. Repair or leave out the line."
+            )
         return value
     if isinstance(value, list) and all(type(token) is int for token in value):
         return _convert_ids(path, np.array(value, np.object_))
@@ -296,7 +306,10 @@ def _convert_column(path: FilePath, column: Any) -> list[Row]:
     values = column.flatten()
     if values.null_count:
         raise DataError(f"{path} has a missing value inside a list of token ids. Repair the file.")
-    ids = np.asarray(values).astype(np.int64)
+    ids = np.asarray(values)
+    if ids.dtype == np.uint64 and ids.max(initial=0) > np.iinfo(np.int64).max:
+        raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.")
+    ids = ids.astype(np.int64)
     return list[Row](np.split(ids, np.cumsum(sizes)[:-1]))
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import socket
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -130,6 +131,7 @@ def find_files(
     folder = folder.removeprefix("file://")
     suffixes = FORMATS[format].suffixes
     remote = None
+    # Local files are not copied into the cache of remote data.
     if is_url(folder):
         remote = _open_remote_folder(folder, cache_folder, cache_gb)
         statuses = remote.list_files(suffixes)
@@ -253,14 +255,21 @@ def _describe_file(path: str, name: str) -> FileRecord:
     """Return the record of a file.
 
     Raises:
-        DataError: it is a link that leads nowhere, or cannot be read.
+        DataError: it is a link that leads nowhere, no regular file, or has no UTF-8 name.
     """
+    # pyarrow opens no other names, and messages could not be printed.
+    shown = path.encode(errors="backslashreplace").decode()
+    if shown != path:
+        raise DataError(f"the name of {shown} is not UTF-8. Rename the file or folder.")
     try:
         status = os.stat(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}). Repair or remove the file or link."
         ) from error
+    # Opening a pipe would wait forever for someone who writes into it.
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is no regular file. Remove it, or rename it.")
     return FileRecord(name, status.st_size, status.st_mtime_ns)
 
 

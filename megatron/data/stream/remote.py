@@ -106,6 +106,7 @@ class RemoteFolder:
         """
         if self._root.endswith(suffixes) and self._ask("").get("type") != "directory":
             return [self.describe("")]
+        # Folders below are appended while the list is gone through.
         names = []
         folders = [self._root]
         # `find` of fsspec would leave out the folders that cannot be listed.
@@ -161,6 +162,7 @@ class RemoteFolder:
         facts = [url, status.size, status.version, begin, end]
         key = xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
         kept = self._cache.load(key)
+        # Several ranks may fetch the same block at once. That is harmless, so there is no lock.
         if kept is not None and len(kept) == end - begin:
             return kept
 
