@@ -17,6 +17,7 @@ from megatron.config.layer_choice import choose_layers
 from megatron.config.profiling import parse_profile_iterations
 from megatron.config.rules import LAYER_CHOICES
 from megatron.config.tree import Config
+from megatron.config.url import is_url
 from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
 from megatron.model.partition import Stage
@@ -543,7 +544,7 @@ def warn_of_files(report: PlanReport, phases: Sequence[PlannedPhase]) -> None:
         # A folder with files. It is listed when the run starts.
         named = []
         for folder in data.data_path:
-            if not Path(folder).is_dir():
+            if not is_url(folder) and not Path(folder).exists():
                 report.warnings.append(
                     f"{report.describe('data.data_path')}: {folder} is not on this machine."
                 )

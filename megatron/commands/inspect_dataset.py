@@ -1,22 +1,27 @@
-r"""Report what an indexed data set holds and what is suspicious in it.
+r"""Report what a data set holds and what is suspicious in it.
 
     python tools/inspect_dataset.py data/corpus_text_document --vocab-file vocab.json \
         --merge-file merges.txt --strict
 
-Suspicious are missing separators, empty documents and ids outside of the vocabulary.
+    python tools/inspect_dataset.py corpus/web --dataset-format parquet --col-name tokens
+
+Suspicious are missing and doubled separators, empty documents and ids outside of the vocabulary.
+With --dataset-format, damaged files are named. They give the exit code 1.
 """
 
 import json
 import sys
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from megatron.commands.run_tool import run_tool
+from megatron.errors import ConfigError
 from megatron.preprocess.flags import TokenizerFlags
 from megatron.preprocess.inspection import inspect_dataset, plot_lengths, report
-from megatron.tokenizer import build_tokenizer, list_special_token_ids
+from megatron.preprocess.row_inspection import format_rows_report, inspect_rows
+from megatron.tokenizer import Tokenizer, build_tokenizer, list_special_token_ids
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,13 @@ class InspectDatasetArguments:
     """The command line."""
 
     prefix: tyro.conf.Positional[str]
-    """Path of the data set without .bin and .idx."""
+    """Path of the data set without .bin and .idx. With --dataset-format: a file, folder or URL."""
+    dataset_format: Literal["parquet", "arrow", "jsonl"] | None = None
+    """Inspect files of this format, which training reads without preparation."""
+    col_name: str = "text"
+    """With --dataset-format: the column with the texts or the lists of token ids."""
+    data_cache_path: str | None = None
+    """With --dataset-format: folder for what is read from a URL."""
     tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
         default_factory=TokenizerFlags
     )
@@ -49,6 +60,8 @@ def _inspect(given: InspectDatasetArguments) -> int:
         tokenizer = build_tokenizer(given.tokenizer.make_config())
     else:
         tokenizer = None
+    if given.dataset_format is not None:
+        return _inspect_rows(given, given.dataset_format, tokenizer)
     found = inspect_dataset(
         given.prefix,
         tokenizer.vocab_size if tokenizer else None,
@@ -62,6 +75,21 @@ def _inspect(given: InspectDatasetArguments) -> int:
     if given.strict and any(problem.sure for problem in found.problems):
         return 1
     return 0
+
+
+def _inspect_rows(given: InspectDatasetArguments, format: str, tokenizer: Tokenizer | None) -> int:
+    if given.plot is not None:
+        raise ConfigError("--plot needs an indexed data set. Leave out --dataset-format or --plot.")
+    found = inspect_rows(
+        given.prefix,
+        format,
+        given.col_name,
+        vocab_size=tokenizer.vocab_size if tokenizer else None,
+        encode=tokenizer.encode_batch if tokenizer else None,
+        cache_folder=given.data_cache_path,
+    )
+    print(json.dumps(asdict(found), indent=1) if given.json else format_rows_report(found))
+    return int(bool(found.damaged or (given.strict and found.problems)))
 
 
 if __name__ == "__main__":

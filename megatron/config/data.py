@@ -13,7 +13,8 @@ class DataConfig:
     """Settings of the data sets and of how their samples are read."""
 
     data_path: tuple[str, ...] = ()
-    """Path of one indexed data set without .bin/.idx, or a mixture: WEIGHT PATH WEIGHT PATH ..."""
+    """Path of one indexed data set without .bin/.idx, or a mixture: WEIGHT PATH WEIGHT PATH ...
+    With --dataset-format: one folder, or a URL such as s3://bucket/folder."""
     split: str = "969,30,1"
     """Weights by which documents are divided into training, validation and test. Missing weights
     count as 0."""
@@ -74,6 +75,9 @@ class DataConfig:
     data_cache_path: str | None = None
     """Folder for index caches. Default: the folder of the data. It is needed where that folder is
     read-only."""
+    data_cache_gb: Annotated[int, Range("[0, 1048576]")] = 20
+    """If --data-path is a URL: gigabytes of the data that are kept in --data-cache-path. What was
+    not used for the longest time is removed first. 0 keeps nothing."""
     num_workers: Annotated[int, WORKERS] = 2
     """Threads that read training samples ahead. 0 reads in the training thread."""
     valid_num_workers: Annotated[int, WORKERS] = 2

@@ -17,12 +17,14 @@ from fractions import Fraction
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
+from megatron.config.data import DataConfig
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
 from megatron.config.profiling import check_profile
 from megatron.config.ranges import check_ranges
 from megatron.config.time_rules import check_length_by_time, check_one_wsd_decay, check_times
 from megatron.config.tree import Config
+from megatron.config.url import has_secret, is_url, redact
 from megatron.config.warning_rules import WARNINGS
 
 Rule = Callable[[ConfigWithOrigin], Iterator[str]]
@@ -409,8 +411,22 @@ def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
                 f"{settings.describe('data.dataset_format', f'data.{name}')} cannot be used "
                 "together. Name the folders with --datasets and --weights."
             )
+    yield from _check_urls(data)
     if data.weights is not None and data.datasets is None:
         yield f"{settings.describe('data.weights')} needs --datasets."
+
+
+def _check_urls(data: DataConfig) -> Iterator[str]:
+    """Check that URLs hold no secrets, and that what is read from them can be stored."""
+    for path in data.data_path:
+        # The value is not printed with its secret, and must not get into logs and checkpoints.
+        if is_url(path) and has_secret(path):
+            yield (
+                f"--data-path {redact(path)} has a password or a token in the URL. Leave it "
+                "out, and give it in the environment, as in docs/streaming.md."
+            )
+        elif is_url(path) and data.data_cache_path is None:
+            yield f"--data-path {path} needs --data-cache-path, a folder on this machine."
 
 
 def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:

@@ -44,6 +44,7 @@ _NOT_LISTED = {
     "tokenizer.tokenizer_name_or_path",
     # These do not change the order of the samples.
     "data.data_cache_path",
+    "data.data_cache_gb",
     "data.num_workers",
     "data.valid_num_workers",
 }

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from data.file_server import serve
 from data.row_files import make_dirty_documents, make_documents, write_dataset, write_rows
 from faults.launches import Launch
 from process_pool import Outcome, ProcessPool, pretrain, succeed
@@ -19,7 +20,7 @@ class StreamRunner:
 
     def __init__(self, pool: ProcessPool, data: Path, folder: Path) -> None:
         self.pool = pool
-        self.data = data
+        self.data: Path | str = data
         self.folder = folder
 
     def argv(self, flags: str) -> list[str]:
@@ -162,3 +163,24 @@ def test_what_is_refused_before_training(run: StreamRunner, data: Path, tmp_path
     write_rows(tmp_path / "doubled" / "a.parquet", "tokens", [[5, 4999]] * 600)
     run.data = tmp_path
     assert "would be doubled" in run.error("--datasets doubled --weights 1", ranks=2)
+
+
+def test_a_server_that_fails_twice_changes_nothing(
+    run: StreamRunner, other: StreamRunner, data: Path, tmp_path: Path
+) -> None:
+    other("--save-interval 10")
+    cache = f"--data-cache-path {tmp_path}/cache --data-cache-gb 1"
+    with serve(data) as (url, server):
+        run.data = url
+        run(f"{cache} --exit-interval 5 --save-interval 5", ranks=2)
+        # Another folder, and nothing is kept in it, so every read goes to the server.
+        server.failures["GET"] = 2
+        run(f"--data-cache-path {tmp_path}/other-cache --data-cache-gb 0 --save-interval 10")
+        assert server.failures["GET"] == 0
+        assert "needs --data-cache-path" in run.error()
+        run.data = url.replace("//", "//me:secret@")
+        message = run.error(cache)
+        assert "password" in message
+        assert "secret" not in message
+    assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
+    assert run.state(10) == other.state(10)

@@ -50,10 +50,22 @@ def list_streamed_datasets(
     root = data.data_path[0]
     return {
         name: list_dataset(
-            os.path.join(root, name), data.dataset_format, data.col_name, data.data_cache_path, say
+            _join_name(root, name),
+            data.dataset_format,
+            data.col_name,
+            data.data_cache_path,
+            say,
+            data.data_cache_gb,
         )
         for name in parse_datasets(data)
     }
+
+
+def _join_name(root: str, name: str) -> str:
+    """Return the folder or URL of a data set."""
+    if name == ".":
+        return root
+    return f"{root.rstrip('/')}/{name}"
 
 
 def parse_datasets(data: DataConfig) -> list[str]:

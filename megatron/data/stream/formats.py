@@ -7,16 +7,20 @@ Invariant: what a format returns for a row depends on the file's bytes only.
 """
 
 import dataclasses
+import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.stream.remote import RemoteDataFile
 from megatron.errors import DataError
 
+FilePath = str | RemoteDataFile
+"""A local path, or a remote file."""
 Kind = Literal["text", "tokens"]
 Row = str | NDArray[np.int64]
 """A text, or the token ids of a document [n]."""
@@ -49,11 +53,11 @@ class FileGroups:
 
 
 class FileFormat(Protocol):
-    """A file format. Paths are those of local files."""
+    """A file format."""
 
     suffixes: tuple[str, ...]
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return the row groups of a file.
 
         Raises:
@@ -62,8 +66,16 @@ class FileFormat(Protocol):
         """
         ...
 
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the type of each column, for people.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        ...
+
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group from a row on, in lists of any length.
 
@@ -85,7 +97,7 @@ class ParquetFormat:
 
     suffixes: tuple[str, ...] = (".parquet",)
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return the row groups, from the footer alone."""
         with _open_parquet(path) as file:
             kind = _find_kind(path, file.schema_arrow, column)
@@ -96,8 +108,13 @@ class ParquetFormat:
                 groups.append((number, number + 1, group.num_rows, tokens))
         return FileGroups.of(kind, groups)
 
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the types that Arrow uses for the columns."""
+        with _open_parquet(path) as file:
+            return {field.name: str(field.type) for field in file.schema_arrow}
+
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one row group. Rows that are left out are decoded all the same."""
         with _open_parquet(path) as file:
@@ -116,7 +133,7 @@ class ArrowFormat:
 
     suffixes: tuple[str, ...] = (".arrow",)
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return groups of record batches. A record batch may hold one row or a million."""
         kind: Kind
         with _open_arrow(path) as file:
@@ -144,8 +161,13 @@ class ArrowFormat:
                 groups.append((begin, end, rows, tokens))
         return FileGroups.of(kind, groups)
 
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the types of the columns."""
+        with _open_arrow(path) as file:
+            return {field.name: str(field.type) for field in file.schema}
+
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group. The file is memory-mapped."""
         with _open_arrow(path) as file:
@@ -164,14 +186,14 @@ class JsonlFormat:
 
     suffixes: tuple[str, ...] = (".jsonl", ".json")
 
-    def list_groups(self, path: str, column: str) -> FileGroups:
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return groups of 1024 lines. The complete file is scanned for ends of lines."""
         groups: list[tuple[int, int, int, int]] = []
         begin = 0
         lines = 0
         position = 0
         end_of_last_line = 0
-        with open(path, "rb") as file:
+        with _open_bytes(path) as file:
             while block := file.read(_SCAN_BYTES):
                 ends = position + 1 + np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
                 first = _GROUP_ROWS - 1 - lines % _GROUP_ROWS
@@ -191,17 +213,30 @@ class JsonlFormat:
             groups.append((begin, position, rest, -1))
         kind: Kind = "text"
         if groups:
-            first_row = next(self.read_rows(path, column, *groups[0][:2], 0))[0]
-            kind = "text" if isinstance(first_row, str) else "tokens"
+            first_rows = next(self.read_rows(path, column, *groups[0][:2], 0))
+            # The first line may be blank, which does not tell the kind.
+            if not any(isinstance(row, str) for row in first_rows):
+                kind = "tokens"
         return FileGroups.of(kind, groups)
 
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the keys of the first line, with their Python types."""
+        with _open_bytes(path) as file:
+            line = file.readline()
+        if not line.strip():
+            return {}
+        record = _parse_object(path, 0, line)
+        return {key: type(value).__name__ for key, value in record.items()}
+
     def read_rows(
-        self, path: str, column: str, begin: int, end: int, first_row: int
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group in one list."""
-        with open(path, "rb") as file:
+        with _open_bytes(path) as file:
             file.seek(begin)
-            lines = file.read(end - begin).splitlines()
+            block = file.read(end - begin)
+        # As in the scan above. `splitlines` would also end a line at a carriage return.
+        lines = block.removesuffix(b"\n").split(b"\n")
         rows = []
         offset = begin
         for number, line in enumerate(lines):
@@ -218,20 +253,18 @@ FORMATS: dict[str, FileFormat] = {
 }
 
 
-def _parse_line(path: str, offset: int, line: bytes, column: str) -> Row:
+def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
     """Return the text or the ids of a line of a JSONL file. A blank line is an empty document."""
     if not line.strip():
         return np.empty(0, np.int64)
-    try:
-        record = json.loads(line)
-    # RecursionError: brackets nested thousands deep.
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "
-            "written, wait for its end. If not, repair or leave out the file."
-        ) from error
-    value = record.get(column) if isinstance(record, dict) else None
+    value = _parse_object(path, offset, line).get(column)
     if isinstance(value, str):
+        # Only an escape can give half a surrogate pair, which no tokenizer accepts.
+        if b"\\u" in line and value.encode(errors="ignore").decode() != value:
+            raise DataError(
+                f"{path}: the text in the line at byte {offset} has half a surrogate pair, which "
+                "is not a character. Repair or leave out the line."
+            )
         return value
     if isinstance(value, list) and all(type(token) is int for token in value):
         return _convert_ids(path, np.array(value, np.object_))
@@ -241,7 +274,22 @@ def _parse_line(path: str, offset: int, line: bytes, column: str) -> Row:
     )
 
 
-def _convert_ids(path: str, values: NDArray) -> NDArray[np.int64]:
+def _parse_object(path: FilePath, offset: int, line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line. Any other value gives an empty object."""
+    try:
+        record = json.loads(line)
+    # RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "
+            "written, wait for its end. If not, repair or leave out the file."
+        ) from error
+    if not isinstance(record, dict):
+        return {}
+    return record
+
+
+def _convert_ids(path: FilePath, values: NDArray) -> NDArray[np.int64]:
     """Return token ids as int64."""
     try:
         return values.astype(np.int64)
@@ -249,7 +297,7 @@ def _convert_ids(path: str, values: NDArray) -> NDArray[np.int64]:
         raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.") from error
 
 
-def _convert_column(path: str, column: Any) -> list[Row]:
+def _convert_column(path: FilePath, column: Any) -> list[Row]:
     """Return the rows of a pyarrow array."""
     import pyarrow as pa
     import pyarrow.compute
@@ -262,7 +310,10 @@ def _convert_column(path: str, column: Any) -> list[Row]:
     values = column.flatten()
     if values.null_count:
         raise DataError(f"{path} has a missing value inside a list of token ids. Repair the file.")
-    ids = np.asarray(values).astype(np.int64)
+    ids = np.asarray(values)
+    if ids.dtype == np.uint64 and ids.max(initial=0) > np.iinfo(np.int64).max:
+        raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.")
+    ids = ids.astype(np.int64)
     return list[Row](np.split(ids, np.cumsum(sizes)[:-1]))
 
 
@@ -297,7 +348,7 @@ def _is_list(kind: Any) -> bool:
     )
 
 
-def _find_kind(path: str, schema: Any, column: str) -> Kind:
+def _find_kind(path: FilePath, schema: Any, column: str) -> Kind:
     """Return what a column holds.
 
     Raises:
@@ -379,28 +430,54 @@ class _ArrowFile:
 
 
 @contextmanager
-def _open_parquet(path: str) -> Iterator[Any]:
+def _open_bytes(path: FilePath) -> Iterator[IO[bytes] | io.RawIOBase]:
+    """Open a file for reading bytes."""
+    if isinstance(path, RemoteDataFile):
+        with path.open() as remote:
+            yield remote
+        return
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}). Restore the file, or correct its "
+            "permissions."
+        ) from error
+
+
+@contextmanager
+def _open_parquet(path: FilePath) -> Iterator[Any]:
     """Open a Parquet file."""
     pa = _import_pyarrow()
     import pyarrow.parquet as parquet
 
     with (
         _report_damage(path, pa, "Parquet"),
-        parquet.ParquetFile(path, buffer_size=_COLUMN_BUFFER_BYTES, pre_buffer=False) as file,
+        parquet.ParquetFile(
+            path.open() if isinstance(path, RemoteDataFile) else path,
+            buffer_size=_COLUMN_BUFFER_BYTES,
+            pre_buffer=False,
+        ) as file,
     ):
         yield file
 
 
 @contextmanager
-def _open_arrow(path: str) -> Iterator[_ArrowFile]:
-    """Open an Arrow file with a memory map."""
+def _open_arrow(path: FilePath) -> Iterator[_ArrowFile]:
+    """Open an Arrow file, with a memory map if it is local."""
     pa = _import_pyarrow()
-    with _report_damage(path, pa, "Arrow"), pa.memory_map(path) as source:
-        yield _ArrowFile(pa, source)
+    with _report_damage(path, pa, "Arrow"):
+        if isinstance(path, RemoteDataFile):
+            opened = pa.PythonFile(path.open(), "r")
+        else:
+            opened = pa.memory_map(path)
+        with opened as source:
+            yield _ArrowFile(pa, source)
 
 
 @contextmanager
-def _report_damage(path: str, pa: Any, name: str) -> Iterator[None]:
+def _report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
     """Turn errors of pyarrow into a DataError."""
     try:
         yield

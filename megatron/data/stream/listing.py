@@ -8,16 +8,26 @@ import dataclasses
 import json
 import os
 import socket
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron.data.stream.formats import FORMATS, FileGroups, Kind
+from megatron.config.url import is_url, redact
+from megatron.data.stream.block_cache import BlockCache
+from megatron.data.stream.formats import FORMATS, FileGroups, FilePath, Kind
+from megatron.data.stream.remote import (
+    RemoteDataFile,
+    RemoteFolder,
+    RemoteStatus,
+    print_line,
+)
 from megatron.durable import replace_file_by
 from megatron.errors import DataError
 
@@ -30,9 +40,10 @@ class FileRecord:
     """A file when it was listed. It must not change while it is in use."""
 
     name: str
-    """Path below the folder of the data set."""
+    """Path below the folder of the data set. It is empty if the data set is this file."""
     size: int
-    modified_ns: int
+    version: int
+    """Time of the last change in ns. Of remote files, see `RemoteStatus`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,8 @@ class Listing:
     end: NDArray[np.int64]
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
+    remote: RemoteFolder | None = None
+    """Where the files are, if the folder is a URL."""
 
     def compute_fingerprint(self) -> str:
         """Return a digest of the names, sizes and row groups of all files."""
@@ -62,14 +75,16 @@ class Listing:
             digest.update(array.tobytes())
         return digest.hexdigest()
 
-    def get_path(self, file: int) -> str:
-        """Return the path of a file.
+    def get_path(self, file: int) -> FilePath:
+        """Return a file that can be read.
 
         Raises:
             DataError: the file has changed since it was listed.
         """
         record = self.files[file]
-        path = os.path.join(self.folder, record.name)
+        if self.remote is not None:
+            return self._open_remote(self.remote, record)
+        path = _get_local_path(self.folder, record)
         try:
             status = os.stat(path)
         except OSError as error:
@@ -77,13 +92,61 @@ class Listing:
                 f"{path} cannot be read any more ({error.strerror}). Restore the file, and start "
                 "again from the last checkpoint."
             ) from error
-        if (status.st_size, status.st_mtime_ns) != (record.size, record.modified_ns):
-            raise DataError(
-                f"{path} has changed since the run started: it had {record.size} bytes and has "
-                f"{status.st_size}. Its rows would not be those of the data order. Restore the "
-                "file, and start again from the last checkpoint."
-            )
+        if (status.st_size, status.st_mtime_ns) != (record.size, record.version):
+            raise _make_changed_error(path, record, status.st_size)
         return path
+
+    def _open_remote(self, remote: RemoteFolder, record: FileRecord) -> RemoteDataFile:
+        """Return a remote file that has not changed."""
+        listed = RemoteDataFile(remote, RemoteStatus(record.name, record.size, record.version))
+        now = remote.describe(record.name)
+        if now != listed.status:
+            raise _make_changed_error(listed, record, now.size)
+        return listed
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundFiles:
+    """The files of a data set, sorted by name. They have not been opened."""
+
+    folder: str
+    remote: RemoteFolder | None
+    records: list[FileRecord]
+
+    def get_path(self, record: FileRecord) -> FilePath:
+        """Return a file that can be read."""
+        if self.remote is not None:
+            status = RemoteStatus(record.name, record.size, record.version)
+            return RemoteDataFile(self.remote, status)
+        return _get_local_path(self.folder, record)
+
+
+def find_files(
+    folder: str, format: str, cache_folder: str | None = None, cache_gb: int = 0
+) -> FoundFiles:
+    """Return the files of a data set. See `list_dataset` for the arguments.
+
+    Raises:
+        DataError: there are no files, or a folder or file cannot be read.
+    """
+    folder = folder.removeprefix("file://")
+    suffixes = FORMATS[format].suffixes
+    remote = None
+    # Local files are not copied into the cache of remote data.
+    if is_url(folder):
+        remote = _open_remote_folder(folder, cache_folder, cache_gb)
+        statuses = remote.list_files(suffixes)
+        records = [FileRecord(each.name, each.size, each.version) for each in statuses]
+    else:
+        records = _find_local_files(folder, suffixes)
+    if not records:
+        raise DataError(
+            f"{redact(folder)} has no files with the ending {' or '.join(suffixes)}. Correct "
+            "--data-path, --datasets or --dataset-format."
+        )
+    # The order of the files decides the order of the samples.
+    records.sort(key=lambda record: record.name)
+    return FoundFiles(folder, remote, records)
 
 
 def list_dataset(
@@ -92,28 +155,27 @@ def list_dataset(
     column: str,
     cache_folder: str | None,
     say: Callable[[str], None] = lambda line: None,
+    cache_gb: int = 0,
 ) -> Listing:
-    """Return the row groups of all files below a folder.
+    """Return the row groups of all files below a folder, or of one file.
 
     Only files that are new or have changed since the last call are opened.
 
     Args:
-        folder: The folder of the data set. Files may lie in folders below it.
+        folder: The folder of the data set, or a URL. Files may lie in folders below it. One file
+            is a data set, too.
         format: A name in `FORMATS`.
         column: The column with texts or token ids.
-        cache_folder: Folder of the cache. None puts it next to the data.
+        cache_folder: Folder of the cache. None puts it next to the data. URLs need one.
         say: Receives lines for the user.
+        cache_gb: Gigabytes of remote data that are kept in the folder of the cache.
 
     Raises:
         DataError: there are no files or no rows, a file is damaged, or files hold different kinds
             of data.
     """
-    records = _find_files(folder, FORMATS[format].suffixes)
-    if not records:
-        raise DataError(
-            f"{folder} has no files with the ending {' or '.join(FORMATS[format].suffixes)}. "
-            "Correct --data-path, --datasets or --dataset-format."
-        )
+    found_files = find_files(folder, format, cache_folder, cache_gb)
+    folder, remote, records = found_files.folder, found_files.remote, found_files.records
     cache = _find_cache_path(folder, format, column, cache_folder)
     known = _read_cache(cache)
     # A record has size and time, so a file that has changed is not found.
@@ -121,44 +183,106 @@ def list_dataset(
     missing = [number for number, found in enumerate(groups) if found is None]
 
     def list_file(number: int) -> FileGroups:
-        return FORMATS[format].list_groups(os.path.join(folder, records[number].name), column)
+        return FORMATS[format].list_groups(found_files.get_path(records[number]), column)
 
     if missing:
         # Opening a file on a network file system is mostly waiting.
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="listing") as pool:
             opened = pool.map(list_file, missing)
             # The bar appears only if it takes longer than a second.
-            progress = tqdm(opened, f"listing {folder}", len(missing), unit="file", delay=1)
+            progress = tqdm(opened, f"listing {redact(folder)}", len(missing), unit="file", delay=1)
             for number, found in zip(missing, progress, strict=True):
                 groups[number] = found
         complete = [found for found in groups if found is not None]
         _write_cache(cache, records, complete, say)
     listing = _join_files(folder, format, column, records, [g for g in groups if g is not None])
     if int(listing.rows.sum()) == 0:
-        raise DataError(f"the {len(records)} files in {folder} have no rows. Use other data.")
-    return listing
+        raise DataError(
+            f"the {len(records)} files in {redact(folder)} have no rows. Use other data."
+        )
+    return dataclasses.replace(listing, remote=remote)
 
 
-def _find_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord]:
-    """Return the files below a folder, sorted by name. Hidden files and folders are left out."""
+def _open_remote_folder(url: str, cache_folder: str | None, cache_gb: int) -> RemoteFolder:
+    """Return the folder behind a URL.
+
+    Raises:
+        DataError: there is no folder for what is read, or see `RemoteFolder`.
+    """
+    if cache_folder is None:
+        raise DataError(f"{redact(url)} needs --data-cache-path, a folder on this machine.")
+    blocks = os.path.join(cache_folder, "remote-blocks")
+    return RemoteFolder(url, BlockCache(blocks, cache_gb * 10**9, print_line))
+
+
+def _get_local_path(folder: str, record: FileRecord) -> str:
+    """Return the path of a file. Without a name, the folder itself is the file."""
+    if not record.name:
+        return folder
+    return os.path.join(folder, record.name)
+
+
+def _make_changed_error(path: FilePath, record: FileRecord, size: int) -> DataError:
+    """Return the error for a file that is not the one that was listed."""
+    return DataError(
+        f"{path} has changed since the run started: it had {record.size} bytes and has {size}. "
+        "Its rows would not be those of the data order. Restore the file, and start again from "
+        "the last checkpoint."
+    )
+
+
+def _find_local_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord]:
+    """Return the files below a folder. Hidden files and folders are left out.
+
+    Raises:
+        DataError: there is no such folder, or a folder or file cannot be read.
+    """
+    if os.path.isfile(folder) and folder.endswith(suffixes):
+        return [_describe_file(folder, "")]
     if not os.path.isdir(folder):
         raise DataError(
             f"{folder} is not a folder. Give the folder of the files with --data-path, and the "
             "names of folders in it with --datasets."
         )
     records = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_fail_for_folder):
         # os.walk reads this list again, so the cache below the folder is not entered.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             # Spark writes such files beside its data, and unfinished downloads have such names.
             if name.endswith(suffixes) and not name.startswith((".", "_")):
                 path = os.path.join(parent, name)
-                status = os.stat(path)
-                relative = os.path.relpath(path, folder)
-                records.append(FileRecord(relative, status.st_size, status.st_mtime_ns))
-    # The order of a folder differs between file systems, and would change the data order.
-    return sorted(records, key=lambda record: record.name)
+                records.append(_describe_file(path, os.path.relpath(path, folder)))
+    return records
+
+
+def _describe_file(path: str, name: str) -> FileRecord:
+    """Return the record of a file.
+
+    Raises:
+        DataError: it is a link that leads nowhere, no regular file, or has no UTF-8 name.
+    """
+    # pyarrow opens no other names, and messages could not be printed.
+    shown = path.encode(errors="backslashreplace").decode()
+    if shown != path:
+        raise DataError(f"the name of {shown} is not UTF-8. Rename the file or folder.")
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}). Repair or remove the file or link."
+        ) from error
+    # Opening a pipe would wait forever for someone who writes into it.
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is no regular file. Remove it, or rename it.")
+    return FileRecord(name, status.st_size, status.st_mtime_ns)
+
+
+def _fail_for_folder(error: OSError) -> NoReturn:
+    """Raise the error for a subfolder, whose documents would otherwise be missing silently."""
+    raise DataError(
+        f"{error.filename} cannot be listed ({error.strerror}). Correct its permissions."
+    ) from error
 
 
 def _join_files(
@@ -181,8 +305,8 @@ def _join_files(
     }
     if len(kinds) > 1:
         raise DataError(
-            f"column {column!r} of {folder} holds texts in {kinds['text']} and token ids in "
-            f"{kinds['tokens']}. Put them into two folders, and name both with --datasets."
+            f"column {column!r} of {redact(folder)} holds texts in {kinds['text']} and token ids "
+            f"in {kinds['tokens']}. Put them into two folders, and name both with --datasets."
         )
     file = np.repeat(np.arange(len(groups)), [len(found.rows) for found in groups])
     return Listing(
@@ -192,17 +316,24 @@ def _join_files(
         next(iter(kinds), "text"),
         tuple(records),
         file.astype(np.int64),
-        *(
-            np.concatenate([getattr(found, name) for found in groups])
-            for name in ("begin", "end", "rows", "tokens")
-        ),
+        begin=np.concatenate([found.begin for found in groups]),
+        end=np.concatenate([found.end for found in groups]),
+        rows=np.concatenate([found.rows for found in groups]),
+        tokens=np.concatenate([found.tokens for found in groups]),
     )
 
 
 def _find_cache_path(folder: str, format: str, column: str, cache_folder: str | None) -> Path:
     """Return the path of the cache of a listing."""
-    key = xxhash.xxh3_64_hexdigest(json.dumps([os.path.abspath(folder), format, column]).encode())
-    return Path(cache_folder or os.path.join(folder, ".index-cache")) / f"listing-{key}.npz"
+    # A relative path names another folder after a change of the working directory.
+    place = folder
+    parent = folder
+    if not is_url(folder):
+        place = os.path.abspath(folder)
+    if os.path.isfile(folder):
+        parent = os.path.dirname(place)
+    key = xxhash.xxh3_64_hexdigest(json.dumps([place, format, column]).encode())
+    return Path(cache_folder or os.path.join(parent, ".index-cache")) / f"listing-{key}.npz"
 
 
 def _read_cache(path: Path) -> dict[FileRecord, FileGroups]:

@@ -27,7 +27,7 @@ from megatron.data.stream.filters import (
     count_document,
     describe_emptiness,
 )
-from megatron.data.stream.formats import FORMATS, Row
+from megatron.data.stream.formats import FORMATS, FilePath, Row
 from megatron.data.stream.listing import Listing
 from megatron.data.stream.shard_order import EpochOrder, RowRange, clip_groups
 from megatron.errors import DataError
@@ -223,7 +223,7 @@ class StreamedDataset:
             rows = rows[last - first :]
             yield [documents[row] for row in order.shuffle_window(piece.group, first, last)]
 
-    def _make_documents(self, rows: list[Row], path: str, first: int) -> list[Document]:
+    def _make_documents(self, rows: list[Row], path: FilePath, first: int) -> list[Document]:
         """Return the documents of the rows of a window."""
         texts = [row for row in rows if isinstance(row, str)]
         encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
@@ -241,7 +241,7 @@ class StreamedDataset:
             for document in documents
         ]
 
-    def _check_vocabulary(self, documents: list[Document], path: str, first: int) -> None:
+    def _check_vocabulary(self, documents: list[Document], path: FilePath, first: int) -> None:
         """Check the ids of all documents, also of those that are left out.
 
         Raises:
