@@ -6,6 +6,7 @@ The files are in tests/fixtures/fms-fsdp, with the program that made them:
 - step_5_ckp.pth: one file with all weights, in the names of ibm-fms 0.0.8, without fused matrices.
 """
 
+import pickle
 import tarfile
 from pathlib import Path
 
@@ -113,3 +114,20 @@ def test_damaged_folders_are_refused(
     assert run(tmp_path / "part.pth", out) == 2
     assert "layers.1.attn.in_proj.key.weight is missing" in capsys.readouterr().err
     assert not list(tmp_path.glob("imported*"))
+
+
+def test_chunks_that_overlap_leave_a_gap_that_is_found(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (entry,) = (
+        entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith("model_state.") and name.endswith("layers.0.ff_ln.weight")
+    )
+    first, second = entry.chunks
+    assert first.sizes == second.sizes
+    entry.chunks = [first, first]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert run(folder, tmp_path / "imported", "--weights-only") == 2
+    assert "numbers that are not finite" in capsys.readouterr().err
