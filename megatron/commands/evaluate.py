@@ -31,7 +31,7 @@ from megatron.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
 from megatron.preprocess.flags import TokenizerPath
 from megatron.scoring.likelihood import Scorer, TextLoss
-from megatron.scoring.tasks import find_tasks, select_metrics
+from megatron.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.tokenizer import Tokenizer
 
 
@@ -212,6 +212,7 @@ def run_tasks(
 
     from megatron.scoring.harness import CheckpointLM
 
+    harden_manager(manager)
     results = simple_evaluate(
         model=CheckpointLM(model, tokenizer, arguments.batch_size, quiet=mesh.rank > 0),
         tasks=list(arguments.tasks),
