@@ -161,7 +161,8 @@ def _check_outputs(arguments: EvaluateArguments) -> None:
         ConfigError: A file could not be written there.
     """
     out = arguments.out
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+    # The file is replaced, which would remove a device such as /dev/stdout.
+    if out is not None and ((out.exists() and not out.is_file()) or not out.parent.is_dir()):
         raise ConfigError(f"--out {out} must be a file in a folder that exists.")
     events = arguments.tensorboard_dir
     if events is not None and events.exists() and not events.is_dir():

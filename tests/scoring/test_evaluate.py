@@ -204,6 +204,7 @@ def compare_answers(ours: list[Any], theirs: list[Any], rel: float = 1e-4) -> No
         ("--text-files {folder}/binary.txt", "is not UTF-8"),
         ("--text-files {folder}/text.txt --out {folder}/no/out.json", "must be a file in a folder"),
         ("--text-files {folder}/text.txt --out {folder}", "must be a file in a folder"),
+        ("--text-files {folder}/text.txt --out /dev/null", "must be a file in a folder"),
         ("--text-files {folder}/text.txt --tensorboard-dir {folder}/text.txt", "is not a folder"),
         ("--text-files {folder}/text.txt --num-fewshot -1", "--num-fewshot -1"),
         ("--text-files {folder}/text.txt --pipeline-model-parallel-size 0", "must be at least 1"),
