@@ -9,6 +9,7 @@ Invariants:
 - Nothing is removed before the pointers name the new checkpoint.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,26 @@ class Published:
 class Publisher:
     """Publishes the checkpoints of a run."""
 
-    def __init__(self, root: Path, config: CheckpointConfig, lease: Lease | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig,
+        lease: Lease | None,
+        in_use: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         """Create a publisher without an unfinished attempt.
 
         Args:
             root: Folder of the run's checkpoints.
             config: The flags of retention.
             lease: The lease of `root`. None in tests and tools.
+            in_use: Returns the iterations of checkpoints that must stay for now. It is called from
+                any thread.
         """
         self._root = root
         self._config = config
         self._lease = lease
+        self._in_use = in_use
         self._interrupted: Manifest | None = None
         """The checkpoint that `publish` could not finish because of an I/O error.
 
@@ -198,7 +208,11 @@ class Publisher:
                 # the others stays.
                 return False
 
+        in_use = self._in_use()
         for entry in select_removable_entries(lineage, self._config, is_on_disk):
+            # It stays in the lineage, so a later save removes it.
+            if entry.iteration in in_use:
+                continue
             try:
                 # The folder may hold a checkpoint of another lineage, which is not ours to remove.
                 if is_entry_on_disk(self._root, entry):

@@ -21,7 +21,7 @@ and `complete` waits for each of them.
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -69,6 +69,7 @@ class Saver:
         lease: Lease | None = None,
         say: Callable[[str], None] = lambda line: None,
         saved: Callable[[int], None] = lambda iteration: None,
+        in_use: Callable[[], Collection[int]] = tuple,
         lineage: Lineage = (),
     ) -> None:
         """Create a saver without a save in progress.
@@ -80,6 +81,8 @@ class Saver:
             lease: The lease of `root` on rank 0. None on the other ranks, and in tests and tools.
             say: Called with each message and warning that people must see immediately.
             saved: Called with the iteration of each checkpoint as soon as it is safe.
+            in_use: Returns the iterations of checkpoints that must not be removed for now. It is
+                called on rank 0, from any thread.
             lineage: The checkpoints in `root` that the run came through so far.
         """
         self._root = root
@@ -89,7 +92,7 @@ class Saver:
         self._say = say
         self._saved = saved
         self._policy = SavePolicy(self._config)
-        self._stages = SaveStages(root, self._ranks, Publisher(root, self._config, lease))
+        self._stages = SaveStages(root, self._ranks, Publisher(root, self._config, lease, in_use))
         self._save: SaveInProgress | None = None
         self.saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this process has written and that is safe."""

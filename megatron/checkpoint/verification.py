@@ -211,20 +211,28 @@ class FiniteCounter:
 
 
 @contextmanager
-def ensure_undisturbed(folder: Path) -> Iterator[None]:
+def ensure_undisturbed(folder: Path, *, errors_only: bool = False) -> Iterator[None]:
     """Return a context in which a folder must stay the same checkpoint.
 
     A run that is alive may remove or replace the checkpoint while it is read. This looks like
     damage and is not.
 
+    Args:
+        folder: The folder.
+        errors_only: Accept that the folder changes if there is no error. It is for readers that
+            compare everything with the digests of one manifest.
+
     Raises:
         CheckpointError: If that has happened. It replaces any other error.
     """
     before = _read_identity(folder)
+    succeeded = False
     try:
         yield
+        succeeded = True
     finally:
-        if before is None or _read_identity(folder) != before:
+        accepted = errors_only and succeeded
+        if not accepted and (before is None or _read_identity(folder) != before):
             raise CheckpointError(
                 f"{folder} was removed, renamed or replaced while it was read. Its run is probably "
                 "alive. Try again"

@@ -154,8 +154,9 @@ def run_export(command: ToHF) -> None:
     if command.max_shard_bytes < 1:
         raise ConfigError(f"--max-shard-bytes {command.max_shard_bytes} must be at least 1.")
     root, iteration = locate_checkpoint(command.load, command.iteration)
-    # The run may be active and remove this checkpoint while it is read.
-    with ensure_undisturbed(find_stored_folder(root, iteration)):
+    # The run may be active and remove this checkpoint while it is read. After the last read, the
+    # export is complete in spite of that.
+    with ensure_undisturbed(find_stored_folder(root, iteration), errors_only=True):
         options = ExportOptions(
             command.dtype,
             command.architecture,

@@ -31,7 +31,7 @@ from megatron.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
 from megatron.preprocess.flags import TokenizerPath
 from megatron.scoring.likelihood import Scorer, TextLoss
-from megatron.scoring.tasks import find_tasks, select_metrics
+from megatron.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.tokenizer import Tokenizer
 
 
@@ -161,7 +161,8 @@ def _check_outputs(arguments: EvaluateArguments) -> None:
         ConfigError: A file could not be written there.
     """
     out = arguments.out
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+    # The file is replaced, which would remove a device such as /dev/stdout.
+    if out is not None and ((out.exists() and not out.is_file()) or not out.parent.is_dir()):
         raise ConfigError(f"--out {out} must be a file in a folder that exists.")
     events = arguments.tensorboard_dir
     if events is not None and events.exists() and not events.is_dir():
@@ -212,6 +213,7 @@ def run_tasks(
 
     from megatron.scoring.harness import CheckpointLM
 
+    harden_manager(manager)
     results = simple_evaluate(
         model=CheckpointLM(model, tokenizer, arguments.batch_size, quiet=mesh.rank > 0),
         tasks=list(arguments.tasks),

@@ -4,6 +4,7 @@ Each tensor is stored in one or several chunks. Invariant: nothing in the folder
 (`unpickle.py`), and memory holds the tensors that are read.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -12,6 +13,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from megatron.convert.unpickle import load_metadata, load_pickle_bytes
 from megatron.errors import CheckpointError
+
+_WRONG_DESCRIPTION = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a description raises that has text in the place of a size, for example."""
 
 
 class DistributedTensors:
@@ -24,12 +36,15 @@ class DistributedTensors:
             CheckpointError: `.metadata` is missing or damaged, or contains what is not allowed.
         """
         metadata = load_metadata(folder / ".metadata")
+        kinds = [getattr(metadata, part, None) for part in ("state_dict_metadata", "storage_data")]
+        if not all(isinstance(kind, dict) for kind in kinds):
+            raise CheckpointError(f"{folder / '.metadata'} does not describe a checkpoint")
         self._folder = folder
         self._storage = metadata.storage_data
         self._entries: dict[str, TensorStorageMetadata] = {
             name: entry
             for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, TensorStorageMetadata) and isinstance(entry.size, torch.Size)
         }
         self.entries: frozenset[str] = frozenset(metadata.state_dict_metadata)
         """Names of all entries, those that are no tensors among them."""
@@ -44,6 +59,16 @@ class DistributedTensors:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        try:
+            return self._read(name, layer)
+        except _WRONG_DESCRIPTION as error:
+            raise CheckpointError(
+                f"{self._folder / '.metadata'} does not describe {name} correctly "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    def _read(self, name: str, layer: int | None) -> Tensor:
+        """Read a tensor. See `read`."""
         entry = self._entries[name]
         begins = [0] * len(entry.size)
         ends = list(entry.size)
@@ -52,6 +77,10 @@ class DistributedTensors:
             ends[0] = layer + 1
         sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
         tensor = torch.empty(sizes, dtype=entry.properties.dtype)
+        if tensor.is_floating_point():
+            # If chunks overlap, elements are missing although the count is right. The writer of
+            # checkpoints refuses these numbers.
+            tensor.fill_(math.nan)
         filled = 0
         for chunk in entry.chunks:
             inside = []

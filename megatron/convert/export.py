@@ -6,7 +6,6 @@ and the model with `transformers`. A kill before that leaves a folder that ends 
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +30,13 @@ from megatron.convert.their_files import (
     write_tensors,
 )
 from megatron.convert.tokenizer_files import SpecialIds, write_tokenizer
+from megatron.convert.writing import write_folder
 from megatron.durable import sync_folder
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError
 from megatron.model.shape import ModelShape
 from megatron.training.resume import check_tokenizer
 from megatron.training.state import TrainState
 
-UNFINISHED = ".unfinished"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file, as in `transformers`."""
@@ -67,7 +66,8 @@ def export_checkpoint(
     """Write a checkpoint to the folder `out`, which must not exist, and compare both.
 
     Raises:
-        ConfigError: no architecture can express the model, or `out` exists.
+        ConfigError: no architecture can express the model, `out` exists, or another process writes
+            it.
         CheckpointError: the checkpoint is damaged, or what was written differs from it.
         OSError: a file cannot be written.
     """
@@ -77,13 +77,7 @@ def export_checkpoint(
     architecture = choose_architecture(config.model, options.architecture)
     pairs = pair_tensors(architecture, ModelShape(config.model, vocab_size, vocab_size))
     dtype = _choose_dtype(config, options.dtype)
-    if out.exists():
-        raise ConfigError(f"{out} exists; give another folder, or remove it")
-    unfinished = out.with_name(out.name + UNFINISHED)
-    # An export that was killed has left it.
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with write_folder(out) as unfinished:
         # Before the tensors, which take much longer.
         ids = _export_tokenizer(unfinished, checkpoint, options.tokenizer, vocab_size, say)
         with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
@@ -115,11 +109,6 @@ def export_checkpoint(
             )
         _write_card(unfinished, checkpoint, architecture, options, comparison)
         _sync(unfinished)
-        os.rename(unfinished, out)
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return comparison
 
 

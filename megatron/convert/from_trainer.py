@@ -156,7 +156,7 @@ def _load_run_config(
         words = []
     words += command.flags
     word = "embedding.weight" if command.trainer == "fms-fsdp" else "transformer.wte.weight"
-    if word not in opened.shapes:
+    if len(opened.shapes.get(word, ())) != 2:
         raise CheckpointError(f"{opened.path} has no word embedding, {word}")
     vocab_size = command.vocab_size or opened.shapes[word][0]
     if command.vocab_size is None:
@@ -208,7 +208,8 @@ def write_nanogpt_words(path: Path, settings: Mapping[str, Any]) -> list[str]:
         else:
             words += ["--lr-decay-style", "constant"]
         words += _DTYPES[settings["dtype"]]
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    # A tensor in the place of a number raises RuntimeError.
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: the settings of nanoGPT lack one, or have another value than "
             f"expected: {error}"

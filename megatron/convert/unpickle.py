@@ -13,12 +13,13 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
@@ -239,12 +240,36 @@ def _load(path: Path, source: Path | io.BytesIO, *, mmap: bool) -> Any:
         # torch's list is global, so these names are added to it during this read only.
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+            found = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     # The class depends on what is wrong with the file.
     except Exception as error:
         raise _make_error(path, error) from error
+    _check_tensors(path, found)
+    return found
+
+
+def _check_tensors(path: Path, found: Any) -> None:
+    """Check that all tensors are dense, and have numbers.
+
+    Raises:
+        CheckpointError: one is sparse, quantised or nested, or has no numbers.
+    """
+    seen: set[int] = set()
+    # A file may nest its parts deeper than Python's functions.
+    waiting = [found]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor):
+            if each.layout != torch.strided or each.is_meta or each.is_quantized or each.is_nested:
+                raise CheckpointError(
+                    f"{path} has a tensor that is sparse, quantised or nested, or that has no "
+                    "numbers. Only dense tensors are read"
+                )
+        elif isinstance(each, Mapping | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, Mapping) else each
 
 
 def load_metadata(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Writer of imported checkpoints, tensor by tensor.
+"""Folders that are written completely or not at all, and the writer of imported checkpoints.
 
 Invariant: the folder gets its name after everything in it was written. A kill before that leaves a
 folder whose name ends in `.unfinished`.
@@ -7,6 +7,7 @@ folder whose name ends in `.unfinished`.
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,20 @@ from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, step_
 from megatron.checkpoint.shard_file import WrittenFile, select_own_shards, write_shard_file
 from megatron.durable import sync_folder
 from megatron.errors import CheckpointError, ConfigError
+<<<<<<< HEAD
 from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
+=======
+from megatron.file_lock import LockResult, try_lock
+from megatron.parallel.shard import Kind, TensorShard
+>>>>>>> attack17
 
 FILE_BYTES = 5 * 10**8
 """Largest size of a tensor file, unless one tensor is larger."""
 _PART_NUMBERS = 1 << 20
 _ITEM = 4
 """Bytes of an fp32 number."""
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights. Others need a scale, or are no weights."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,12 @@ def check_is_new(out: Path) -> None:
     Raises:
         ConfigError: it does.
     """
-    if out.exists():
+    # A link to nothing exists as well.
+    if os.path.lexists(out):
         raise ConfigError(f"{out} exists; give another folder, or remove it")
 
 
+<<<<<<< HEAD
 def choose_states(
     steps: int | None, say: Callable[[str], None]
 ) -> tuple[tuple[Kind, ...], dict[str, Any] | None]:
@@ -68,6 +78,67 @@ def choose_states(
         )
         return ("weight",), None
     return ("weight", *ADAM_KINDS), {"optimizer_step": steps}
+=======
+@contextmanager
+def write_folder(out: Path) -> Iterator[Path]:
+    """Return a context with an empty folder, which gets the name `out` if the context succeeds.
+
+    What a killed process has left of the folder is removed. After an error, nothing is left.
+
+    Raises:
+        ConfigError: `out` exists, or another process writes it.
+        OSError: the disk refuses.
+    """
+    check_is_new(out)
+    unfinished = out.with_name(out.name + UNFINISHED)
+    descriptor = _open_locked(unfinished)
+    try:
+        # The process that held the lock before may have finished the folder.
+        check_is_new(out)
+        _remove_contents(unfinished)
+        yield unfinished
+        os.rename(unfinished, out)
+        sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _open_locked(folder: Path) -> int:
+    """Create a folder if it does not exist, and return its descriptor, with a lock.
+
+    Raises:
+        ConfigError: another process has the lock.
+        OSError: it is not a folder, or the disk refuses.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Its contents are removed, so it must not be a link to another folder.
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            result = try_lock(descriptor, folder)
+        except OSError:
+            # Some file systems have no locks.
+            return descriptor
+        if result == LockResult.HELD:
+            return descriptor
+        os.close(descriptor)
+        if result == LockResult.TAKEN:
+            raise ConfigError(
+                f"another process is writing {folder}; wait until it has ended, or give another "
+                "folder"
+            )
+
+
+def _remove_contents(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+>>>>>>> attack17
 
 
 def write_checkpoint(
@@ -86,18 +157,20 @@ def write_checkpoint(
             to `out` afterwards.
 
     Raises:
+<<<<<<< HEAD
         ConfigError: `out` exists.
         CheckpointError: a tensor has a wrong shape, or a number that is not finite.
         OSError: a file cannot be written.
+=======
+        ConfigError: `out` exists, or another process writes it.
+        CheckpointError: a tensor has a wrong shape or dtype, or a number that is not finite.
+        OSError: the disk refuses.
+>>>>>>> attack17
     """
-    check_is_new(out)
-    root = out.with_name(out.name + UNFINISHED)
-    # An import that was killed has left it.
-    shutil.rmtree(root, ignore_errors=True)
-    final = step_folder(root, contents.iteration)
-    unfinished = final.with_name(final.name + UNFINISHED)
-    unfinished.mkdir(parents=True)
-    try:
+    with write_folder(out) as root:
+        final = step_folder(root, contents.iteration)
+        unfinished = final.with_name(final.name + UNFINISHED)
+        unfinished.mkdir()
         files = [
             _write_file(unfinished, number, part) for number, part in enumerate(_divide(tensors))
         ]
@@ -105,11 +178,6 @@ def write_checkpoint(
         put_in_place(unfinished, final)
         point_to(root, contents.iteration)
         write_others(root)
-        os.rename(root, out)
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(root, ignore_errors=True)
-        raise
 
 
 def _divide(tensors: Iterable[TensorToWrite]) -> Iterator[list[TensorToWrite]]:
@@ -130,7 +198,11 @@ def _divide(tensors: Iterable[TensorToWrite]) -> Iterator[list[TensorToWrite]]:
 def _write_file(folder: Path, number: int, tensors: Sequence[TensorToWrite]) -> WrittenFile:
     shards = []
     for each in tensors:
-        tensor = each.read().float()
+        tensor = each.read()
+        if tensor.dtype not in _DTYPES:
+            allowed = ", ".join(map(str, _DTYPES))
+            raise CheckpointError(f"{each.source} is {tensor.dtype}, and must be one of {allowed}")
+        tensor = tensor.float()
         if tuple(tensor.shape) != each.shape:
             raise CheckpointError(
                 f"{each.source} has the shape {tuple(tensor.shape)}, and {each.name} must have "

@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 from megatron.scoring.harness import TextLM
 from megatron.scoring.in_loop import RequestPacker
 from megatron.scoring.likelihood import iterate_windows
-from megatron.scoring.tasks import select_metrics
+from megatron.scoring.tasks import harden_manager, select_metrics
 from megatron.tokenizer import Tokenizer
 
 _Key = tuple[str, tuple[Any, ...]]
@@ -59,6 +59,7 @@ class FixedTasks:
             ConfigError: A task needs generated text, or has a continuation that does not fit.
         """
         recorder = _Recorder(tokenizer, context)
+        harden_manager(manager)
         with _seed_random_numbers():
             self._loaded = manager.load(list(names))
             for name, task in self._loaded["tasks"].items():

@@ -45,8 +45,11 @@ class TextLoss:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the loss."""
-        return math.exp(self.loss)
+        """Exponential of the loss. It is infinite if a float cannot hold it."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits_per_byte(self) -> float:

@@ -4,6 +4,7 @@ Only `harness.py` and `fixed_tasks.py` import the package at their start. This m
 when it is needed, and reports if it is missing.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,53 @@ def find_tasks(
             f"lm_eval ls tasks lists them, and {folder_flag} adds others"
         )
     return manager
+
+
+def harden_manager(manager: Any) -> None:
+    """Prepare a manager for tasks that would end a program with a traceback.
+
+    A task that cannot be loaded is a `ConfigError`. Its data may be missing, for example. A
+    perplexity is infinite if a float cannot hold it, where the harness would fail. A text without
+    spaces is one word, so that its perplexity per word may be that large.
+    """
+    load = manager.load
+
+    def load_safely(names: Any) -> Any:
+        try:
+            loaded = load(names)
+        # A task may run any code of its own, and download data.
+        except Exception as error:
+            wanted = " ".join(map(str, names))
+            raise ConfigError(
+                f"lm-evaluation-harness cannot prepare {wanted} ({type(error).__name__}: {error}); "
+                "check the tasks and their data"
+            ) from error
+        for task in loaded["tasks"].values():
+            _limit_perplexities(task)
+        return loaded
+
+    manager.load = load_safely
+
+
+def _limit_perplexities(task: Any) -> None:
+    from lm_eval.api.metrics import weighted_perplexity
+
+    # The harness recognises other functions, such as the mean, to find their standard error.
+    limited = {
+        name: _compute_weighted_perplexity if function is weighted_perplexity else function
+        for name, function in task.aggregation().items()
+    }
+    task.aggregation = lambda: limited
+
+
+def _compute_weighted_perplexity(items: Any) -> float:
+    """Return the perplexity of pairs of a log-likelihood and a number of words or bytes."""
+    from lm_eval.api.metrics import weighted_perplexity
+
+    try:
+        return float(weighted_perplexity(items))
+    except OverflowError:
+        return math.inf
 
 
 def select_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -48,7 +48,15 @@ class HFExporter:
         """Iteration of the newest checkpoint to export after the present one."""
         self._process: subprocess.Popen[bytes] | None = None
         self._iteration = 0
-        """Iteration that `_process` exports."""
+        """Iteration that `_process` exports. 0 if there is none, as no run saves iteration 0."""
+
+    def list_iterations_in_use(self) -> set[int]:
+        """Return the iterations of the checkpoints that an export reads or will read.
+
+        Any thread may call it.
+        """
+        # `poll` moves the one to the other. In this order, no checkpoint is missed meanwhile.
+        return {self._waiting or 0, self._iteration} - {0}
 
     def record_checkpoint(self, iteration: int) -> None:
         """Export a checkpoint that is complete on the disk, if it is the first of its interval."""
@@ -73,6 +81,7 @@ class HFExporter:
                 return
             self._report(code)
             self._process = None
+            self._iteration = 0
         if self._waiting is not None:
             self._iteration = self._waiting
             self._waiting = None
@@ -102,6 +111,7 @@ class HFExporter:
                 f"{self._describe_repetition()}"
             )
         self._waiting = None
+        self._iteration = 0
 
     def _start(self) -> None:
         out = step_folder(self._folder, self._iteration)
@@ -129,6 +139,7 @@ class HFExporter:
                     f"warning: iteration {self._iteration} is not exported: {error}; "
                     f"{self._describe_repetition()}"
                 )
+                self._iteration = 0
 
     def _describe_repetition(self) -> str:
         """Return the end of a warning: how to export the present iteration by hand."""

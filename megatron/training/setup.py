@@ -388,10 +388,16 @@ def build_saver(
         if exporter is not None:
             exporter.record_checkpoint(iteration)
 
-    ranks = build_ranks(mesh)
-    root = Path(str(config.save))
     return Saver(
-        root, config, ranks, lease=lease, say=reporter.say, saved=report_saved, lineage=lineage
+        Path(str(config.save)),
+        config,
+        build_ranks(mesh),
+        lease=lease,
+        say=reporter.say,
+        saved=report_saved,
+        # A checkpoint that is removed during its export would make the export fail.
+        in_use=tuple if exporter is None else exporter.list_iterations_in_use,
+        lineage=lineage,
     )
 
 

@@ -106,6 +106,20 @@ def test_saver_keeps_what_the_flags_request(tmp_path: Path) -> None:
     assert "removed by --keep-latest-checkpoints: global_step7" in messages
 
 
+def test_a_checkpoint_in_use_is_removed_later(tmp_path: Path) -> None:
+    in_use = {1}
+    config = CheckpointConfig(keep_latest_checkpoints=1)
+    saver = Saver(tmp_path, config, in_use=lambda: in_use)
+    for iteration in range(1, 4):
+        saver.begin(CheckpointContents(iteration, None, {}, ""), [make_shard(torch.ones(4))])
+        saver.complete()
+    assert list_saved_iterations(tmp_path) == list_iterations(saver.lineage) == [1, 3]
+    in_use.clear()
+    saver.begin(CheckpointContents(4, None, {}, ""), [make_shard(torch.ones(4))])
+    saver.complete()
+    assert list_saved_iterations(tmp_path) == [4]
+
+
 def test_nothing_is_removed_if_the_disk_holds_wrong_bytes(tmp_path: Path) -> None:
     """A save fails if the bytes on the disk change before they are read back."""
     config = CheckpointConfig(keep_latest_checkpoints=1)

@@ -133,3 +133,16 @@ def test_replaced_checkpoint_is_not_reported_as_damaged(tmp_path: Path) -> None:
         folder.rename(tmp_path / "gone")
     with pytest.raises(CheckpointError, match="Try again"), ensure_undisturbed(folder):
         pass
+
+
+def test_a_reader_that_has_succeeded_may_accept_that_a_checkpoint_is_removed(
+    tmp_path: Path,
+) -> None:
+    folder = save(tmp_path / "a")
+    with ensure_undisturbed(folder, errors_only=True):
+        folder.rename(tmp_path / "gone")
+    with (
+        pytest.raises(CheckpointError, match="Try again"),
+        ensure_undisturbed(folder, errors_only=True),
+    ):
+        raise DamagedError("apparent damage", TENSORS)

@@ -186,3 +186,21 @@ def test_checkpoints_are_exported_while_training_continues(
     assert "warning: the export of iteration 6 failed (exit code 2)" in again
     assert "File exists" in (folder / "hf" / "export.log").read_text()
     assert (folder / "global_step8").is_dir()
+
+
+def test_a_checkpoint_stays_until_its_export_has_ended(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    paths = f"--data-path {corpus} --data-cache-path {tmp_path}/cache --save {folder}"
+    tokenizer = f"--vocab-file {VOCAB} --merge-file {MERGES}"
+    retention = "--save-interval 1 --hf-export-interval 4 --keep-latest-checkpoints 1"
+    flags = f"{SIZES} {LLAMA} {paths} {tokenizer} {retention} --train-iters 6"
+    output = succeed(pool.run(1, pretrain, flags.split()))
+    assert f"exported iteration 4 to {folder / 'hf' / 'global_step4'}" in output
+    # The export takes much longer than the steps after it.
+    assert output.index("exported iteration 4") > output.index("global_step5")
+    assert sorted(path.name for path in folder.glob("global_step*")) == [
+        "global_step4",
+        "global_step6",
+    ]

@@ -6,8 +6,10 @@ The files are in tests/fixtures/fms-fsdp, with the program that made them:
 - step_5_ckp.pth: one file with all weights, in the names of ibm-fms 0.0.8, without fused matrices.
 """
 
+import pickle
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,4 +114,49 @@ def test_damaged_folders_are_refused(
     torch.save(state, tmp_path / "part.pth")
     assert run(tmp_path / "part.pth", out) == 2
     assert "layers.1.attn.in_proj.key.weight is missing" in capsys.readouterr().err
+    assert not list(tmp_path.glob("imported*"))
+
+
+def test_chunks_that_overlap_leave_a_gap_that_is_found(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (entry,) = (
+        entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith("model_state.") and name.endswith("layers.0.ff_ln.weight")
+    )
+    first, second = entry.chunks
+    assert first.sizes == second.sizes
+    entry.chunks = [first, first]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert run(folder, tmp_path / "imported", "--weights-only") == 2
+    assert "numbers that are not finite" in capsys.readouterr().err
+
+
+def test_a_wrong_description_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / ".metadata"
+    original = path.read_bytes()
+    path.write_bytes(pickle.dumps({"a": 1}))
+    assert run(folder, tmp_path / "imported") == 2
+    assert "does not describe a checkpoint" in capsys.readouterr().err
+    wrong_places: dict[str, Any] = {"offset": "text", "length": 2**62, "relative_path": 5}
+    for field, value in wrong_places.items():
+        metadata = pickle.loads(original)
+        for stored in metadata.storage_data.values():
+            setattr(stored, field, value)
+        path.write_bytes(pickle.dumps(metadata))
+        assert run(folder, tmp_path / "imported") == 2
+        assert "correctly" in capsys.readouterr().err, field
+    wrong_tensors: dict[str, Any] = {"chunks": None, "properties": None, "size": "text"}
+    for field, value in wrong_tensors.items():
+        metadata = pickle.loads(original)
+        for name, entry in metadata.state_dict_metadata.items():
+            if name.startswith("model_state."):
+                setattr(entry, field, value)
+        path.write_bytes(pickle.dumps(metadata))
+        assert run(folder, tmp_path / "imported", "--weights-only") == 2
+        assert capsys.readouterr().err.startswith("error: "), field
     assert not list(tmp_path.glob("imported*"))

@@ -1,5 +1,6 @@
 """Import of checkpoints of nanoGPT and llm-baselines, from the writers of this folder."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,19 @@ def describe_bad_files() -> dict[str, tuple[dict[str, Any], str]]:
     untied = change_model(lm_head__weight=torch.ones(ROWS, 16))
     config = {name: value for name, value in NANOGPT_CONFIG.items() if name != "min_lr"}
     weights_only: dict[str, Any] = {"optimizer": {"state": {}, "param_groups": []}}
+    weight = torch.ones(64, 16)
+    kinds = {
+        kind: change_model(transformer__h_0_mlp__c_fc__weight=tensor)
+        for kind, tensor in {
+            "integers": weight.to(torch.int8),
+            "8 bits": weight.to(torch.float8_e4m3fn),
+            "complex": weight.to(torch.complex64),
+            "sparse": weight.to_sparse(),
+            "meta": weight.to("meta"),
+        }.items()
+    }
+    flat = change_model(transformer__wte__weight=torch.tensor(1.0))
+    not_a_number = NANOGPT_CONFIG | {"eval_iters": math.nan}
     return {
         "code": ({"config": Code()}, "print, which is not allowed"),
         "missing": (weights_only | {"model": missing}, "h.0.mlp.c_fc.weight is missing"),
@@ -196,6 +210,14 @@ def describe_bad_files() -> dict[str, tuple[dict[str, Any], str]]:
         "type": ({"config": NANOGPT_CONFIG | {"dtype": "float8"}}, "'float8'"),
         "count": ({"iter_num": -1}, "iter_num must be a count"),
         "tensors": ({"model": 5}, "model must be a dictionary"),
+        "integers": (weights_only | {"model": kinds["integers"]}, "is torch.int8, and must be"),
+        "8 bits": (weights_only | {"model": kinds["8 bits"]}, "is torch.float8_e4m3fn"),
+        "complex": (weights_only | {"model": kinds["complex"]}, "is torch.complex64"),
+        "sparse": (weights_only | {"model": kinds["sparse"]}, "Only dense tensors are read"),
+        "meta": (weights_only | {"model": kinds["meta"]}, "Only dense tensors are read"),
+        "flat": (weights_only | {"model": flat}, "has no word embedding"),
+        "nan": ({"config": not_a_number}, "cannot convert float NaN"),
+        "vector": ({"config": NANOGPT_CONFIG | {"decay_lr": torch.ones(2)}}, "another value"),
     }
 
 

@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness inside the training loop."""
 
 import json
+import math
 import os
 import random
 import sys
@@ -372,6 +373,20 @@ def test_the_harness_leaves_the_random_numbers_of_training(
     answers[:, 1] = 1.0
     assert built.compute_scores(answers)["repeat_locally"]["acc"] == 1.0
     assert read_random_states() == before
+
+
+def test_a_perplexity_that_is_too_large_is_infinite(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    from megatron.scoring.fixed_tasks import FixedTasks
+
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
+    built = FixedTasks(find(["read_locally"], tasks), ["read_locally"], tokenizer, 32)
+    answers = torch.full((len(built.requests), 2), -10_000.0, dtype=torch.float64)
+    scores = built.compute_scores(answers)["read_locally"]
+    assert scores["word_perplexity"] == math.inf
+    assert 100 < scores["bits_per_byte"] < math.inf
 
 
 def test_a_continuation_that_does_not_fit_is_refused(

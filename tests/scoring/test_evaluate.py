@@ -17,7 +17,7 @@ from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint, evaluate
 from megatron.errors import ConfigError
 from megatron.generate.staged_model import StagedModel
-from megatron.scoring.likelihood import Scorer, iterate_windows
+from megatron.scoring.likelihood import Scorer, TextLoss, iterate_windows
 from megatron.tokenizer import build_tokenizer
 
 FLAGS = (
@@ -204,6 +204,7 @@ def compare_answers(ours: list[Any], theirs: list[Any], rel: float = 1e-4) -> No
         ("--text-files {folder}/binary.txt", "is not UTF-8"),
         ("--text-files {folder}/text.txt --out {folder}/no/out.json", "must be a file in a folder"),
         ("--text-files {folder}/text.txt --out {folder}", "must be a file in a folder"),
+        ("--text-files {folder}/text.txt --out /dev/null", "must be a file in a folder"),
         ("--text-files {folder}/text.txt --tensorboard-dir {folder}/text.txt", "is not a folder"),
         ("--text-files {folder}/text.txt --num-fewshot -1", "--num-fewshot -1"),
         ("--text-files {folder}/text.txt --pipeline-model-parallel-size 0", "must be at least 1"),
@@ -231,7 +232,11 @@ def test_the_bytes_of_a_text_are_those_of_its_file(run: Path, tmp_path: Path) ->
 
 def test_a_continuation_longer_than_the_context_is_refused(run: Path) -> None:
     scorer = Scorer(StagedModel(load_model(open_checkpoint(run, 6))), 2)
+<<<<<<< HEAD
     with pytest.raises(ConfigError, match="continuation of 33 tokens"):
+=======
+    with pytest.raises(ConfigError, match="a continuation of 33 tokens does not fit"):
+>>>>>>> attack17
         scorer.score([([1], [2]), ([1], [2] * 33)])
     assert scorer.score([]) == []
 
@@ -255,3 +260,23 @@ def test_wrong_settings_of_a_task_are_refused(
     lm = CheckpointLM(model, build_tokenizer(GPT2), 1)
     with pytest.raises(ConfigError, match=phrase):
         lm._read_settings(settings)
+
+
+def test_a_task_without_its_data_is_reported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    write_tasks(folder)
+    (folder / "data.jsonl").unlink()
+    command = ["--load", str(run), "--tasks", "read_locally", "--task-folder", str(folder)]
+    assert evaluate.main(command) == 2
+    assert "cannot prepare read_locally" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_too_large_has_an_infinite_perplexity() -> None:
+    found = TextLoss(tokens=1, bytes=2, nats=1000.0)
+    assert found.perplexity == math.inf
+    assert found.bits_per_byte == pytest.approx(500 / math.log(2))
