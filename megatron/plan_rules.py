@@ -137,9 +137,11 @@ def check_grid(world_size: int, report: PlanReport) -> bool:
     if world_size < 1 or world_size % replica:
         # The next smaller and the next larger number of processes that fit.
         fits = [n * replica for n in (world_size // replica, world_size // replica + 1) if n > 0]
+        # A single process was probably started without a launcher.
+        launcher = f" with torchrun --nproc-per-node {replica}" if world_size == 1 else ""
         report.errors.append(
             f"{asked} = {replica} must divide the number of processes, {world_size}; "
-            f"start {format_alternatives(fits)} processes."
+            f"start {format_alternatives(fits)} processes{launcher}."
         )
         return False
     return True

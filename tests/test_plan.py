@@ -91,6 +91,12 @@ def test_layout_must_divide_the_number_of_processes(world, start):
     assert f"start {start} processes" in errors
 
 
+def test_a_single_process_gets_the_launcher():
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert "start 4 processes with torchrun --nproc-per-node 4" in errors_of(1, parallel=layout)
+    assert "torchrun" not in errors_of(6, parallel=layout)
+
+
 def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
     origin = {
         "parallel.tensor_model_parallel_size": "run.yaml:9",

@@ -212,6 +212,12 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
         return path, iteration
     iteration = read_pointed_iteration(path)
     if iteration is None:
+        maker = None if iterations else find_foreign_maker(path)
+        if maker is not None:
+            raise CheckpointError(
+                f"{path} holds a checkpoint of {maker}; convert it first with "
+                "tools/convert_checkpoint.py (docs/huggingface.md, docs/migrating.md)"
+            )
         raise CheckpointError(
             f"{path} has no pointer {LATEST} to a checkpoint; give an iteration; there are: {saved}"
         )

@@ -205,16 +205,32 @@ def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:
 def _resolve_field(model: ModelConfig, name: str) -> Any:
     """Return the value of a field, or the value that is derived if the field has its default.
 
-    So a run may write out a value that was left to the default before.
+    So a run may write out a value that was left to the default before. A field that has no effect
+    in this model has the value None.
     """
+    if name in _list_unused(model):
+        return None
     # These values do not depend on the vocabulary size and the padding, so 0 is given for both.
     shape = ModelShape(model, 0, 0)
     derived = {
         "ffn_hidden_size": shape.ffn_hidden_size,
         "num_query_groups": shape.query_groups,
         "kv_channels": shape.head_dim,
+        "add_qkv_bias": shape.has_qkv_bias,
     }
     return derived.get(name, getattr(model, name))
+
+
+def _list_unused(model: ModelConfig) -> list[str]:
+    """Return the fields of the activation and the norm that have no effect in this model."""
+    unused: list[str] = []
+    if model.glu_activation is not None:
+        unused.append("activation")
+    if model.glu_activation is not None or model.activation != "gelu":
+        unused.append("bias_gelu_fusion")
+    if model.normalization == "RMSNorm":
+        unused.append("norm_bias")
+    return unused
 
 
 def open_checkpoint(root: Path, iteration: int) -> Checkpoint:

@@ -172,8 +172,10 @@ def _refuse_foreign_checkpoint(config: CheckpointConfig) -> None:
     maker = find_foreign_maker(Path(config.load))
     if maker is not None:
         raise CheckpointError(
-            f"--load {config.load} holds a checkpoint of {maker}, which cannot be read here; give "
-            "the --save folder of a run of this program, or leave out --load to start from scratch"
+            f"--load {config.load} holds a checkpoint of {maker}, which cannot be read here; "
+            "convert it with tools/convert_checkpoint.py (docs/huggingface.md, docs/migrating.md), "
+            "give the --save folder of a run of this program, or leave out --load to start from "
+            "scratch"
         )
 
 

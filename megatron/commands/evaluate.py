@@ -29,7 +29,7 @@ from megatron.errors import ConfigError
 from megatron.generate.load import choose_checkpoint, join_ranks
 from megatron.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
-from megatron.preprocess.flags import TokenizerPath
+from megatron.preprocess.flags import TokenizerPath, TokenizerTypeName
 from megatron.scoring.likelihood import Scorer, TextLoss
 from megatron.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.tokenizer import Tokenizer
@@ -69,6 +69,8 @@ class EvaluateArguments:
     """Stages of layers, each on its own processes. torchrun starts them."""
     distributed_timeout_minutes: float = 10.0
     """Minutes that the processes wait for one that does not answer."""
+    tokenizer_type: TokenizerTypeName | None = None
+    """Type of the tokenizer, for a run that has none. Default: the run's."""
     vocab_file: str | None = None
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
@@ -184,6 +186,7 @@ def evaluate(
             load=str(root),
             iteration=iteration,
             dtype=arguments.dtype,
+            tokenizer_type=arguments.tokenizer_type,
             vocab_file=arguments.vocab_file,
             merge_file=arguments.merge_file,
             tokenizer_name_or_path=arguments.tokenizer_name_or_path,

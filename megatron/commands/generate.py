@@ -44,7 +44,7 @@ from megatron.generate.sampling import SamplingOptions
 from megatron.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
-from megatron.preprocess.flags import TokenizerPath
+from megatron.preprocess.flags import TokenizerPath, TokenizerTypeName, resolve_tokenizer_type
 from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
 from megatron.training.resume import check_tokenizer
 from megatron.training.state import TrainState
@@ -97,6 +97,8 @@ class GenerateArguments:
     """Stages of layers, each on its own processes. torchrun starts them."""
     distributed_timeout_minutes: float = 10.0
     """Minutes that the processes wait for one that does not answer."""
+    tokenizer_type: TokenizerTypeName | None = None
+    """Type of the tokenizer, for a run that has none. Default: the run's."""
     vocab_file: str | None = None
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
@@ -286,6 +288,9 @@ def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[StagedModel, Tokeniz
         if getattr(arguments, name)
     }
     tokenizer_config = replace(config.tokenizer, **files)
+    if arguments.tokenizer_type is not None:
+        kind = resolve_tokenizer_type(arguments.tokenizer_type)
+        tokenizer_config = replace(tokenizer_config, tokenizer_type=kind)
     # The other ranks read what rank 0 has downloaded.
     ranks = build_ranks(mesh)
     ranks.call_on_rank_0(

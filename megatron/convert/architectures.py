@@ -445,6 +445,11 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Archit
     if not reasons:
         known = ", ".join(each.model_type for each in ARCHITECTURES)
         raise ConfigError(f"--architecture {wanted} is unknown; give one of {known}.")
+    if wanted is not None:
+        raise ConfigError(
+            f"--architecture {wanted} cannot express this model; give another one, or leave out "
+            f"the flag:\n  {reasons[0]}"
+        )
     raise ConfigError(
         "no architecture of transformers can express this model:\n  " + "\n  ".join(reasons)
     )

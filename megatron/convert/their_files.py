@@ -126,8 +126,18 @@ def read_config(folder: Path) -> Any:
         ConfigError: `transformers` is not installed.
     """
     path = folder / "config.json"
+    if not folder.exists():
+        raise CheckpointError(
+            f"{path} cannot be read: the folder does not exist; correct the path, or download a "
+            "model of the Hub with hf download ORGANIZATION/NAME --local-dir FOLDER"
+        )
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} cannot be read: there is no such file; give a folder that save_pretrained of "
+            "transformers has written"
+        )
     # Opening a pipe would wait permanently.
-    if path.exists() and not path.is_file():
+    if not path.is_file():
         raise CheckpointError(f"{path} cannot be read: it is not a file")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

@@ -533,4 +533,9 @@ def _suggest_prefix(prefix: str) -> str:
     similar = sorted(path.parent.glob(f"{glob.escape(path.name)}_*_document.idx"))
     if similar:
         return f"there is {similar[0].with_suffix('')}"
+    if path.is_dir():
+        return (
+            f"{path} is a folder; convert its texts with tools/preprocess_data.py, or read its "
+            "files as they are with --dataset-format parquet, arrow or jsonl"
+        )
     return "a data set is given by its path without .bin and .idx, and needs both"

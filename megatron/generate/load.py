@@ -57,7 +57,8 @@ def join_ranks(
         raise LayoutError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} "
             f"needs {grid.world_size} processes, but this is one of {world.size}; start with "
-            f"torchrun --nproc-per-node {grid.world_size}, or give other sizes"
+            f"torchrun --nproc-per-node {grid.world_size}, or give sizes whose product is "
+            f"{world.size}"
         )
     if not 0 < timeout_minutes < math.inf:
         raise ConfigError(

@@ -17,17 +17,25 @@ _MEGATRON_NAMES: dict[str, TokenizerType] = {
 }
 """Names in Megatron-LM. The training's compatibility tables have them, too."""
 
+TokenizerTypeName = (
+    TokenizerType | Literal["HuggingFaceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"]
+)
+"""A type, by our name or by Megatron-LM's."""
+
 TokenizerPath = Annotated[str | None, tyro.conf.arg(aliases=("--tokenizer-model",))]
+
+
+def resolve_tokenizer_type(name: TokenizerTypeName) -> TokenizerType:
+    """Return our name of a type."""
+    ours: Any = _MEGATRON_NAMES.get(name, name)
+    return ours
 
 
 @dataclass(frozen=True)
 class TokenizerFlags:
     """The flags that choose a tokenizer."""
 
-    tokenizer_type: (
-        TokenizerType
-        | Literal["HuggingFaceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"]
-    ) = "GPT2BPETokenizer"
+    tokenizer_type: TokenizerTypeName = "GPT2BPETokenizer"
     """GPT2BPETokenizer (--vocab-file, --merge-file), PretrainedFromHF (Hugging Face folder), or
     SentencePieceTokenizer (tokenizer.model). The others are Megatron-LM's names of these."""
     vocab_file: str | None = None
@@ -39,9 +47,8 @@ class TokenizerFlags:
 
     def make_config(self) -> TokenizerConfig:
         """Return the tokenizer's part of a configuration."""
-        tokenizer_type: Any = _MEGATRON_NAMES.get(self.tokenizer_type, self.tokenizer_type)
         return TokenizerConfig(
-            tokenizer_type=tokenizer_type,
+            tokenizer_type=resolve_tokenizer_type(self.tokenizer_type),
             vocab_file=self.vocab_file,
             merge_file=self.merge_file,
             tokenizer_name_or_path=self.tokenizer_name_or_path,

@@ -206,6 +206,19 @@ def _hint_at_type(path: Path) -> str:
     return ""
 
 
+def _hint_at_other_types(config: TokenizerConfig) -> str:
+    """Return the end of a message about GPT2BPETokenizer, which is the default."""
+    name = config.tokenizer_name_or_path
+    if name is None:
+        return (
+            ", or name another tokenizer with --tokenizer-type PretrainedFromHF or "
+            "SentencePieceTokenizer, and --tokenizer-name-or-path"
+        )
+    if name.endswith(".model"):
+        return f", or add --tokenizer-type SentencePieceTokenizer to use {name}"
+    return f", or add --tokenizer-type PretrainedFromHF to use {name}"
+
+
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
     """Return GPT-2's byte-level BPE (https://github.com/openai/gpt-2).
 
@@ -233,7 +246,7 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
         if file is None:
             raise ConfigError(
                 f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
-                "--merge-file merges.txt."
+                f"--merge-file merges.txt{_hint_at_other_types(config)}."
             )
         if not Path(file).is_file():
             raise ConfigError(f"{flag} {file} does not exist or is not a file.")
@@ -349,6 +362,13 @@ def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
             f"--tokenizer-name-or-path {name} cannot be read: {first.rstrip('.')}. Give a folder "
             "that holds a tokenizer."
         ) from error
+    # For GPT-2 and Qwen, transformers builds a tokenizer without a vocabulary from a config.json
+    # alone. It encodes each text as no ids.
+    if backend.get_vocab().keys() <= backend.get_added_vocab().keys():
+        raise ConfigError(
+            f"--tokenizer-name-or-path {name} has no vocabulary. Give a folder that holds a "
+            "tokenizer, with tokenizer.json for example."
+        )
     if backend.eos_token_id is None:
         raise ConfigError(
             f"--tokenizer-name-or-path {name}: no end-of-document token; name an eos_token in its "

@@ -69,7 +69,8 @@ def fetch_tokenizer(name: str) -> Path:
     found = find_tokenizer_folder(name)
     if found is not None:
         return found
-    if not is_hub_name(name):
+    # A name on the Hub cannot be told from a path, except if it is that of a file.
+    if not is_hub_name(name) or name.endswith((".model", ".json")):
         raise ConfigError(f"--tokenizer-name-or-path {name} does not exist. Correct the path.")
     # The package is slow to import, and most runs do not need it.
     from huggingface_hub import constants, errors, snapshot_download

@@ -89,7 +89,8 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
         ]
         if config.vocab_file is None and not stated:
             absent.append(
-                "the size of the vocabulary is unknown: give --vocab-file, or --vocab-size N."
+                "the size of the vocabulary is unknown: give --vocab-file and --merge-file, "
+                "--tokenizer-type with --tokenizer-name-or-path, or --vocab-size N."
             )
         return absent
     name = config.tokenizer_name_or_path

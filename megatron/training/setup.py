@@ -248,7 +248,7 @@ def load_engine(
     if with_optimizer and checkpoint.optimizer is None:
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
-            "continue with moments of zero"
+            "continue with moments of zero, or --finetune to start a new run with these weights"
         )
     shards = engine.shards(optimizer=with_optimizer)
 

@@ -1,9 +1,11 @@
 """Test that any sharding loads into any other, pointers move last, and damage is named."""
 
+import dataclasses
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors import safe_open
 
 from megatron.checkpoint.digest import digest_of_file, digest_of_text
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
-from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.load import _compare_models, open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.checkpoint.tensor_file import intersect, write_tensors
@@ -253,3 +255,19 @@ def test_start_is_found_or_refused(tmp_path: Path) -> None:
     save(tmp_path)
     start = find_start(CheckpointConfig(load=str(tmp_path)))
     assert start.iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"glu_activation": "swiglu", "normalization": "RMSNorm"}, []),
+        ({"activation": "squared_relu"}, ["--norm-bias"]),
+        ({}, ["--norm-bias", "--bias-gelu-fusion"]),
+    ],
+)
+def test_settings_without_effect_are_not_compared(
+    changes: dict[str, Any], expected: list[str]
+) -> None:
+    saved = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4, **changes)
+    asked = dataclasses.replace(saved, bias_gelu_fusion=False, norm_bias=False)
+    assert [line.split()[0] for line in _compare_models(saved, asked)] == expected

@@ -206,3 +206,20 @@ def test_a_mistake_in_a_layout_is_found(
     check_that_both_directions_fail(folder, "the logits of the complete model")
     # Without the complete model, the embedding and the head are compared without layers.
     check_that_both_directions_fail(folder, "output matrix together", complete=False)
+
+
+def test_a_wish_that_cannot_be_met_and_a_missing_folder_are_named(
+    prepare: Callable[[str], Path],
+) -> None:
+    folder = prepare("qwen3")
+    with pytest.raises(ConfigError, match="--architecture gpt2 cannot express this model"):
+        export_checkpoint(
+            open_checkpoint(folder / "right", 0),
+            folder / "back",
+            ExportOptions(architecture="gpt2"),
+        )
+    with pytest.raises(CheckpointError, match="the folder does not exist"):
+        import_model(folder / "nowhere", folder / "ours")
+    said: list[str] = []
+    import_model(folder / "source", folder / "again", say=said.append)
+    assert any("no tokenizer is imported" in line for line in said)

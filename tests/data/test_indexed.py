@@ -211,11 +211,13 @@ def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path):
         ("c.idx", r"leave out the suffix \.idx: .*/c\."),
         ("text.jsonl", r"text\.jsonl is not an indexed data set; convert it with tools/preprocess"),
         ("corpus", "there is .*/corpus_text_document"),
+        ("folder", "folder is a folder; .* --dataset-format parquet"),
         ("nothing", r"does not exist; a data set is given by its path without \.bin and \.idx"),
     ],
 )
 def test_a_path_that_is_no_data_set_gets_a_hint(copy, given, hint):
     (copy.parent / "text.jsonl").write_text("{}")
+    (copy.parent / "folder").mkdir()
     for suffix in (".bin", ".idx"):
         (copy.parent / f"corpus_text_document{suffix}").write_bytes(b"")
     with pytest.raises(DataError, match=hint):

@@ -10,8 +10,10 @@ import pytest
 import tyro
 from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
+from tokenizer.test_tokenizers import folder_with
 
 from megatron.commands import generate
+from megatron.convert.importing import import_model
 
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -120,6 +122,25 @@ def test_bf16_and_a_moved_tokenizer(
     )
     assert text.startswith("The")
     assert len(text) > len("The\n")
+
+
+def test_a_run_without_a_tokenizer_gets_one_of_another_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.GPT2Config(vocab_size=5001, n_positions=32, n_embd=8, n_layer=1, n_head=1)
+    transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path / "source")
+    import_model(tmp_path / "source", tmp_path / "run")
+    flags = ["--load", str(tmp_path / "run"), "--prompt", "The", "--max-new-tokens", "2"]
+    assert generate.main(flags) == 2
+    printed = capsys.readouterr().err
+    assert "--tokenizer-type PretrainedFromHF" in printed
+    folder = folder_with(tmp_path / "tokenizer")
+    named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-name-or-path", str(folder)]
+    assert generate.main([*flags, *named]) == 0
+    assert capsys.readouterr().out.startswith("The")
+    assert generate.main(["--load", str(tmp_path / "source"), "--prompt", "The"]) == 2
+    assert "holds a checkpoint of Hugging Face; convert it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])

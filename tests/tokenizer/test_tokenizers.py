@@ -5,6 +5,7 @@ The ids are compared with those of the reference and of transformers.
 
 import builtins
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,14 @@ def test_without_tokenizer_json_transformers_reads_it(tmp_path: Path) -> None:
     assert 0 in list_special_token_ids(tokenizer)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_folder_of_a_model_without_a_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no vocabulary"):
+        build_tokenizer(hf(tmp_path))
+
+
 def test_without_tokenizer_json_an_eos_token_is_required(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match="no end-of-document token; name an eos_token"):
@@ -173,6 +182,20 @@ def test_errors_name_flag_and_file(tmp_path: Path) -> None:
         ),
         (hf(broken), "broken.json cannot be read as a Hugging Face tokenizer"),
         (hf("./nowhere"), r"--tokenizer-name-or-path ./nowhere does not exist"),
+        # These could be names on the Hub, but are those of files.
+        (hf("folder/tokenzer.json"), "folder/tokenzer.json does not exist"),
+        (
+            replace(hf("sp/tokenzer.model"), tokenizer_type="SentencePieceTokenizer"),
+            "sp/tokenzer.model does not exist",
+        ),
+        (
+            TokenizerConfig(tokenizer_name_or_path="sp/tokenizer.model"),
+            "add --tokenizer-type SentencePieceTokenizer to use sp/tokenizer.model",
+        ),
+        (
+            TokenizerConfig(tokenizer_name_or_path="folder"),
+            "add --tokenizer-type PretrainedFromHF to use folder",
+        ),
     ]
     for config, message in cases:
         with pytest.raises(ConfigError, match=message):
