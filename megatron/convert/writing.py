@@ -20,12 +20,8 @@ from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, step_
 from megatron.checkpoint.shard_file import WrittenFile, select_own_shards, write_shard_file
 from megatron.durable import sync_folder
 from megatron.errors import CheckpointError, ConfigError
-<<<<<<< HEAD
-from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
-=======
 from megatron.file_lock import LockResult, try_lock
-from megatron.parallel.shard import Kind, TensorShard
->>>>>>> attack17
+from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
 
 FILE_BYTES = 5 * 10**8
 """Largest size of a tensor file, unless one tensor is larger."""
@@ -61,7 +57,6 @@ def check_is_new(out: Path) -> None:
         raise ConfigError(f"{out} exists; give another folder, or remove it")
 
 
-<<<<<<< HEAD
 def choose_states(
     steps: int | None, say: Callable[[str], None]
 ) -> tuple[tuple[Kind, ...], dict[str, Any] | None]:
@@ -78,7 +73,8 @@ def choose_states(
         )
         return ("weight",), None
     return ("weight", *ADAM_KINDS), {"optimizer_step": steps}
-=======
+
+
 @contextmanager
 def write_folder(out: Path) -> Iterator[Path]:
     """Return a context with an empty folder, which gets the name `out` if the context succeeds.
@@ -87,7 +83,7 @@ def write_folder(out: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: `out` exists, or another process writes it.
-        OSError: the disk refuses.
+        OSError: a file or folder cannot be written.
     """
     check_is_new(out)
     unfinished = out.with_name(out.name + UNFINISHED)
@@ -111,7 +107,7 @@ def _open_locked(folder: Path) -> int:
 
     Raises:
         ConfigError: another process has the lock.
-        OSError: it is not a folder, or the disk refuses.
+        OSError: it is not a folder, or it cannot be created.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +134,6 @@ def _remove_contents(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
->>>>>>> attack17
 
 
 def write_checkpoint(
@@ -157,15 +152,9 @@ def write_checkpoint(
             to `out` afterwards.
 
     Raises:
-<<<<<<< HEAD
-        ConfigError: `out` exists.
-        CheckpointError: a tensor has a wrong shape, or a number that is not finite.
-        OSError: a file cannot be written.
-=======
         ConfigError: `out` exists, or another process writes it.
         CheckpointError: a tensor has a wrong shape or dtype, or a number that is not finite.
-        OSError: the disk refuses.
->>>>>>> attack17
+        OSError: a file or folder cannot be written.
     """
     with write_folder(out) as root:
         final = step_folder(root, contents.iteration)
