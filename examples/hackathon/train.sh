@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Train the hackathon's Llama against the clock, and print a report at the end.
 #
-#     bash examples/hackathon/train.sh texts.jsonl                       # 3 hours
-#     bash examples/hackathon/train.sh texts.jsonl --train-time 30m      # flags at the end win
+#     bash examples/hackathon/train.sh texts                       # 3 hours, on the Parquet files in the folder texts
+#     bash examples/hackathon/train.sh texts --train-time 30m      # flags at the end win
 #
+# The column `text` has the texts. A folder or file of JSON lines works too: put DATASET_FORMAT=jsonl before the command.
 # A second call resumes with the time that is left. The tokenizer is GPT-2's: set VOCAB_FILE and MERGE_FILE to its two
 # files. The results are in runs/hackathon, or in $EXAMPLE_DIR.
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
-texts="${1:?give a file of JSON lines, each with a text}"
+texts="${1:?give a folder of Parquet files with a column text}"
 shift
 EXAMPLE_DIR="${EXAMPLE_DIR:-runs/hackathon}"
 TOKENIZER_ARGS=(
@@ -16,12 +17,8 @@ TOKENIZER_ARGS=(
     --merge-file "${MERGE_FILE:?set it to the merges.txt of GPT-2}"
 )
 
-# ---- Data: text to token ids, once ----
-data="$EXAMPLE_DIR/data/texts"
-if [[ ! -f "${data}_text_document.idx" ]]; then
-    megatron-preprocess --input "$texts" --output-prefix "$data" --append-eod --workers "$(nproc)" "${TOKENIZER_ARGS[@]}"
-fi
-DATA_ARGS=(--data-path "${data}_text_document" --split 98,1,1)
+# ---- Data: the files are read as they are, and tokenized during training ----
+DATA_ARGS=(--dataset-format "${DATASET_FORMAT:-parquet}" --data-path "$texts" --col-name text --split 98,1,1)
 
 # ---- Training ----
 # bf16 and the compiler need a GPU.

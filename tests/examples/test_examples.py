@@ -1,9 +1,12 @@
 """The scripts of examples/ train as they are, on a data set that they build themselves."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,11 +69,17 @@ def test_hackathon_prints_a_report(data: Path, tmp_path: Path) -> None:
     small = (
         "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 "
         "--seq-length 64 --micro-batch-size 2 --global-batch-size 4 --eval-iters 1 "
-        "--vocab-size 1024 --train-time 5s --eval-interval-time 3s"
+        "--vocab-size 1024 --train-time 5s --eval-interval-time 3s --logical-shards 8"
     )
     environment = give_data(data)
-    texts = str(data / "data" / "stdlib.jsonl")
-    printed = run_example("hackathon/train.sh", tmp_path, texts, *small.split(), **environment)
+    lines = (data / "data" / "stdlib.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    parquet.write_table(pa.table({"text": texts}), folder / "stdlib.parquet")
+    printed = run_example(
+        "hackathon/train.sh", tmp_path, str(folder), *small.split(), **environment
+    )
     report = printed[printed.index("report of the run:") :]
     assert "2.000000E-04 at the end" in report
     for measure in ("tokens/s", "perplexity", "bits per byte", "next-token accuracy"):
