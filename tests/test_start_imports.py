@@ -92,7 +92,10 @@ def test_help_imports_no_torch() -> None:
             "--tokenizer-name-or-path ./a/b",
             "--tokenizer-name-or-path ./a/b does not exist",
         ),
-        (f"{TINY} --data-path x", "give --vocab-file, or --vocab-size N"),
+        (
+            f"{TINY} --data-path x",
+            "the size of the vocabulary is unknown: give --vocab-file and --merge-file",
+        ),
     ],
 )
 def test_wrong_configuration_is_refused_without_torch(flags: str, message: str) -> None:
