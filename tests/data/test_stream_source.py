@@ -5,6 +5,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.data.source import BatchSlice
 from megatron.data.stream.filters import Filters
 from megatron.data.stream.listing import list_dataset
 from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
-from megatron.data.stream.source import OneRank, RankGroup, StreamSource
+from megatron.data.stream.source import OneRank, RankGroup, StreamSource, _Shard
 from megatron.errors import DataError
 
 SHARDS = 12
@@ -103,7 +104,10 @@ def run(
     threads: int = 0,
     filters: Filters | None = None,
 ) -> tuple[list[list[tuple]], dict]:
-    """Read batches, or skip samples where a step is negative. Return sorted batches and state."""
+    """Read batches, and return them sorted, with the state at the end.
+
+    A negative step skips samples. Step 0 asks for the state and goes on, as a save does.
+    """
     group = ThreadRanks(ranks)
     outcomes: list[Any] = [None] * ranks
 
@@ -115,6 +119,10 @@ def run(
         for step in steps:
             if step < 0:
                 source.advance(-step)
+            elif step == 0:
+                # Without the wait, it would depend on the load whether the threads are done.
+                futures.wait([future for _, future in source._prefetcher._ahead])
+                source.state()
             else:
                 rows.append(
                     [
@@ -170,6 +178,27 @@ def test_resumes_at_other_numbers_of_ranks_change_nothing(corpus: Path, launches
         found, state = run(corpus, of_launch, MIXTURE, state, ranks, micro_batch)
         batches += found
     assert (batches, state) == (expected, final)
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 0), (1, 2), (2, 2), (3, 1)])
+def test_a_save_after_a_skipped_range_changes_nothing(corpus: Path, ranks: int, threads: int):
+    """Shards whose samples were skipped are behind, and their next samples are read ahead."""
+    saving = [6, -6, 6, 0, 6, 0, -18, 0, 6, 0, 6]
+    expected = run(corpus, [step for step in saving if step], MIXTURE)
+    assert run(corpus, saving, MIXTURE, None, ranks, 1, threads) == expected
+
+
+def test_a_batch_that_is_not_wanted_any_more_does_not_move_the_reader(corpus: Path):
+    """A thread may still read a batch from before a skipped range. Its result is dropped."""
+    opened = _Shard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
+    expected = _Shard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
+    for number in range(4):
+        opened.read(number, LENGTH)
+        opened.confirm(number)
+    with pytest.raises(ValueError, match="sample 2 is before the position 4"):
+        opened.read(2, LENGTH)
+    assert np.array_equal(opened.read(4, LENGTH).tokens, expected.read(4, LENGTH).tokens)
+    assert np.array_equal(opened.read(6, LENGTH).tokens, expected.read(6, LENGTH).tokens)
 
 
 def test_each_document_is_read_once_an_epoch(corpus: Path):

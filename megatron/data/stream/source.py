@@ -97,8 +97,15 @@ class _Shard:
         self._lock = threading.Lock()
 
     def read(self, number: int, seq_length: int) -> Sample:
-        """Return a sample that is not before the position. The position does not move."""
+        """Return a sample that is not before the position. The position does not move.
+
+        Raises:
+            ValueError: the sample is before the position. Only a batch that was read ahead and is
+                not wanted any more asks for it, and nobody waits for its result.
+        """
         with self._lock:
+            if number < self.number:
+                raise ValueError(f"sample {number} is before the position {self.number}")
             if number not in self._ahead:
                 self._go_to(number, seq_length)
                 self._ahead[number] = self._reader.read_sample(seq_length)
@@ -111,14 +118,6 @@ class _Shard:
             self.cursor = self._ahead[number].after
             self.number = number + 1
             self._ahead = {later: s for later, s in self._ahead.items() if later > number}
-
-    def pass_to(self, number: int, seq_length: int) -> None:
-        """Move the position to a sample without reading it."""
-        with self._lock:
-            self._go_to(number, seq_length)
-            self.number = number
-            self.cursor = self._reader.cursor
-            self._ahead.clear()
 
     def _go_to(self, number: int, seq_length: int) -> None:
         """Let the reader continue with a sample."""
@@ -423,7 +422,8 @@ class StreamSource:
         The ranks that read a shard know its cursor. If samples of a shard were skipped since, one
         rank passes over them.
         """
-        starts = self._merge_positions(self._starts)
+        own = [(key, shard.number, shard.cursor) for key, shard in self._shards.items()]
+        starts = self._merge_positions(self._starts, own)
         behind = [
             (dataset, shard)
             for dataset, shard in np.ndindex(*self._counts.shape)
@@ -431,23 +431,31 @@ class StreamSource:
         ]
         # Every rank has the same list, so either all of them enter the gather below or none does.
         if behind:
+            passed = []
             for dataset, shard in behind[self._ranks.rank :: self._ranks.size]:
-                opened = _Shard(self._datasets[dataset], shard, *starts.get((dataset, shard), _NEW))
-                opened.pass_to(int(self._counts[dataset, shard]), self._seq_length)
-                self._shards[dataset, shard] = opened
-            starts = self._merge_positions(starts)
+                number, cursor = starts.get((dataset, shard), _NEW)
+                wanted = int(self._counts[dataset, shard])
+                # A reader of its own, because a thread may use that of the shard to read ahead.
+                reader = ShardReader(self._datasets[dataset], shard, cursor)
+                reader.skip_tokens((wanted - number) * self._seq_length)
+                passed.append(((dataset, shard), wanted, reader.cursor))
+            starts = self._merge_positions(starts, passed)
         # Only needed for shards that this rank does not read.
         self._starts = starts
         return {key: starts.get(key, _NEW)[1] for key in np.ndindex(*self._counts.shape)}
 
     def _merge_positions(
-        self, known: dict[tuple[int, int], tuple[int, Cursor]]
+        self,
+        known: dict[tuple[int, int], tuple[int, Cursor]],
+        own: Iterable[tuple[tuple[int, int], int, Cursor]],
     ) -> dict[tuple[int, int], tuple[int, Cursor]]:
-        """Return the latest position of each shard that any rank knows."""
-        mine = [
-            [*key, shard.number, *dataclasses.astuple(shard.cursor)]
-            for key, shard in self._shards.items()
-        ]
+        """Return the latest position of each shard: those that are known, and those of all ranks.
+
+        Args:
+            known: Number and cursor of the next sample of a shard. Equal on all ranks.
+            own: The same for the shards that this rank has read or passed.
+        """
+        mine = [[*key, number, *dataclasses.astuple(cursor)] for key, number, cursor in own]
         merged = dict(known)
         for dataset, shard, number, *position, counts in itertools.chain(*self._ranks.gather(mine)):
             if number > merged.get((dataset, shard), _NEW)[0]:
