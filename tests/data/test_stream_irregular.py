@@ -2,13 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from data.row_files import write_rows
+from data.row_files import make_documents, write_dataset, write_rows
 from data.test_stream_remote import read_all
 
 from megatron.data.stream.listing import list_dataset
@@ -112,3 +114,32 @@ def test_a_document_of_many_samples(tmp_path: Path) -> None:
     if stream[0] == 7:
         expected = np.concatenate([[7], long])
     assert np.array_equal(stream, expected[:1_000_000])
+
+
+OPEN_FILES = """
+import resource, sys
+from megatron.config.data import DataConfig
+from megatron.data.build_sources import build_sources
+from megatron.data.source import BatchSlice
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
+data = DataConfig(
+    data_path=(sys.argv[1],), dataset_format="parquet", col_name="tokens", logical_shards=300,
+    split="1", num_workers=0,
+)
+sources = build_sources(
+    data, seq_length=16, seed=1, train_samples=300, valid_samples=0, test_samples=0,
+    batch_slice=BatchSlice(1),
+)
+print(len(sources.train.read_batch(300)), "samples")
+"""
+
+
+@pytest.mark.parametrize(("hard", "expected"), [(2000, "300 samples"), (200, "ulimit -n")])
+def test_each_shard_keeps_a_file_open(tmp_path: Path, hard: int, expected: str) -> None:
+    """The limit of open files is raised where the system permits it, and named where not."""
+    # Groups are larger than what is read at once, so a reader keeps its file open.
+    write_dataset(tmp_path, make_documents(60_000, 1), group=20_000)
+    command = [sys.executable, "-c", OPEN_FILES, str(tmp_path), str(hard)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert expected in found.stdout + found.stderr

@@ -7,21 +7,16 @@ import pytest
 from data.file_server import serve
 from data.row_files import make_dirty_documents, make_documents, write_dataset, write_rows
 from faults.launches import Launch
-from process_pool import Outcome, ProcessPool, pretrain, succeed
-from training.runs import SIZES
+from process_pool import ProcessPool, pretrain, succeed
+from training.runs import SIZES, Runner
 
 from megatron.observe.metrics import read_metrics
 
 FLAGS = "--datasets web,code --weights 3,1 --col-name tokens --eos-token 4999 --logical-shards 12"
 
 
-class StreamRunner:
+class StreamRunner(Runner):
     """Train in a folder on Parquet files."""
-
-    def __init__(self, pool: ProcessPool, data: Path, folder: Path) -> None:
-        self.pool = pool
-        self.data: Path | str = data
-        self.folder = folder
 
     def argv(self, flags: str) -> list[str]:
         argv = (
@@ -30,17 +25,6 @@ class StreamRunner:
             f"{FLAGS} {flags}"
         )
         return argv.split()
-
-    def outcomes(self, flags: str = "", ranks: int = 1) -> list[Outcome]:
-        return self.pool.run(ranks, pretrain, self.argv(flags))
-
-    def __call__(self, flags: str = "", ranks: int = 1) -> str:
-        return succeed(self.outcomes(flags, ranks))
-
-    def error(self, flags: str = "", ranks: int = 1) -> str:
-        outcome = self.outcomes(flags, ranks)[0]
-        assert outcome.error is not None, f"there was no error:\n{outcome.output}"
-        return f"{outcome.kind}: {outcome.error}"
 
     def losses(self) -> dict[int, float]:
         entries = read_metrics(self.folder / "metrics.jsonl")
@@ -65,12 +49,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(pool: ProcessPool, data: Path, tmp_path: Path) -> StreamRunner:
-    return StreamRunner(pool, data, tmp_path / "run")
+    return StreamRunner(pool, str(data), tmp_path / "run")
 
 
 @pytest.fixture
 def other(pool: ProcessPool, data: Path, tmp_path: Path) -> StreamRunner:
-    return StreamRunner(pool, data, tmp_path / "other")
+    return StreamRunner(pool, str(data), tmp_path / "other")
 
 
 def test_ranks_layouts_and_resumes_change_nothing(run: StreamRunner, other: StreamRunner) -> None:
@@ -101,7 +85,7 @@ def test_filters_count_the_same_after_a_kill(
     """The killed run is resumed with another number of ranks."""
     for name, count in (("web", 600), ("code", 200)):
         write_dataset(tmp_path / "dirty" / name, make_dirty_documents(count, count), group=70)
-    run.data = other.data = tmp_path / "dirty"
+    run.data = other.data = str(tmp_path / "dirty")
     flags = "--max-document-tokens 60 --max-ngram-repetition 0.3 --drop-duplicates"
     output = other(f"{flags} --save-interval 4")
     expected = other.filter_counts()
@@ -133,7 +117,7 @@ def test_filters_count_the_same_after_a_kill(
 
 
 def test_filters_that_leave_out_much(run: StreamRunner, tmp_path: Path) -> None:
-    run.data = tmp_path
+    run.data = str(tmp_path)
     write_rows(tmp_path / "long" / "a.parquet", "tokens", [[5], [6] * 50, [7] * 60] * 300)
     flags = "--datasets long --weights 1 --train-iters 4 --save-interval 2"
     output = run(f"{flags} --max-document-tokens 10")
@@ -161,7 +145,7 @@ def test_what_is_refused_before_training(run: StreamRunner, data: Path, tmp_path
         "--logical-shards 6", ranks=2
     )
     write_rows(tmp_path / "doubled" / "a.parquet", "tokens", [[5, 4999]] * 600)
-    run.data = tmp_path
+    run.data = str(tmp_path)
     assert "would be doubled" in run.error("--datasets doubled --weights 1", ranks=2)
 
 

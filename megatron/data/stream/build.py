@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import os
+import resource
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,6 +26,8 @@ from megatron.tokenizer import Tokenizer
 _CHECKED_DOCUMENTS = 256
 # Share of documents with the same id. By chance, fewer begin or end with the same one.
 _NEARLY_ALL = 0.9
+# Connections between ranks, libraries and checkpoints.
+_OTHER_OPEN_FILES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +174,7 @@ def build_stream_sources(
         DataError: data are missing or damaged, or have too few documents.
     """
     listings = list_streamed_datasets(data, say)
+    _allow_open_files(data.logical_shards * len(listings) * sum(wanted))
     opener = _StreamOpener(
         data,
         listings,
@@ -196,6 +200,19 @@ def build_stream_sources(
             f"--split {data.split} leaves no document of {data.data_path[0]} for training."
         )
     return StreamSources(*sources)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the limit of open files of this process, as far as the system permits it.
+
+    Each shard keeps the file open that it reads. For many shards the usual limit, 1024, is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _build_tokenizer(listings: dict[str, Listing], tools: StreamTools) -> Tokenizer | None:

@@ -7,6 +7,7 @@ Invariant: what a format returns for a row depends on the file's bytes only.
 """
 
 import dataclasses
+import errno
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -484,6 +485,11 @@ def _report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing. Restore the file.") from error
     except (OSError, pa.ArrowException) as error:
+        if getattr(error, "errno", None) == errno.EMFILE:
+            raise DataError(
+                f"{path} cannot be opened, because this process has too many open files. Each "
+                "logical shard has one. Raise the limit (ulimit -n), or lower --logical-shards."
+            ) from error
         raise DataError(
             f"{path} cannot be read as {name}: {error}. If the file is still being written, wait "
             "for its end. If not, repair or leave out the file."
