@@ -12,7 +12,6 @@ from training.runs import SIZES, Runner
 from megatron.commands import plan as plan_tool
 from megatron.commands import rollback
 
-
 FLAGS = (
     "--global-batch-size 12 --micro-batch-size 1 --col-name tokens --eos-token 4999 "
     "--logical-shards 12"
@@ -29,7 +28,8 @@ class PhaseRunner(Runner):
     def argv(self, flags: str) -> list[str]:
         return [
             *f"{SIZES} --dataset-format parquet --data-path {self.data} --split 90,10,0".split(),
-            *f"{FLAGS} --data-phases {self.phases} --save {self.folder} --load {self.folder}".split(),
+            *f"{FLAGS} --data-phases {self.phases}".split(),
+            *f"--save {self.folder} --load {self.folder}".split(),
             *flags.split(),
         ]
 
