@@ -43,12 +43,22 @@ _OTHER_WARMUPS = (
     "optimizer.lr_warmup_samples",
     "optimizer.lr_warmup_tokens",
 )
+_OTHER_DATA = (
+    "data.mock_data",
+    "data.data_phases",
+    "data.train_weighted_split_paths",
+    "data.train_weighted_split_paths_path",
+)
+_LOADER = ("--file-type", "--col-name", "--eos-token", "--logical-shards", "--datasets")
 _REPLACED_BY = {
     "--dtype": ("precision.fp16",),
     "--mixed-precision": ("precision.fp16",),
     "--iterations": ("batch.train_samples",),
     "--num-steps": ("batch.train_samples",),
     "--warmup-steps": _OTHER_WARMUPS,
+    **dict.fromkeys(_LOADER, _OTHER_DATA),
+    # The default weights are those of the default data sets.
+    "--weights": (*_OTHER_DATA, "data.datasets"),
 }
 """Flag with a default -> fields that answer the same question. Only one of both may be given."""
 
@@ -267,6 +277,14 @@ def _compute_fms_warmup(values: _Values) -> _Computed:
     )
 
 
+def _compute_fms_strip_tokens(values: _Values) -> _Computed:
+    added = [values.get_field(f"data.{name}_token") for name in ("bos", "eos")]
+    listed = ",".join(str(token) for token in added if token is not None)
+    if values.get_field("data.dataset_format") is None or not listed:
+        return None, ""
+    return listed, "fms-fsdp removes the tokens that it adds from the ends of a document first"
+
+
 def _compute_virtual_stage_layers(values: _Values) -> _Computed:
     layers = values.get_field("model.num_layers")
     ranks = values.get_field("parallel.pipeline_model_parallel_size") or 1
@@ -372,5 +390,6 @@ _DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
         "parallel.num_layers_per_virtual_pipeline_stage",
         _compute_virtual_stage_layers,
     ),
+    ("fms-fsdp", "data.strip_tokens", _compute_fms_strip_tokens),
 )
 """What causes a derivation (a flag, or a system whose defaults apply), the field, and the rule."""
