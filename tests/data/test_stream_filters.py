@@ -24,8 +24,9 @@ from megatron.data.stream.filters import (
     compute_ngram_repetition,
 )
 from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
-from megatron.data.stream.source import OneRank
+from megatron.data.stream.rank_group import OneRank
+from megatron.data.stream.reader import Cursor, ShardReader
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import DataError
 
 ALL = Filters(max_document_tokens=60, max_ngram_repetition=0.3, drop_duplicates=True)

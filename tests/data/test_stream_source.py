@@ -19,9 +19,12 @@ from megatron.data.documents import DocumentRules
 from megatron.data.source import BatchSlice
 from megatron.data.stream.filters import Filters
 from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
+from megatron.data.stream.open_shard import OpenShard
+from megatron.data.stream.rank_group import OneRank, RankGroup
+from megatron.data.stream.reader import Cursor, ShardReader
 from megatron.data.stream.shard_order import MixturePhase
-from megatron.data.stream.source import OneRank, RankGroup, StreamSource, _Shard
+from megatron.data.stream.source import StreamSource
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import DataError
 
 SHARDS = 12
@@ -207,8 +210,8 @@ def test_a_save_after_a_skipped_range_changes_nothing(corpus: Path, ranks: int, 
 
 def test_a_batch_that_is_not_wanted_any_more_does_not_move_the_reader(corpus: Path):
     """A thread may still read a batch from before a skipped range. Its result is dropped."""
-    opened = _Shard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
-    expected = _Shard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
+    opened = OpenShard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
+    expected = OpenShard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
     for number in range(4):
         opened.read(number, LENGTH)
         opened.confirm(number)

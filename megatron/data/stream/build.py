@@ -16,9 +16,10 @@ from megatron.data.splits import compute_split_bounds
 from megatron.data.stream.filters import Filters
 from megatron.data.stream.flags import get_filters, parse_shares, parse_strip_tokens
 from megatron.data.stream.listing import Listing, list_dataset
-from megatron.data.stream.reader import Specials, StreamedDataset
+from megatron.data.stream.rank_group import OneRank, RankGroup
 from megatron.data.stream.shard_order import MixturePhase, RowRange
-from megatron.data.stream.source import OneRank, RankGroup, StreamSource
+from megatron.data.stream.source import StreamSource
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
 
