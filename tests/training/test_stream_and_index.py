@@ -70,8 +70,7 @@ def read_epoch(dataset: StreamedDataset, epoch: int = 0) -> list[tuple[int, ...]
         tuple(document.ids.tolist())
         for shard in range(dataset.shards)
         for piece in dataset.open_epoch(epoch).list_pieces(shard)
-        for window in dataset.read_windows(epoch, piece, 0)
-        for document in window
+        for document in dataset.read_documents(epoch, piece)
     ]
 
 

@@ -351,5 +351,4 @@ def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:
     rows: Sequence[int] = dataset.listing.rows.tolist()
     group = next(number for number, count in enumerate(rows) if count)
     piece = RowRange(group, 0, min(rows[group], _CHECKED_DOCUMENTS))
-    window = next(dataset.read_windows(0, piece, 0))
-    return [document.ids for document in window if len(document.ids)]
+    return [document.ids for document in dataset.read_documents(0, piece) if len(document.ids)]

@@ -78,7 +78,7 @@ class ShardReader:
         """Return the next sample, and move the cursor by `seq_length` tokens.
 
         Raises:
-            DataError: see `StreamedDataset.read_windows`, or the shard has no tokens.
+            DataError: see `StreamedDataset.read_documents`, or the shard has no tokens.
         """
         wanted = seq_length + 1
         parts = []
@@ -179,11 +179,12 @@ class ShardReader:
             tokens = 0
             counts = NO_COUNTS
             for first, piece in self._list_pieces(epoch).items():
-                if begin < first + piece.rows:
-                    for number, document in self._iterate_piece(epoch, piece, first, begin):
-                        yield epoch, number, document
-                        tokens += len(document.ids)
-                        counts = count_document(counts, document.outcome, document.size)
+                skipped = max(0, begin - first)
+                documents = self._dataset.read_documents(epoch, piece, skipped)
+                for number, document in enumerate(documents, first + skipped):
+                    yield epoch, number, document
+                    tokens += len(document.ids)
+                    counts = count_document(counts, document.outcome, document.size)
             if tokens == 0 and begin == 0:
                 raise DataError(
                     f"all documents of logical shard {self._shard} of data set "
@@ -192,20 +193,3 @@ class ShardReader:
                 )
             epoch += 1
             begin = 0
-
-    def _iterate_piece(
-        self, epoch: int, piece: RowRange, first: int, start: int
-    ) -> Iterator[tuple[int, Document]]:
-        """Yield number and content of the documents of a piece from number `start` on.
-
-        `first` is the number of the first document of the piece.
-        """
-        # The windows before the start are not read.
-        ends = [first + end - piece.first_row for _, end in piece.split_windows()]
-        skipped = sum(end <= start for end in ends)
-        number = ends[skipped - 1] if skipped else first
-        for window in self._dataset.read_windows(epoch, piece, skipped):
-            for document in window:
-                if number >= start:
-                    yield number, document
-                number += 1

@@ -1,13 +1,13 @@
-"""A data set of rows: its documents, window by window, with the tokens around them.
+"""A data set of rows: its documents, with the tokens around them.
 
-Invariant: what a window contains is a function of the files, the seed, the epoch and the window.
+Invariant: the documents of a piece are a function of the files, the seed, the epoch and the piece.
 
 Legend: n tokens of a document.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,10 @@ from megatron.data.stream.shard_order import EpochOrder, RowRange, clip_groups
 from megatron.errors import DataError
 
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]
+
+_TOKENIZED_AT_ONCE = 16
+"""Texts that are tokenized in one call. A complete window has up to 256 texts. If all shards of a
+batch tokenized one, the first batch would take minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,23 +146,24 @@ class StreamedDataset:
             return None
         return tokens + piece.rows * self.specials.count
 
-    def read_windows(
-        self, epoch: int, piece: RowRange, skipped_windows: int
-    ) -> Iterator[list[Document]]:
-        """Yield the documents of each window of a piece, in the order of training.
+    def read_documents(self, epoch: int, piece: RowRange, skipped: int = 0) -> Iterator[Document]:
+        """Yield the documents of a piece in the order of training.
 
-        Documents that are left out are empty, so that the others keep their numbers.
+        Documents that are left out by filters are empty, so that the others keep their numbers.
+        Texts are tokenized when they are needed.
 
         Args:
             epoch: Number of the epoch.
             piece: The rows.
-            skipped_windows: Number of windows that are left out at the start.
+            skipped: Number of documents at the start that are not wanted.
 
         Raises:
             DataError: a file has changed or is damaged, or an id is outside the vocabulary.
         """
         listing = self.listing
-        windows = piece.split_windows()[skipped_windows:]
+        # Windows that end before the first document that is wanted are not read.
+        first_wanted = piece.first_row + skipped
+        windows = [window for window in piece.split_windows() if window[1] > first_wanted]
         if not windows:
             return
         order = self.open_epoch(epoch)
@@ -181,12 +186,37 @@ class StreamedDataset:
                         "from the index cache."
                     )
                 rows.extend(more)
-            documents = self._make_documents(rows[: last - first], path, first)
+            window = rows[: last - first]
             rows = rows[last - first :]
-            yield [documents[row] for row in order.shuffle_window(piece.group, first, last)]
+            numbers = order.shuffle_window(piece.group, first, last)[max(0, first_wanted - first) :]
+            yield from self._read_window(window, numbers.tolist(), path, first)
 
-    def _make_documents(self, rows: list[Row], path: FilePath, first: int) -> list[Document]:
-        """Return the documents of the rows of a window."""
+    def _read_window(
+        self, window: list[Row], numbers: list[int], path: FilePath, first: int
+    ) -> Iterator[Document]:
+        """Yield the documents of a window.
+
+        Args:
+            window: The rows in the order of the file.
+            numbers: The rows that are wanted, in the order of training, counted within the window.
+            path: The file.
+            first: The first row of the window, counted within the row group.
+        """
+        # Duplicates are found in the complete window.
+        if self.listing.kind == "tokens" or self.filters.drop_duplicates:
+            documents = self._make_documents(window, path, range(first, first + len(window)))
+            for number in numbers:
+                yield documents[number]
+            return
+        for start in range(0, len(numbers), _TOKENIZED_AT_ONCE):
+            now = numbers[start : start + _TOKENIZED_AT_ONCE]
+            rows = [window[number] for number in now]
+            yield from self._make_documents(rows, path, [first + number for number in now])
+
+    def _make_documents(
+        self, rows: list[Row], path: FilePath, places: Sequence[int]
+    ) -> list[Document]:
+        """Return the documents of rows. `places` are their numbers within the row group."""
         texts = [row for row in rows if isinstance(row, str)]
         encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
         window = [
@@ -197,25 +227,27 @@ class StreamedDataset:
         for ids, outcome in zip(window, self.filters.judge(window), strict=True):
             surrounded = self.specials.surround(ids)
             documents.append(Document(surrounded, outcome, len(ids)))
-        self._check_vocabulary(documents, path, first)
+        self._check_vocabulary(documents, path, places)
         return [
             document if document.outcome == KEPT else document._replace(ids=document.ids[:0])
             for document in documents
         ]
 
-    def _check_vocabulary(self, documents: list[Document], path: FilePath, first: int) -> None:
+    def _check_vocabulary(
+        self, documents: list[Document], path: FilePath, places: Sequence[int]
+    ) -> None:
         """Check the ids of all documents, also of those that are left out.
 
         Raises:
             DataError: an id is outside the vocabulary.
         """
         if self._vocab_size is not None:
-            for number, (ids, _, _) in enumerate(documents):
+            for place, (ids, _, _) in zip(places, documents, strict=True):
                 # Seen as unsigned, a negative id is huge. One comparison finds both kinds.
                 if len(ids) and int(ids.view(np.uint64).max()) >= self._vocab_size:
                     wrong = int(ids[ids.view(np.uint64) >= self._vocab_size][0])
                     raise DataError(
-                        f"{path}: row {first + number} of a row group holds the token id {wrong}, "
+                        f"{path}: row {place} of a row group holds the token id {wrong}, "
                         f"but the vocabulary has {self._vocab_size} entries (ids 0 to "
                         f"{self._vocab_size - 1}). The data was made with another tokenizer. Give "
                         "that tokenizer, or its --vocab-size."
