@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.operations.slurm.node_report import NodeLimits, NodeReport
 from megatron.parallel.launcher import read_launcher_world
+from megatron.parallel.rendezvous import choose_device
 
 _DISK_BYTES = 64 << 20
 """Bytes that each rank writes to its disk."""
@@ -67,9 +68,7 @@ def probe(limits: NodeLimits, on_change: Callable[[NodeReport], None]) -> NodeRe
         findings.set(doing=part.__name__[1:])
         try:
             # A broken driver can raise here too, so this is part of what is probed.
-            if torch.cuda.is_available():
-                device = torch.device("cuda", world.local_rank)
-                torch.cuda.set_device(device)
+            device = choose_device(world.local_rank)
             part(findings, limits, device)
         # CUDA errors, including those of memory, are RuntimeErrors. The other parts are still
         # probed.
