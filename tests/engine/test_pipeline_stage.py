@@ -266,7 +266,7 @@ def walk_through_host_memory(flags: str, steps: list[Work]) -> list[Seen]:
 
     # "cpu:0" is the same memory as "cpu", and another device for torch's comparison.
     elsewhere = torch.device("cpu", 0)
-    with mock.patch.object(pipeline, "choose_message_device", lambda group, device: elsewhere):
+    with mock.patch.object(pipeline, "choose_message_device", return_value=elsewhere):
         return walk(flags, steps)
 
 

@@ -89,8 +89,8 @@ def join_with_gpus(backend: str | None, gpu: str) -> str:
     from megatron.parallel import rendezvous
 
     with (
-        mock.patch.object(rendezvous, "_name_gpu", lambda device: gpu),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(rendezvous, "_name_gpu", return_value=gpu),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
     ):
         rendezvous.start_process_group(backend, 1)
     return str(dist.get_backend())
