@@ -24,6 +24,8 @@ from megatron.parallel.rendezvous import choose_device
 
 _DISK_BYTES = 64 << 20
 """Bytes that each rank writes to its disk."""
+_COMPARED_BYTES = 64 << 20
+"""Words that are compared at a time, and bytes of the result."""
 _REPEATS = 5
 """Number of products that are timed and compared."""
 _SIZES = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
@@ -131,7 +133,7 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         # The free memory is checked first, which gives a clearer message than a failed allocation.
-        if free < 4 * count:
+        if free < 4 * count + _COMPARED_BYTES:
             findings.add_failure(
                 f"memory: {free / (1 << 30):.3g} GiB are free on {device}, but "
                 f"{limits.memory_gib:g} GiB are needed"
@@ -139,7 +141,12 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
             return
     # The pattern has ones and zeros in each byte.
     filled = torch.full((count,), 0x5A5A5A5A, dtype=torch.int32, device=device)
-    wrong = int((filled != 0x5A5A5A5A).sum())
+    # A comparison needs a byte for each word, so the words are compared in parts.
+    wrong = sum(int((part != 0x5A5A5A5A).sum()) for part in filled.split(_COMPARED_BYTES))
+    del filled
+    if device.type == "cuda":
+        # Otherwise torch would keep the memory for this process, and the training starts with less.
+        torch.cuda.empty_cache()
     if wrong:
         findings.add_failure(f"memory: {wrong} of {count} words do not hold what was written")
 
