@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import os
 import resource
@@ -26,6 +27,8 @@ from megatron.tokenizer import Tokenizer
 _CHECKED_DOCUMENTS = 256
 # Share of documents with the same id. By chance, fewer begin or end with the same one.
 _NEARLY_ALL = 0.9
+# Documents for each shard that are few, so that all of them might be empty.
+_FEW_DOCUMENTS = 4
 # Connections between ranks, libraries and checkpoints.
 _OTHER_OPEN_FILES = 4096
 
@@ -254,6 +257,9 @@ class _StreamOpener:
         # Evaluation reads all documents, so that its losses do not depend on the filters.
         filters = get_filters(self.data) if piece == 0 else Filters()
         datasets = [self._open_dataset(each, ranges[each], shards, filters) for each in ranges]
+        if piece > 0 and any(has_empty_document(each) for each in datasets):
+            # An empty document could be all that a shard has.
+            datasets = [self._open_dataset(each, ranges[each], 1, filters) for each in ranges]
         if piece == 0:
             for dataset in datasets:
                 for warning in check_separators(dataset):
@@ -266,6 +272,8 @@ class _StreamOpener:
             self.batch_slice,
             threads,
             self.ranks,
+            # Another data set on a resume may change the number of shards of an evaluation.
+            may_restart=piece > 0,
         )
 
     def _open_dataset(
@@ -333,6 +341,24 @@ def check_separators(dataset: StreamedDataset) -> list[str]:
                 "end-of-document token with --eos-token"
             ]
     return []
+
+
+def has_empty_document(dataset: StreamedDataset) -> bool:
+    """Return whether a data set with few documents for each shard has an empty one.
+
+    False if there are many documents for each shard. They are not read then.
+
+    Raises:
+        DataError: the documents cannot be read.
+    """
+    first, last = dataset.documents
+    if dataset.specials.count > 0 or last - first >= _FEW_DOCUMENTS * dataset.shards:
+        return False
+    pieces = itertools.chain.from_iterable(
+        dataset.open_epoch(0).list_pieces(shard) for shard in range(dataset.shards)
+    )
+    windows = itertools.chain.from_iterable(dataset.read_windows(0, each, 0) for each in pieces)
+    return any(len(document.ids) == 0 for window in windows for document in window)
 
 
 def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:

@@ -32,6 +32,8 @@ from megatron.data.stream.listing import Listing
 from megatron.data.stream.shard_order import EpochOrder, RowRange, clip_groups
 from megatron.errors import DataError
 
+# Epochs in a row in which a shard may have no tokens.
+_MOST_EMPTY_EPOCHS = 4
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]
 
 
@@ -376,10 +378,11 @@ class ShardReader:
         """Yield epoch, number and content of each document from a cursor's on, without end.
 
         Raises:
-            DataError: an epoch has no tokens, so no sample could ever be filled.
+            DataError: several epochs have no tokens, so probably no sample could ever be filled.
         """
         epoch = start.epoch
         begin = start.document
+        empty_epochs = 0
         while True:
             tokens = 0
             counts = NO_COUNTS
@@ -389,7 +392,12 @@ class ShardReader:
                         yield epoch, number, document
                         tokens += len(document.ids)
                         counts = count_document(counts, document.outcome, document.size)
-            if tokens == 0 and begin == 0:
+            if tokens:
+                empty_epochs = 0
+            elif begin == 0:
+                empty_epochs += 1
+            # A shard of few documents may have others in the next epoch.
+            if empty_epochs == _MOST_EMPTY_EPOCHS:
                 raise DataError(
                     f"all documents of logical shard {self._shard} of data set "
                     f"{self._dataset.name} {describe_emptiness(counts)}. Relax the filters if "
