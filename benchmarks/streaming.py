@@ -176,14 +176,20 @@ def convert_to_mds(python: str, facts: Mapping[str, object]) -> float:
     return float(done.stdout)
 
 
-def main() -> None:
-    """Run the benchmark and print the table."""
-    arguments = tyro.cli(Arguments, description=__doc__)
+def list_programs(arguments: Arguments) -> dict[str, tuple[str, str]]:
+    """Return Python and the program of each reader."""
     programs = {"this project": (sys.executable, _OURS), "datasets": (sys.executable, _DATASETS)}
     if arguments.grain is not None:
         programs["Grain"] = (arguments.grain, _GRAIN)
     if arguments.mosaic is not None:
         programs["MosaicML streaming"] = (arguments.mosaic, _MOSAIC)
+    return programs
+
+
+def main() -> None:
+    """Run the benchmark and print the table."""
+    arguments = tyro.cli(Arguments, description=__doc__)
+    programs = list_programs(arguments)
     samples = 64 if arguments.quick else arguments.samples
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     with tempfile.TemporaryDirectory() as name:

@@ -326,8 +326,8 @@ def check_separators(dataset: StreamedDataset) -> list[str]:
         if token is not None and doubled >= enough:
             raise ConfigError(
                 f"{flag} {token}: {doubled} of the first {len(documents)} documents of data set "
-                f"{dataset.name} have this token there already, so it would be doubled. Leave out "
-                f"the flag, or add --strip-tokens {token}."
+                f"{dataset.shown_name} have this token there already, so it would be doubled. "
+                f"Leave out the flag, or add --strip-tokens {token}."
             )
     if specials.count == 0:
         most_common = [
@@ -336,8 +336,8 @@ def check_separators(dataset: StreamedDataset) -> list[str]:
         ]
         if max(most_common) < enough:
             return [
-                f"warning: the documents of data set {dataset.name} have no common first or last "
-                "token, so the model cannot see where a text ends. Give the id of the "
+                f"warning: the documents of data set {dataset.shown_name} have no common first or "
+                "last token, so the model cannot see where a text ends. Give the id of the "
                 "end-of-document token with --eos-token"
             ]
     return []

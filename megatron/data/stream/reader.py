@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.url import redact
 from megatron.data.stream.filters import (
     KEPT,
     NO_COUNTS,
@@ -125,7 +126,7 @@ class StreamedDataset:
         """Check that each shard has documents.
 
         Args:
-            name: Name of the data set in messages.
+            name: Name of the data set. "." is the folder of the listing itself.
             listing: Its files.
             documents: The range [first, last) of its rows that is read.
             seed: Seed of the order.
@@ -139,6 +140,9 @@ class StreamedDataset:
             DataError: there are fewer documents than shards, or the texts cannot be tokenized.
         """
         self.name = name
+        self.shown_name = name
+        if name == ".":
+            self.shown_name = redact(listing.folder)
         self.listing = listing
         self.documents = documents
         self.shards = shards
@@ -150,13 +154,13 @@ class StreamedDataset:
         found = documents[1] - documents[0]
         if found < shards:
             raise DataError(
-                f"data set {name} has {found} documents for {shards} logical shards. Each shard "
-                "needs one. Lower --logical-shards, or use more data."
+                f"data set {self.shown_name} has {found} documents for {shards} logical shards. "
+                "Each shard needs one. Lower --logical-shards, or use more data."
             )
         if listing.kind == "text" and encode is None:
             raise DataError(
-                f"data set {name} holds texts, and there is no tokenizer to turn them into ids. "
-                "Give its files with --tokenizer-type and its flags."
+                f"data set {self.shown_name} holds texts, and there is no tokenizer to turn them "
+                "into ids. Give its files with --tokenizer-type and its flags."
             )
         self.fingerprint = listing.compute_fingerprint()
         self.use_seed(seed)
@@ -400,8 +404,8 @@ class ShardReader:
             if empty_epochs == _MOST_EMPTY_EPOCHS:
                 raise DataError(
                     f"all documents of logical shard {self._shard} of data set "
-                    f"{self._dataset.name} {describe_emptiness(counts)}. Relax the filters if "
-                    "there are any, lower --logical-shards, or use other data."
+                    f"{self._dataset.shown_name} {describe_emptiness(counts)}. Relax the filters "
+                    "if there are any, lower --logical-shards, or use other data."
                 )
             epoch += 1
             begin = 0

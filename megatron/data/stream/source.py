@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.url import redact
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
@@ -502,7 +503,8 @@ class StreamSource:
                 return record
         if any(record["name"] == dataset.name for record in records):
             raise DataError(
-                f"{self.name}: the files of data set {dataset.name} ({dataset.listing.folder}) or "
+                f"{self.name}: the files of data set {dataset.name} "
+                f"({redact(dataset.listing.folder)}) or "
                 "its --split have changed since the checkpoint, so its order cannot be continued. "
                 "Restore them. Put new files into a folder of their own, and add it to --datasets."
             )
