@@ -20,6 +20,8 @@ TOKENIZER_ARGS=(
 # ---- Data: the files are read as they are, and tokenized during training ----
 DATA_ARGS=(--dataset-format "${DATASET_FORMAT:-parquet}" --data-path "$texts" --col-name text --split 98,1,1)
 
+mkdir -p "$EXAMPLE_DIR"
+
 # ---- Training ----
 # bf16 and the compiler need a GPU.
 precision=()

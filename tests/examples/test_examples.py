@@ -77,11 +77,10 @@ def test_hackathon_prints_a_report(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     parquet.write_table(pa.table({"text": texts}), folder / "stdlib.parquet")
-    printed = run_example(
-        "hackathon/train.sh", tmp_path, str(folder), *small.split(), **environment
-    )
+    results = tmp_path / "runs" / "new"
+    printed = run_example("hackathon/train.sh", results, str(folder), *small.split(), **environment)
     report = printed[printed.index("report of the run:") :]
     assert "2.000000E-04 at the end" in report
     for measure in ("tokens/s", "perplexity", "bits per byte", "next-token accuracy"):
         assert measure in report
-    assert (tmp_path / "log.txt").read_text().endswith(report)
+    assert (results / "log.txt").read_text().endswith(report)

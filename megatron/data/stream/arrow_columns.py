@@ -79,8 +79,10 @@ def report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
                 f"{path} cannot be opened, because this process has too many open files. Each "
                 "logical shard has one. Raise the limit (ulimit -n), or lower --logical-shards."
             ) from error
+        # Some messages of pyarrow end with a full stop or a line.
+        reason = str(error).rstrip(".\n")
         raise DataError(
-            f"{path} cannot be read as {name}: {error}. If the file is still being written, wait "
+            f"{path} cannot be read as {name}: {reason}. If the file is still being written, wait "
             "for its end. If not, repair or leave out the file."
         ) from error
 

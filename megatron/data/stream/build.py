@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import resource
 from collections.abc import Callable, Container, Sequence
 
@@ -27,6 +28,8 @@ from megatron.tokenizer import Tokenizer
 _CHECKED_DOCUMENTS = 256
 # Share of documents with the same id. By chance, fewer begin or end with the same one.
 _NEARLY_ALL = 0.9
+# Documents for each shard that are few, so that all of them might be empty.
+_FEW_DOCUMENTS = 4
 # Connections between ranks, libraries and checkpoints.
 _OTHER_OPEN_FILES = 4096
 
@@ -255,6 +258,9 @@ class _StreamOpener:
         # Evaluation reads all documents, so that its losses do not depend on the filters.
         filters = get_filters(self.data) if piece == 0 else Filters()
         datasets = [self._open_dataset(each, ranges[each], shards, filters) for each in ranges]
+        if piece > 0 and any(has_empty_document(each) for each in datasets):
+            # An empty document could be all that a shard has.
+            datasets = [self._open_dataset(each, ranges[each], 1, filters) for each in ranges]
         if piece == 0:
             for dataset in datasets:
                 for warning in check_separators(dataset):
@@ -267,6 +273,8 @@ class _StreamOpener:
             self.batch_slice,
             threads,
             self.ranks,
+            # Another data set on a resume may change the number of shards of an evaluation.
+            may_restart=piece > 0,
         )
 
     def _open_dataset(
@@ -326,8 +334,8 @@ def check_separators(dataset: StreamedDataset) -> list[str]:
         if token is not None and doubled >= enough:
             raise ConfigError(
                 f"{flag} {token}: {doubled} of the first {len(documents)} documents of data set "
-                f"{dataset.name} have this token there already, so it would be doubled. Leave out "
-                f"the flag, or add --strip-tokens {token}."
+                f"{dataset.shown_name} have this token there already, so it would be doubled. "
+                f"Leave out the flag, or add --strip-tokens {token}."
             )
     if specials.count == 0:
         most_common = [
@@ -336,11 +344,29 @@ def check_separators(dataset: StreamedDataset) -> list[str]:
         ]
         if max(most_common) < enough:
             return [
-                f"warning: the documents of data set {dataset.name} have no common first or last "
-                "token, so the model cannot see where a text ends. Give the id of the "
+                f"warning: the documents of data set {dataset.shown_name} have no common first or "
+                "last token, so the model cannot see where a text ends. Give the id of the "
                 "end-of-document token with --eos-token"
             ]
     return []
+
+
+def has_empty_document(dataset: StreamedDataset) -> bool:
+    """Return whether a data set with few documents for each shard has an empty one.
+
+    False if there are many documents for each shard. They are not read then.
+
+    Raises:
+        DataError: the documents cannot be read.
+    """
+    first, last = dataset.documents
+    if dataset.specials.count > 0 or last - first >= _FEW_DOCUMENTS * dataset.shards:
+        return False
+    pieces = itertools.chain.from_iterable(
+        dataset.open_epoch(0).list_pieces(shard) for shard in range(dataset.shards)
+    )
+    documents = itertools.chain.from_iterable(dataset.read_documents(0, each) for each in pieces)
+    return any(len(document.ids) == 0 for document in documents)
 
 
 def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:

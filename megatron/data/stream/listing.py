@@ -249,11 +249,15 @@ def _find_local_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord
     for parent, folders, names in os.walk(folder, onerror=_fail_for_folder):
         # os.walk reads this list again, so the cache below the folder is not entered.
         folders[:] = [name for name in folders if not name.startswith(".")]
+        # Not for each file, because it is slow.
+        below = os.path.relpath(parent, folder)
+        if below == os.curdir:
+            below = ""
         for name in names:
             # Spark writes such files beside its data, and unfinished downloads have such names.
             if name.endswith(suffixes) and not name.startswith((".", "_")):
                 path = os.path.join(parent, name)
-                records.append(_describe_file(path, os.path.relpath(path, folder)))
+                records.append(_describe_file(path, os.path.join(below, name)))
     return records
 
 

@@ -28,6 +28,9 @@ from megatron.data.stream.shard_order import RowRange
 from megatron.data.stream.streamed_dataset import Document, StreamedDataset
 from megatron.errors import DataError
 
+# Epochs in a row in which a shard may have no tokens.
+_MOST_EMPTY_EPOCHS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
@@ -171,10 +174,11 @@ class ShardReader:
         """Yield epoch, number and content of each document from a cursor's on, without end.
 
         Raises:
-            DataError: an epoch has no tokens, so no sample could ever be filled.
+            DataError: several epochs have no tokens, so probably no sample could ever be filled.
         """
         epoch = start.epoch
         begin = start.document
+        empty_epochs = 0
         while True:
             tokens = 0
             counts = NO_COUNTS
@@ -185,11 +189,16 @@ class ShardReader:
                     yield epoch, number, document
                     tokens += len(document.ids)
                     counts = count_document(counts, document.outcome, document.size)
-            if tokens == 0 and begin == 0:
+            if tokens:
+                empty_epochs = 0
+            elif begin == 0:
+                empty_epochs += 1
+            # A shard of few documents may have others in the next epoch.
+            if empty_epochs == _MOST_EMPTY_EPOCHS:
                 raise DataError(
                     f"all documents of logical shard {self._shard} of data set "
-                    f"{self._dataset.name} {describe_emptiness(counts)}. Relax the filters if "
-                    "there are any, lower --logical-shards, or use other data."
+                    f"{self._dataset.shown_name} {describe_emptiness(counts)}. Relax the filters "
+                    "if there are any, lower --logical-shards, or use other data."
                 )
             epoch += 1
             begin = 0

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.config.url import redact
 from megatron.data.stream.filters import NO_COUNTS, parse_counts
 from megatron.data.stream.reader import Cursor
 from megatron.data.stream.shard_order import MixturePhase
@@ -67,9 +68,9 @@ def find_record(
             return record
     if any(record["name"] == dataset.name for record in records):
         raise DataError(
-            f"the files of data set {dataset.name} ({dataset.listing.folder}) or its --split have "
-            "changed since the checkpoint, so its order cannot be continued. Restore them. Put new "
-            "files into a folder of their own, and add it to --datasets."
+            f"the files of data set {dataset.name} ({redact(dataset.listing.folder)}) or its "
+            "--split have changed since the checkpoint, so its order cannot be continued. Restore "
+            "them. Put new files into a folder of their own, and add it to --datasets."
         )
     return None
 

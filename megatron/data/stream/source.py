@@ -75,6 +75,8 @@ class StreamSource:
         batch_slice: BatchSlice,
         threads: int,
         ranks: RankGroup,
+        *,
+        may_restart: bool = False,
     ) -> None:
         """Start at the first sample. Nothing is read yet.
 
@@ -86,6 +88,8 @@ class StreamSource:
             batch_slice: The part of each batch that this rank reads.
             threads: Threads that read and tokenize. 0 reads in the caller's thread.
             ranks: The ranks of the run. `state` gathers their positions.
+            may_restart: Whether a state with another number of shards means the first sample.
+                Otherwise it is an error.
         """
         self.name = name
         self.notes: list[str] = []
@@ -94,6 +98,7 @@ class StreamSource:
         self._seq_length = seq_length
         self._batch_slice = batch_slice
         self._ranks = ranks
+        self._may_restart = may_restart
         self._number_of_shards = datasets[0].shards
         self._seed = datasets[0].seed
         self._consumed = 0
@@ -220,6 +225,13 @@ class StreamSource:
                 "--save."
             )
         if stream["logical_shards"] != self._number_of_shards:
+            if self._may_restart:
+                self.notes.append(
+                    f"{self.name}: the data are read from the first sample again, because they "
+                    f"have {self._number_of_shards} logical shards and had "
+                    f"{stream['logical_shards']} before"
+                )
+                return
             raise DataError(
                 f"{self.name}: --logical-shards {self._number_of_shards} differs from the "
                 f"checkpoint's {stream['logical_shards']}. The number of ranks may change, but "

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.url import redact
 from megatron.data.stream.filters import KEPT, Filters
 from megatron.data.stream.formats import FORMATS
 from megatron.data.stream.listing import Listing
@@ -89,7 +90,7 @@ class StreamedDataset:
         """Check that each shard has documents.
 
         Args:
-            name: Name of the data set in messages.
+            name: Name of the data set. "." is the folder of the listing itself.
             listing: Its files.
             documents: The range [first, last) of its rows that is read.
             seed: Seed of the order.
@@ -103,6 +104,9 @@ class StreamedDataset:
             DataError: there are fewer documents than shards, or the texts cannot be tokenized.
         """
         self.name = name
+        self.shown_name = name
+        if name == ".":
+            self.shown_name = redact(listing.folder)
         self.listing = listing
         self.documents = documents
         self.shards = shards
@@ -114,13 +118,13 @@ class StreamedDataset:
         found = documents[1] - documents[0]
         if found < shards:
             raise DataError(
-                f"data set {name} has {found} documents for {shards} logical shards. Each shard "
-                "needs one. Lower --logical-shards, or use more data."
+                f"data set {self.shown_name} has {found} documents for {shards} logical shards. "
+                "Each shard needs one. Lower --logical-shards, or use more data."
             )
         if listing.kind == "text" and encode is None:
             raise DataError(
-                f"data set {name} holds texts, and there is no tokenizer to turn them into ids. "
-                "Give its files with --tokenizer-type and its flags."
+                f"data set {self.shown_name} holds texts, and there is no tokenizer to turn them "
+                "into ids. Give its files with --tokenizer-type and its flags."
             )
         self.fingerprint = listing.compute_fingerprint()
         self.use_seed(seed)
