@@ -236,12 +236,7 @@ class _StreamOpener:
         Raises:
             DataError: a phase of the training has no documents.
         """
-        ranges = {}
-        for dataset_name in dict.fromkeys(each for phase in phases for each in phase.shares):
-            listing = self.listings[dataset_name]
-            bounds = compute_split_bounds(self.data.split, int(listing.rows.sum()))
-            if bounds[piece] < bounds[piece + 1]:
-                ranges[dataset_name] = (bounds[piece], bounds[piece + 1])
+        ranges = self._find_ranges(piece, phases)
         left = [_leave_out_others(phase, ranges) for phase in phases]
         for phase, before in zip(left, phases, strict=True):
             if not phase.shares and piece == 0:
@@ -276,6 +271,17 @@ class _StreamOpener:
             # Another data set on a resume may change the number of shards of an evaluation.
             may_restart=piece > 0,
         )
+
+    def _find_ranges(
+        self, piece: int, phases: Sequence[MixturePhase]
+    ) -> dict[str, tuple[int, int]]:
+        """Return the documents [first, last) of each data set that has some in a piece."""
+        ranges = {}
+        for name in dict.fromkeys(each for phase in phases for each in phase.shares):
+            bounds = compute_split_bounds(self.data.split, int(self.listings[name].rows.sum()))
+            if bounds[piece] < bounds[piece + 1]:
+                ranges[name] = (bounds[piece], bounds[piece + 1])
+        return ranges
 
     def _open_dataset(
         self, name: str, documents: tuple[int, int], shards: int, filters: Filters
