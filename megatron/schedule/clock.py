@@ -65,7 +65,8 @@ class ExpectedCosts:
     step: float
     """The next step, if it is as slow as the slowest of late. 0 if nothing is known yet."""
     typical_step: float = 0.0
-    """The next step, if it is as slow as most."""
+    """The next step, if it is as slow as most. 0 if only the first step was measured, which may
+    have compiled the model. Later steps may be much faster."""
     evaluation: float = 0.0
     """One evaluation of all validation sets."""
     test: float = 0.0
@@ -139,19 +140,21 @@ class TimeBudget:
             due: Seconds of an evaluation and a save that are due after the next step.
             is_first: Whether nothing was trained yet. At least one step takes place.
         """
-        reserve = costs.step + _CLOSING_RESERVE * costs.closing + _TOTAL_RESERVE * self.seconds
+        step = costs.step if costs.typical_step > 0 else 0.0
+        reserve = step + _CLOSING_RESERVE * costs.closing + _TOTAL_RESERVE * self.seconds
         end = self.seconds - costs.closing - reserve
         # A step or a save that took much longer than expected may have used up the time. The decay
         # is completed by one more step as long as that is expected to fit, without a reserve.
         if now + costs.typical_step + costs.closing > self.seconds and not is_first:
             return NextStep(self.seconds, time_is_up=True)
         # After this step there must be time for what is due and for one more step. Without a
-        # measured step, nothing is known about the number of steps.
-        if costs.step > 0 and now + 2 * costs.step + due > end:
+        # measured step, nothing is known about the number of steps. After the first step, the next
+        # one is only expected not to be slower.
+        if costs.step > 0 and now + costs.step + step + due > end:
             return NextStep(self.seconds, is_last=True)
         if now >= end:
             return NextStep(self.seconds, is_last=True)
-        here = self.seconds * now / max(end - costs.step, now, 1e-9)
+        here = self.seconds * now / max(end - step, now, 1e-9)
         return NextStep(min(self.seconds, max(position, here)))
 
 

@@ -101,7 +101,10 @@ class CostMeter:
         valid, test = self._sets
         batch = self._plan.config.batch
         tokens = batch.eval_iters * self._plan.batch_size.final * self._plan.config.model.seq_length
-        one_set = _EVALUATION_SHARE * token_seconds * tokens
+        one_set = 0.0
+        # The first step may have compiled the model for minutes. It tells nothing about a batch.
+        if self._record["typical_token_seconds"] > 0:
+            one_set = _EVALUATION_SHARE * token_seconds * tokens
         if valid and "evaluation" in self._record:
             one_set = self._record["evaluation"] / valid
         save = 0.0

@@ -6,6 +6,9 @@ from megatron.observe.report import EvaluationResult
 from megatron.schedule.clock import format_duration
 from megatron.training.run import Run
 
+_LARGEST_CLOSING_SHARE = 0.25
+"""Part of the time for what follows the last step from which on a warning is given."""
+
 
 def report_forecast(run: Run) -> None:
     """Print what a run by time is expected to see, once a launch."""
@@ -62,6 +65,12 @@ def report_end(run: Run) -> None:
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name.ljust(width)}  {text}" for name, text in rows]
     run.reporter.say("\n".join(["report of the run:", *lines]))
+    closing = run.clock.costs.expect(0).closing
+    if closing > _LARGEST_CLOSING_SHARE * plan.train_seconds:
+        run.reporter.say(
+            f"warning: the last save, validation and test take about {format_duration(closing)} of "
+            f"--train-time {plan.config.batch.train_time}. Lower --eval-iters, or give more time"
+        )
 
 
 def _describe_result(result: EvaluationResult) -> str:

@@ -159,6 +159,30 @@ def test_the_first_step_of_a_launch_is_not_taken_for_the_others() -> None:
     assert 950 < run.clock.read() <= 1000
 
 
+@pytest.mark.parametrize(("total", "first"), [(1000, 200.0), (180, 60.0)])
+def test_a_slow_first_step_does_not_end_the_run(total: int, first: float) -> None:
+    """Batches of evaluation that take half as long as this step would not fit."""
+    run = TimedRun(f"--train-time {total}s --eval-iters 20", step=first)
+    run.train(1)
+    assert not run.is_finished
+    assert not run.clock.upcoming.is_last
+    run.step = 1.0
+    run.train()
+    assert 0.8 * total - first < len(run.rates)
+    run.evaluate(10.0)
+    run.save()
+    assert 0.9 * total < run.clock.read() <= total
+    assert run.rates == sorted(run.rates, reverse=True)
+    assert run.rates[1] > 0.5e-3
+    assert run.rates[-1] == 1e-4
+
+
+def test_steps_that_fill_the_time_end_at_the_lowest_rate() -> None:
+    run = TimedRun("--train-time 15s", step=9.0)
+    run.train()
+    assert run.rates == [1e-3, 1e-4]
+
+
 def test_costs_are_expected_before_they_are_measured() -> None:
     run = TimedRun("--train-time 1000s")
     run.train(3)

@@ -168,6 +168,14 @@ def test_another_time_needs_the_flag_for_another_schedule(run: Runner) -> None:
     assert outcome.error is None
 
 
+def test_an_evaluation_that_is_longer_than_the_time(run: Runner) -> None:
+    flags = f"{FLAGS} --train-time 2s --eval-iters 400"
+    (outcome,) = run.pool.run(1, pretrain, drop_length(run.argv(flags)))
+    assert outcome.error is None
+    assert "training is complete at iteration 2" in outcome.output
+    assert "of --train-time 2s. Lower --eval-iters" in outcome.output
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kill", [False, True])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
