@@ -516,6 +516,8 @@ def _build_lr_schedule(
         wsd_decay_steps=wsd_decay,
         wsd_decay_style=optimizer.lr_wsd_decay_style,
         warmup_init=optimizer.lr_warmup_init if optimizer.lr is not None else 0.0,
+        warmup_style=optimizer.lr_warmup_style,
+        decay_from_start=optimizer.lr_decay_from_start,
         decoupled_max_lr=optimizer.decoupled_lr,
         decoupled_min_lr=_find_decoupled_minimum(optimizer),
         train_seconds=train_seconds,

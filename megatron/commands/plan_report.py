@@ -256,6 +256,10 @@ def _describe_schedule(lr: LRSchedule) -> str:
         warmup = f"warm-up in {100 * lr.warmup_fraction:g} % of the time"
     if lr.warmup_init > 0:
         warmup += f" from {lr.warmup_init:g}"
+    if lr.warmup_style != "linear":
+        warmup = f"{lr.warmup_style} {warmup}"
+    if lr.decay_from_start:
+        warmup += " during the decay"
     if lr.train_seconds is not None:
         end = "the end of the time"
     elif lr.decay_tokens is None:

@@ -8,6 +8,7 @@ with one exception: Megatron's NullTokenizer adds an id to --vocab-size.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,6 +36,7 @@ _IDENTIFY_FMS = (
     *("--model-variant", "--num-steps", "--learning-rate", "--use-dummy-dataset"),
     *("--ckpt-save-path", "--ckpt-load-path", "--sharding-strategy", "--low-cpu-fsdp"),
     *("--fsdp-activation-checkpointing", "--selective-checkpointing", "--report-interval"),
+    "--training-stage",
 )
 
 
@@ -47,10 +49,13 @@ _REPLACED_BY = {
     "--dtype": ("precision.fp16",),
     "--mixed-precision": ("precision.fp16",),
     "--iterations": ("batch.train_samples",),
-    "--num-steps": ("batch.train_samples",),
+    "--num-steps": ("batch.train_samples", "batch.train_time"),
     "--warmup-steps": _OTHER_WARMUPS,
 }
 """Flag with a default -> fields that answer the same question. Only one of both may be given."""
+
+_HAS_EFFECT_WITH = {"--checkpoint-interval": "checkpoint.save"}
+"""Flag with a default -> field without which it has no effect."""
 
 
 def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
@@ -65,12 +70,11 @@ def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
         given, ("--n-layer", "--n-embd", "--n-head")
     ):
         return "llm-baselines", _select_defaults(LLM_BASELINES_DEFAULTS, typed, given)
-    # A complete command line with --model_variant may have other flags of this trainer.
-    if (
-        typed.keys() & set(_IDENTIFY_FMS)
-        and find_missing(given)
-        and not _is_model_described_otherwise(given, ("--model-variant",))
-    ):
+    found = typed.keys() & set(_IDENTIFY_FMS)
+    # With --model_variant alone, all other flags may be those of this trainer.
+    if found == {"--model-variant"} and not find_missing(given):
+        return None
+    if found and not _is_model_described_otherwise(given, ("--model-variant",)):
         return "fms-fsdp", _select_defaults(FMS_DEFAULTS, typed, given)
     return None
 
@@ -80,6 +84,8 @@ def _select_defaults(defaults: str, typed: Typed, given: Given) -> list[str]:
     kept: list[str] = []
     for flag, *values in (part.split() for part in re.split(r" (?=--)", defaults)):
         others = (given[dotted].value for dotted in _REPLACED_BY.get(flag, ()) if dotted in given)
+        if _HAS_EFFECT_WITH.get(flag, flag) not in (flag, *given):
+            continue
         # A warm-up of 0 is a choice, and a switch that is off is none.
         if flag not in typed and all(value is None or value is False for value in others):
             kept += [flag, *values]
@@ -124,7 +130,9 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
             value, reason = compute(_Values(typed, given))
             if value is not None:
                 shown = value
-                if isinstance(value, float):
+                if value is True:
+                    shown = "on"
+                elif isinstance(value, float):
                     shown = f"{value:g}"
                 elif isinstance(value, tuple):
                     shown = " ".join(map(str, value))
@@ -256,14 +264,47 @@ def _compute_fms_floor(values: _Values) -> _Computed:
 
 
 def _compute_fms_warmup(values: _Values) -> _Computed:
+    length = _find_fms_warmup(values)
+    if length is None:
+        return None, ""
+    return length, "at most 2000 iterations and a twentieth of training, as in fms-fsdp"
+
+
+def _compute_fms_warmup_style(values: _Values) -> _Computed:
+    if not _find_fms_warmup(values):
+        return None, ""
+    return "quadratic", "the warm-up of fms-fsdp"
+
+
+def _compute_fms_decay_start(values: _Values) -> _Computed:
+    if not _find_fms_warmup(values):
+        return None, ""
+    return True, "the cosine of fms-fsdp begins at step 0"
+
+
+def _find_fms_warmup(values: _Values) -> int | None:
+    """Return the iterations of fms-fsdp's warm-up, or None if the rate has another schedule."""
     steps = values.get_field("batch.train_iters")
-    if any(values.get_field(dotted) is not None for dotted in _OTHER_WARMUPS):
-        return None, ""
+    # Another warm-up that was given is one of this trainer's schedules.
+    warmups = ("optimizer.lr_warmup_iters", *_OTHER_WARMUPS)
+    if any(values.get_field(dotted) is not None for dotted in warmups):
+        return None
     if steps is None or values.get_field("optimizer.lr_decay_style") != "cosine":
+        return None
+    return min(2000, int(steps) // 20)
+
+
+def _compute_fms_fresh_start(values: _Values) -> _Computed:
+    """Return whether an annealing stage starts at iteration 0 with the weights of another run."""
+    load = values.get_field("checkpoint.load")
+    save = values.get_field("checkpoint.save")
+    if not values.has("--training-stage", "annealing") or load is None or save is None:
         return None, ""
-    return min(2000, steps // 20), (
-        "at most 2000 iterations and a twentieth of training, as in fms-fsdp, linear here and "
-        "quadratic there"
+    if os.path.realpath(load) == os.path.realpath(save):
+        return None, ""
+    return True, (
+        "annealing starts at step 0, as in fms-fsdp, which also loads the optimizer's moments; to "
+        "resume it, give the folder of --ckpt_save_path as --ckpt_load_path too"
     )
 
 
@@ -367,6 +408,9 @@ _DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
     ),
     ("fms-fsdp", "optimizer.min_lr", _compute_fms_floor),
     ("fms-fsdp", "optimizer.lr_warmup_iters", _compute_fms_warmup),
+    ("fms-fsdp", "optimizer.lr_warmup_style", _compute_fms_warmup_style),
+    ("fms-fsdp", "optimizer.lr_decay_from_start", _compute_fms_decay_start),
+    ("--training-stage", "checkpoint.finetune", _compute_fms_fresh_start),
     (
         "--num-virtual-stages-per-pipeline-rank",
         "parallel.num_layers_per_virtual_pipeline_stage",

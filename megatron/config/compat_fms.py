@@ -32,7 +32,12 @@ _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
 _TRACE = ("--profile-iterations", "4-6", "--profile-dir", "profile_traces")
 _STEPS = "iterations count from the start of the run; fms-fsdp counts from each launch"
-_OWN_CHECKPOINTS = "import checkpoints of fms-fsdp with tools/convert_checkpoint.py from-fms-fsdp"
+_OWN_CHECKPOINTS = (
+    "import checkpoints of fms-fsdp with tools/convert_checkpoint.py from-fms-fsdp. If it is not "
+    "the folder of --ckpt_save_path, fms-fsdp starts at step 0 with its weights and moments; "
+    "--finetune does so with its weights"
+)
+_SCHEDULE = "a quadratic warm-up and a cosine, which are the default of fms-fsdp"
 _NO_NODES = (
     "sharded over all data-parallel ranks, without groups within a node; the numbers are the same"
 )
@@ -136,15 +141,16 @@ FMS: tuple[Row, ...] = (
         "--learning-rate",
         "--lr",
         arity=1,
-        reason="the peak rate. What fms-fsdp fixes is a flag here: --lr-decay-style cosine "
-        "--min-lr (a tenth of the peak) --lr-warmup-iters 2000 (linear here) --adam-beta2 0.95 "
-        "--weight-decay 0.1",
+        reason="the peak rate. What fms-fsdp fixes is a flag here. A command line of fms-fsdp sets "
+        "--lr-decay-style cosine --min-lr (a tenth of the peak) --lr-warmup-iters (at most 2000) "
+        "--lr-warmup-style quadratic --lr-decay-from-start --adam-beta2 0.95 --weight-decay 0.1",
     ),
     rename_flag("--grad-clip-thresh", "--clip-grad", arity=1),
     rename_flag("--training-stage", "--lr-decay-style", "linear", arity=1, only=("annealing",)),
+    ignore_flag("--training-stage", _SCHEDULE, arity=1, only=("initial",)),
     refuse_flag(
         "--training-stage",
-        "use --lr-decay-style cosine, --min-lr and --lr-warmup-iters; warm-up is linear here",
+        f"give initial ({_SCHEDULE}) or annealing (linear to 0)",
         arity=1,
     ),
     # Checkpoints and reports.

@@ -295,7 +295,6 @@ REFUSED_CHOICES = {
     "bigcode": {"--tokenizer-type": ["TokenizerFromFile", "TokenizerFromFileWithFIM"]},
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
-        "--training-stage": ["initial"],
         "--file-type": ["auto"],
     },
 }
@@ -412,6 +411,8 @@ def test_launch_script_of_fms_fsdp():
             "--batch_size",
         ),
         *("--report_interval", "--checkpoint_interval", "--use_profiler", "--use_dummy_dataset"),
+        # The defaults of fms-fsdp, and then what follows from them.
+        *("the", "--min-lr", "--lr-warmup-iters", "--lr-warmup-style", "--lr-decay-from-start"),
     ]
 
 
