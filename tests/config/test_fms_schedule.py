@@ -178,3 +178,8 @@ def test_the_launch_script_is_planned_as_it_is(
         if line.startswith("--"):
             flag = line.partition("=")[0]
             assert flag in messages or flag in used_under_their_name
+
+
+def test_the_report_names_the_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--world-size", "4", "--", *COMPLETE.split()]) == 0
+    assert "quadratic warm-up 400 samples during the decay" in capsys.readouterr().out

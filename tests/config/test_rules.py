@@ -316,6 +316,14 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--lr-warmup-init 1e-05 has no effect without a warm-up",
     ),
     (
+        {"lr_warmup_style": "quadratic"},
+        "--lr-warmup-style quadratic has no effect without a warm-up",
+    ),
+    (
+        {"lr_decay_from_start": True},
+        "--lr-decay-from-start has no effect without a warm-up",
+    ),
+    (
         {"lr_decay_style": "inverse-square-root"},
         "--lr-decay-style inverse-square-root without a warm-up",
     ),
