@@ -37,6 +37,7 @@ def build_json(
         "parameters_per_rank": max(plan.stage_parameters),
         "world_size": plan.world_size,
         "data_parallel_size": plan.data_parallel_size,
+        "shard_size": plan.shard_size,
         "layers_per_stage": list(plan.layers_per_stage),
         "parameters_by_pipeline_rank": list(plan.stage_parameters),
         "pipeline": [
@@ -159,7 +160,7 @@ def _format_model(plan: Plan) -> list[str]:
             f"{format_count(plan.world_size, 'process', 'processes')} = "
             f"{parallel.tensor_model_parallel_size} tensor x "
             f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
-            f"data; ZeRO {parallel.zero_stage}",
+            f"data; ZeRO {parallel.zero_stage}{_describe_copies(plan)}",
         ),
         *_format_pipeline(plan),
         _format_row(
@@ -169,6 +170,13 @@ def _format_model(plan: Plan) -> list[str]:
         ),
         _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
     ]
+
+
+def _describe_copies(plan: Plan) -> str:
+    """Describe how the data-parallel ranks share several copies of the model."""
+    if plan.copies == 1:
+        return ""
+    return f" in {plan.copies} copies of the model, each on {plan.shard_size} data-parallel ranks"
 
 
 def _format_pipeline(plan: Plan) -> list[str]:

@@ -34,7 +34,7 @@ _IDENTIFY_LLM_BASELINES = (
 )
 _IDENTIFY_FMS = (
     *("--model-variant", "--num-steps", "--learning-rate", "--use-dummy-dataset"),
-    *("--ckpt-save-path", "--ckpt-load-path", "--sharding-strategy", "--low-cpu-fsdp"),
+    *("--ckpt-save-path", "--ckpt-load-path", "--low-cpu-fsdp"),
     *("--fsdp-activation-checkpointing", "--selective-checkpointing", "--report-interval"),
     "--training-stage",
 )

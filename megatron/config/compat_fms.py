@@ -38,10 +38,6 @@ _OWN_CHECKPOINTS = (
     "--finetune does so with its weights"
 )
 _SCHEDULE = "a quadratic warm-up and a cosine, which are the default of fms-fsdp"
-_NO_NODES = (
-    "sharded over all data-parallel ranks, without groups within a node; the numbers are the same"
-)
-
 
 _VARIANTS = {
     ("7b", "llama2_7b"): "llama2-7b",
@@ -104,21 +100,20 @@ FMS: tuple[Row, ...] = (
         "a resume always continues at its position in the data; --finetune starts the data from "
         "scratch",
     ),
-    rename_flag("--sharding-strategy", "--zero-stage", "3", arity=1, only=("fsdp", "FSDP")),
-    rename_flag(
-        "--sharding-strategy", "--zero-stage", "3", arity=1, only=("hsdp", "HSDP"), reason=_NO_NODES
+    # fsdp, hsdp and ddp are the same here.
+    *(
+        rename_flag(
+            "--sharding-strategy", "--sharding-strategy", name.lower(), arity=1, only=(name,)
+        )
+        for name in ("FSDP", "HSDP", "DDP")
     ),
-    rename_flag("--sharding-strategy", "--zero-stage", "0", arity=1, only=("ddp", "DDP")),
     refuse_flag(
         "--sharding-strategy",
-        "--zero-stage sets what is sharded, and --tensor-model-parallel-size shards the layers",
+        "--tensor-model-parallel-size shards the layers",
         arity=1,
+        only=("tp", "TP"),
     ),
-    refuse_flag(
-        "--sharding-group-size",
-        "--zero-stage shards over all data-parallel ranks; there are no smaller groups",
-        arity=1,
-    ),
+    rename_flag("--sharding-group-size", "--hsdp-shard-size", arity=1),
     # Recomputation and precision.
     rename_flag("--fsdp-activation-checkpointing", "--checkpoint-activations"),
     *(

@@ -173,7 +173,7 @@ def test_the_launch_script_is_planned_as_it_is(
     assert rates == pytest.approx([3e-4 * 0.75, 3e-4 * 0.55])
     # Every flag is used, or one of the messages names it.
     messages = " ".join([*report["warnings"], *report["flags_without_effect"]])
-    used_under_their_name = {"--data_path", "--use_torch_compile"}
+    used_under_their_name = {"--data_path", "--use_torch_compile", "--sharding_strategy"}
     for line in SCRIPT.splitlines():
         if line.startswith("--"):
             flag = line.partition("=")[0]

@@ -46,11 +46,13 @@ def read_rows(columns: int) -> list[list[str]]:
     return [row for row in rows if len(row) == columns]
 
 
-def estimate(model: str, gpus: int, recomputed: str, micro: int, *flags: str) -> tuple[int, int]:
+def estimate(
+    model: str, gpus: int, recomputed: str, micro: int, *flags: str, strategy: str = "FSDP"
+) -> tuple[int, int]:
     """Return the states and the activations of a GPU in bytes."""
     words = (
-        f"--preset llama2-{model.lower()} --seq-length 4096 --bf16 --zero-stage 3 --lr 3e-4 "
-        f"--train-iters 10 --micro-batch-size {micro}"
+        f"--preset llama2-{model.lower()} --seq-length 4096 --bf16 --lr 3e-4 --train-iters 10 "
+        f"--sharding-strategy {strategy.lower()} --micro-batch-size {micro}"
     ).split()
     if recomputed != "none":
         fraction = "1" if recomputed == "all" else recomputed
@@ -64,12 +66,11 @@ def estimate(model: str, gpus: int, recomputed: str, micro: int, *flags: str) ->
 
 def list_settings(model: str, gpus: int) -> Iterator[Setting]:
     """Yield the settings in the order of the page."""
-    # A copy of the model is on one node with HSDP, and on all GPUs with FSDP.
-    strategies = {"FSDP": gpus} if gpus == NODE else {"HSDP": NODE, "FSDP": gpus}
-    for strategy, sharing in strategies.items():
+    strategies = ("FSDP",) if gpus == NODE else ("HSDP", "FSDP")
+    for strategy in strategies:
         for micro in (2, 1):
             for recomputed in FRACTIONS:
-                memory = estimate(model, sharing, recomputed, micro)
+                memory = estimate(model, gpus, recomputed, micro, strategy=strategy)
                 yield Setting(strategy, recomputed, micro, *memory)
 
 
