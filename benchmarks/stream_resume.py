@@ -22,6 +22,7 @@ import pyarrow.parquet as parquet
 from megatron.data.source import BatchSlice
 from megatron.data.stream.listing import list_dataset
 from megatron.data.stream.reader import Specials, StreamedDataset
+from megatron.data.stream.shard_order import MixturePhase
 from megatron.data.stream.source import OneRank, StreamSource
 
 SEQ_LENGTH = 1024
@@ -47,7 +48,8 @@ def open_source(folder: Path, cache: Path, shards: int) -> StreamSource:
     listing = list_dataset(str(folder), "parquet", "tokens", str(cache))
     rows = (0, int(listing.rows.sum()))
     dataset = StreamedDataset("web", listing, rows, 1, shards, Specials(eos=50_000), None, 50_001)
-    return StreamSource("train", [dataset], [1.0], SEQ_LENGTH, BatchSlice(1), 2, OneRank())
+    phases = [MixturePhase(0, {"web": 1.0})]
+    return StreamSource("train", [dataset], phases, SEQ_LENGTH, BatchSlice(1), 2, OneRank())
 
 
 def measure(work: Callable[[], None]) -> tuple[float, float]:

@@ -57,13 +57,15 @@ _OURS = """
 from megatron.data.source import BatchSlice
 from megatron.data.stream.listing import list_dataset
 from megatron.data.stream.reader import Specials, StreamedDataset
+from megatron.data.stream.shard_order import MixturePhase
 from megatron.data.stream.source import OneRank, StreamSource
 
 def make():
     listing = list_dataset({folder!r}, "parquet", "tokens", None)
     rows = (0, int(listing.rows.sum()))
     dataset = StreamedDataset("data", listing, rows, 1, 64, Specials(eos=0), None, {vocabulary})
-    source = StreamSource("train", [dataset], [1.0], {sequence}, BatchSlice(1), 0, OneRank())
+    phases = [MixturePhase(0, {{"data": 1.0}})]
+    source = StreamSource("train", [dataset], phases, {sequence}, BatchSlice(1), 0, OneRank())
     while True:
         yield from source.read_batch(64)
 """

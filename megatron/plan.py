@@ -12,7 +12,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.rules import check_rules
 from megatron.config.tree import Config
-from megatron.data.phases import PlannedPhase, find_phase_mixture, plan_phases, read_phases
+from megatron.data.phases import PlannedPhase, check_phase_data, plan_phases, read_phases
 from megatron.errors import ConfigError, LayoutError
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
@@ -567,9 +567,9 @@ def _plan_data_phases(config: Config, steps: Steps, position: Progress) -> tuple
     path = config.data.data_phases
     if path is None or config.data.mock_data:
         return ()
-    phases = read_phases(path)
+    phases = read_phases(path, streamed=config.data.dataset_format is not None)
     for phase in phases:
-        find_phase_mixture(config.data, phase)
+        check_phase_data(config.data, phase)
     return plan_phases(phases, steps, position)
 
 

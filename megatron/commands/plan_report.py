@@ -87,6 +87,8 @@ def build_phase_json(planned: PlannedPhase) -> dict[str, Any]:
         "seed": phase.seed,
         "data_path": list(phase.data_path),
         "train_weighted_split_paths": list(phase.train_weighted_split_paths),
+        "datasets": phase.datasets,
+        "weights": phase.weights,
     }
 
 
@@ -248,6 +250,8 @@ def _format_phases(plan: Plan) -> list[str]:
         phase = planned.phase
         seed = plan.config.batch.seed if phase.seed is None else phase.seed
         data = " ".join(phase.data_path or phase.train_weighted_split_paths)
+        if phase.datasets is not None:
+            data = f"{phase.datasets}, weights {phase.weights or 'equal'}"
         rows.append(
             _format_row(
                 f"data phase {number}",

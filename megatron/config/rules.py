@@ -362,9 +362,14 @@ def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
 
 def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that no other flag names the training data together with --data-phases."""
-    if settings.config.data.data_phases is None:
+    data = settings.config.data
+    if data.data_phases is None:
         return
-    for name in ("data_path", "train_weighted_split_paths", "train_weighted_split_paths_path"):
+    names = ["data_path", "train_weighted_split_paths", "train_weighted_split_paths_path"]
+    if data.dataset_format is not None:
+        # The phases name folders below --data-path.
+        names = ["datasets", "weights"]
+    for name in names:
         if settings[f"data.{name}"]:
             yield (
                 f"{settings.describe('data.data_phases', f'data.{name}')} both name the training "
@@ -403,7 +408,6 @@ def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
             f"has {len(data.data_path)} values. Name folders in it with --datasets and --weights."
         )
     for name in (
-        "data_phases",
         *(f"{which}_weighted_split_paths" for which in ("train", "valid", "test")),
         *(f"{which}_weighted_split_paths_path" for which in ("train", "valid", "test")),
     ):
@@ -413,7 +417,7 @@ def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
                 "together. Name the folders with --datasets and --weights."
             )
     yield from _check_urls(data)
-    if data.weights is not None and data.datasets is None:
+    if data.weights is not None and data.datasets is None and data.data_phases is None:
         yield f"{settings.describe('data.weights')} needs --datasets."
 
 

@@ -8,7 +8,7 @@ from megatron.config.data import DataConfig
 from megatron.data.building import Say
 from megatron.data.cache import WAIT_SECONDS, say_to_stderr
 from megatron.data.documents import check_documents_end
-from megatron.data.phases import PlannedPhase, find_phase_mixture, use_phase
+from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import RequestedData, open_mixture
 from megatron.data.source import (
@@ -21,7 +21,7 @@ from megatron.data.source import (
     check_vocabulary,
 )
 from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
-from megatron.data.stream.build import StreamTools, build_stream_sources
+from megatron.data.stream.build import StreamTools, build_stream_sources, find_stream_mixtures
 from megatron.errors import ConfigError, DataError
 
 
@@ -88,9 +88,15 @@ def build_sources(
     if data.dataset_format is not None:
         streamed = build_stream_sources(
             data,
+            find_stream_mixtures(
+                data,
+                phases,
+                train_samples=train_samples,
+                valid_samples=valid_samples,
+                test_samples=test_samples,
+            ),
             seq_length=seq_length,
             seed=seed,
-            wanted=(train_samples != 0, valid_samples != 0, test_samples > 0),
             batch_slice=batch_slice,
             tools=stream_tools or StreamTools(),
             say=registry.notes.append,
@@ -192,15 +198,7 @@ def _list_train_mixtures(
                 "no training data is given; use --data-path or --train-weighted-split-paths."
             )
         return [(mixture, seed, train_samples, 0)]
-    # The data of phases that are over may have been removed.
-    present = max(0, sum(planned.started for planned in phases) - 1)
-    # A phase after the last sample is not read. The plan warns about it.
-    ahead = [
-        planned
-        for planned in phases[present:]
-        if train_samples is None or planned.start_sample < train_samples
-    ]
-    ahead = ahead or [phases[present]]
+    ahead = select_phases(phases, train_samples)
     ends = [*(planned.start_sample for planned in ahead[1:]), train_samples]
     return [
         (

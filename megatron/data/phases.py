@@ -18,13 +18,25 @@ from megatron.config.data import DataConfig
 from megatron.config.fields import all_fields
 from megatron.config.yaml_file import compose, get_line, read_items, read_value
 from megatron.data.splits import NamedMixture, find_train_mixture
+from megatron.data.stream.flags import parse_shares
 from megatron.errors import ConfigError
 from megatron.schedule.batch_size import parse_amount
 from megatron.schedule.position import Progress, Steps
 
 _FIRST = {"from_iteration": 1, "from_tokens": 0}
 """Key -> the value with which a run starts."""
-_KEYS = ("from_iteration", "from_tokens", "data_path", "train_weighted_split_paths", "seed")
+_STARTS = ("from_iteration", "from_tokens")
+_INDEXED_KEYS = (*_STARTS, "data_path", "train_weighted_split_paths", "seed")
+_STREAMED_KEYS = (*_STARTS, "datasets", "weights")
+_WRONG_KIND = {
+    "data_path": "with --dataset-format, name folders below --data-path with datasets and weights",
+    "train_weighted_split_paths": "with --dataset-format, use datasets and weights",
+    "seed": "with --dataset-format, the whole run has one seed, because each data set continues "
+    "in its order",
+    "datasets": "it needs --dataset-format",
+    "weights": "it needs --dataset-format",
+}
+"""Keys of the other kind of data -> what to do instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +55,10 @@ class DataPhase:
     """The first iteration of the phase, from 1."""
     from_tokens: int | None = None
     """The phase begins with the first iteration that starts after this many consumed tokens."""
+    datasets: str | None = None
+    """As --datasets, for data with --dataset-format."""
+    weights: str | None = None
+    """As --weights, for data with --dataset-format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +83,12 @@ class PlannedPhase:
         return cls(**{**record, "phase": DataPhase(**phase)})
 
 
-def read_phases(path: str) -> tuple[DataPhase, ...]:
+def read_phases(path: str, *, streamed: bool = False) -> tuple[DataPhase, ...]:
     """Read the file of --data-phases, a list of phases.
+
+    Args:
+        path: The file.
+        streamed: Whether the run has --dataset-format. The phases then have other keys.
 
     Raises:
         ConfigError: the file cannot be read, or a phase has a wrong key or value. The message lists
@@ -85,14 +105,16 @@ def read_phases(path: str) -> tuple[DataPhase, ...]:
         raise ConfigError(broken)
     if not isinstance(root, yaml.SequenceNode) or not root.value:
         raise ConfigError(
-            f"--data-phases {path} must be a list with an item for each phase, as in '- data_path: "
-            "data/web'."
+            f"--data-phases {path} must be a list with an item for each phase, as in "
+            f"'- {'datasets: web,code' if streamed else 'data_path: data/web'}'."
         )
     errors: list[str] = []
     phases = []
     for node in root.value:
         before = len(errors)
-        phase = _read_phase(node, path, first=node is root.value[0], errors=errors)
+        phase = _read_phase(
+            node, path, first=node is root.value[0], streamed=streamed, errors=errors
+        )
         if len(errors) == before:
             phases.append(phase)
     _check_order(phases, errors)
@@ -101,19 +123,17 @@ def read_phases(path: str) -> tuple[DataPhase, ...]:
     return tuple(phases)
 
 
-def _read_phase(node: yaml.Node, path: str, *, first: bool, errors: list[str]) -> DataPhase:
+def _read_phase(
+    node: yaml.Node, path: str, *, first: bool, streamed: bool, errors: list[str]
+) -> DataPhase:
     """Read one phase. Everything that is wrong with it is added to `errors`."""
+    keys = _STREAMED_KEYS if streamed else _INDEXED_KEYS
     origin = f"{path}:{get_line(node)}"
     values: dict[str, Any] = {}
     before = len(errors)
     for key, value in read_items(node, path, "a phase", errors):
-        if key.value not in _KEYS:
-            close = difflib.get_close_matches(key.value, _KEYS, n=1)
-            if close:
-                hint = f"perhaps you meant '{close[0]}'"
-            else:
-                hint = f"the keys of a phase are {', '.join(_KEYS)}"
-            errors.append(f"{path}:{get_line(key)} has an unknown key '{key.value}'; {hint}.")
+        if key.value not in keys:
+            errors.append(f"{path}:{get_line(key)} {_describe_wrong_key(key.value, keys)}.")
             continue
         try:
             values[key.value] = _read_key(key.value, value)
@@ -123,7 +143,9 @@ def _read_phase(node: yaml.Node, path: str, *, first: bool, errors: list[str]) -
     if len(errors) > before:
         return DataPhase(origin)
     mixtures = [key for key in ("data_path", "train_weighted_split_paths") if values.get(key)]
-    if len(mixtures) != 1:
+    if streamed and not values.get("datasets"):
+        errors.append(f"{origin} must have datasets, as in datasets: [web, code].")
+    if not streamed and len(mixtures) != 1:
         errors.append(
             f"{origin} must have either data_path or train_weighted_split_paths, and not both."
         )
@@ -135,6 +157,16 @@ def _read_phase(node: yaml.Node, path: str, *, first: bool, errors: list[str]) -
     if not first and len(starts) != 1:
         errors.append(f"{origin} must have either from_iteration or from_tokens, and not both.")
     return DataPhase(origin, **values)
+
+
+def _describe_wrong_key(key: str, keys: Sequence[str]) -> str:
+    """Return the end of a message about a key that a phase does not have."""
+    if key in _WRONG_KIND:
+        return f"has the key '{key}', which is for the other kind of data; {_WRONG_KIND[key]}"
+    close = difflib.get_close_matches(key, keys, n=1)
+    if close:
+        return f"has an unknown key '{key}'; perhaps you meant '{close[0]}'"
+    return f"has an unknown key '{key}'; the keys of a phase are {', '.join(keys)}"
 
 
 def _check_order(phases: Sequence[DataPhase], errors: list[str]) -> None:
@@ -169,7 +201,14 @@ def _read_key(key: str, node: yaml.Node) -> Any:
         if amount < _FIRST[key]:
             raise ValueError(f"{amount} must be at least {_FIRST[key]}")
         return amount
-    return read_value(all_fields()[f"data.{key}"], node)
+    field = all_fields()[f"data.{key}"]
+    if key in ("datasets", "weights") and isinstance(node, yaml.SequenceNode):
+        # A list in brackets means the same as the flag's value, which has commas.
+        entries = [read_value(field, item) for item in node.value]
+        if None in entries:
+            raise ValueError("has an entry without a value")
+        return ",".join(entries)
+    return read_value(field, node)
 
 
 def _read_amount(node: yaml.Node) -> int:
@@ -201,14 +240,62 @@ def find_phase_mixture(data: DataConfig, phase: DataPhase) -> NamedMixture:
     return mixture
 
 
+def find_phase_shares(data: DataConfig, phase: DataPhase) -> dict[str, float]:
+    """Return the share of each streamed data set of a phase.
+
+    Raises:
+        ConfigError: its datasets or weights cannot be parsed.
+    """
+    try:
+        return parse_shares(use_phase(data, phase))
+    except ConfigError as error:
+        raise ConfigError(f"{phase.origin}: {error}") from error
+
+
+def check_phase_data(data: DataConfig, phase: DataPhase) -> None:
+    """Check that the data of a phase can be parsed.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if data.dataset_format is not None:
+        find_phase_shares(data, phase)
+    else:
+        find_phase_mixture(data, phase)
+
+
 def use_phase(data: DataConfig, phase: DataPhase) -> DataConfig:
     """Return the data section with the training data of a phase."""
+    if data.dataset_format is not None:
+        return dataclasses.replace(
+            data, data_phases=None, datasets=phase.datasets, weights=phase.weights
+        )
     return dataclasses.replace(
         data,
         data_phases=None,
         data_path=phase.data_path,
         train_weighted_split_paths=phase.train_weighted_split_paths,
     )
+
+
+def select_phases(
+    phases: Sequence[PlannedPhase], train_samples: int | None
+) -> Sequence[PlannedPhase]:
+    """Return the present phase and those after it that are read.
+
+    Args:
+        phases: All phases. There is at least one.
+        train_samples: Samples of the run, or None if the number is not known in advance.
+    """
+    # The data of phases that are over may have been removed.
+    present = max(0, sum(planned.started for planned in phases) - 1)
+    # A phase after the last sample is not read. The plan warns about it.
+    ahead = [
+        planned
+        for planned in phases[present:]
+        if train_samples is None or planned.start_sample < train_samples
+    ]
+    return ahead or [phases[present]]
 
 
 def plan_phases(

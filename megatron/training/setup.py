@@ -33,7 +33,7 @@ from megatron.data.epochs import (
 )
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources
-from megatron.data.stream.build import StreamTools, list_streamed_datasets
+from megatron.data.stream.build import StreamTools, find_stream_mixtures, list_streamed_datasets
 from megatron.data.stream.source import StreamSource
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
@@ -462,9 +462,18 @@ def open_data(
         )
 
     if config.data.dataset_format is not None:
+        mixtures = find_stream_mixtures(
+            config.data,
+            plan.data_phases,
+            train_samples=train_samples,
+            valid_samples=valid_samples,
+            test_samples=test_samples,
+        )
         # The other ranks then find the row groups in the cache, and do not open all files as well.
         ranks.call_on_rank_0(
-            lambda: list_streamed_datasets(config.data, say) and None, "listing the data files", say
+            lambda: list_streamed_datasets(config.data, mixtures.list_names(), say) and None,
+            "listing the data files",
+            say,
         )
     sources = open_same(build, ranks, mesh.describe(), say)
     prefixes = list(sources.registry.datasets)

@@ -15,6 +15,7 @@ from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
 from megatron.config.rules import check_rules
+from megatron.data.stream.flags import parse_shares
 from megatron.errors import ConfigError
 from megatron.plan import resolve
 
@@ -413,6 +414,7 @@ def test_launch_script_of_fms_fsdp():
         *("--report_interval", "--checkpoint_interval", "--use_profiler", "--use_dummy_dataset"),
         # The defaults of fms-fsdp, and then what follows from them.
         *("the", "--min-lr", "--lr-warmup-iters", "--lr-warmup-style", "--lr-decay-from-start"),
+        "--strip-tokens",
     ]
 
 
@@ -621,6 +623,71 @@ def test_defaults_of_fms_fsdp_fill_an_incomplete_command_line():
     incomplete = ["--num-layers", "2", "--learning_rate=3e-4"]
     with pytest.raises(ConfigError, match="--hidden-size is required"):
         load_config(incomplete)
+
+
+ARROW = {
+    "dataset_format": "arrow",
+    "col_name": "tokens",
+    "bos_token": None,
+    "eos_token": 0,
+    "strip_tokens": "0",
+    "logical_shards": 1024,
+    "weights": "7725,500,550,28,17,22,25,8,100,500,175,250,100",
+}
+PARQUET = {
+    "dataset_format": "parquet",
+    "col_name": "text",
+    "bos_token": 1,
+    "eos_token": 2,
+    "strip_tokens": "1,2",
+    "logical_shards": 64,
+}
+NOTHING_STREAMED = {
+    "dataset_format": None,
+    "datasets": None,
+    "weights": None,
+    "eos_token": None,
+    "strip_tokens": None,
+    "logical_shards": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", ARROW),
+        ("--datasets=web,code", {**ARROW, "datasets": "web,code", "weights": None}),
+        ("--datasets=web --weights=1", {**ARROW, "datasets": "web", "weights": "1"}),
+        (
+            "--file_type=hf_parquet --col_name=text --bos_token=1 --eos_token=2 "
+            "--logical_shards=64",
+            PARQUET,
+        ),
+        ("--strip_tokens=5 --eos_token=None", {**ARROW, "eos_token": None, "strip_tokens": "5"}),
+        ("--use_dummy_dataset=True", NOTHING_STREAMED),
+    ],
+)
+def test_defaults_of_the_loader_of_fms_fsdp(flags: str, expected: dict):
+    loaded = load_config(["--num_steps=100", "--data_path=/lustre/tokens", *flags.split()])
+    assert {name: getattr(loaded.config.data, name) for name in expected} == expected
+    assert check_rules(loaded.config, loaded.origin)[0] == []
+
+
+def test_the_default_data_sets_of_fms_fsdp():
+    shares = parse_shares(
+        load_config(["--num_steps=100", "--data_path=/lustre/tokens"]).config.data
+    )
+    assert len(shares) == 13
+    assert shares["lang=en/dataset=commoncrawl"] == pytest.approx(0.7725)
+
+
+def test_indexed_data_beside_flags_of_fms_fsdp():
+    words = ["--num_steps=100", "--train-weighted-split-paths", "train: 1 0:0.9 data/a"]
+    loaded = load_config(words)
+    assert {
+        name: getattr(loaded.config.data, name) for name in NOTHING_STREAMED
+    } == NOTHING_STREAMED
+    assert check_rules(loaded.config, loaded.origin)[0] == []
 
 
 def test_annealing_of_fms_fsdp_has_neither_warmup_nor_floor():

@@ -146,6 +146,11 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"data_phases": "p.yaml", "data_path": ("a",)},
         "--data-phases p.yaml and --data-path a both name the training data",
     ),
+    (
+        {"data_phases": "p", "dataset_format": "arrow", "data_path": ("a",), "datasets": "b"},
+        "--data-phases p and --datasets b both name the training data",
+    ),
+    ({"data_phases": "p", "dataset_format": "arrow"}, "needs one folder as --data-path"),
     ({"eos_token": 2, "data_path": ("a",)}, "--eos-token 2 needs --dataset-format"),
     ({"max_document_tokens": 9}, "--max-document-tokens 9 needs --dataset-format"),
     ({"max_ngram_repetition": 0.0}, "--max-ngram-repetition 0.0 needs --dataset-format"),

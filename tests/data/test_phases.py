@@ -9,7 +9,13 @@ from data.corpora import write_numbered
 
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
-from megatron.data.phases import DataPhase, plan_phases, read_phases
+from megatron.data.phases import (
+    DataPhase,
+    check_phase_data,
+    find_phase_shares,
+    plan_phases,
+    read_phases,
+)
 from megatron.data.source import BatchSlice, Sources
 from megatron.errors import ConfigError
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
@@ -91,6 +97,60 @@ def test_a_file_of_phases_is_read(tmp_path: Path) -> None:
 def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         read_phases(write(tmp_path, text))
+
+
+def test_phases_of_streamed_data_are_read(tmp_path: Path) -> None:
+    """A list in brackets means the same as the value of the flag."""
+    path = write(
+        tmp_path,
+        "- datasets: web\n"
+        "- from_iteration: 7\n  datasets: [web, code/python]\n  weights: [3, 1e-1]\n"
+        "- from_tokens: 1T\n  datasets: web,math\n  weights: 1,2\n",
+    )
+    phases = read_phases(path, streamed=True)
+    assert phases == (
+        DataPhase(f"{path}:1", datasets="web"),
+        DataPhase(f"{path}:2", datasets="web,code/python", weights="3,1e-1", from_iteration=7),
+        DataPhase(f"{path}:5", datasets="web,math", weights="1,2", from_tokens=10**12),
+    )
+    data = DataConfig(dataset_format="parquet", data_path=("corpus",), data_phases=path)
+    assert find_phase_shares(data, phases[2]) == {"web": 1 / 3, "math": 2 / 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "streamed", "message"),
+    [
+        ("- data_path: a\n", True, "the key 'data_path', which is for the other kind of data"),
+        ("- datasets: a\n  seed: 3\n", True, "the whole run has one seed"),
+        ("- datasets: a\n", False, "it needs --dataset-format"),
+        ("- weights: '1'\n", True, "phases.yaml:1 must have datasets"),
+        ("- datasets: []\n", True, "phases.yaml:1 must have datasets"),
+        ("- datasets: [[a]]\n", True, "phases.yaml:1 datasets must be"),
+        ("- datasets: [null]\n", True, "phases.yaml:1 datasets has an entry without a value"),
+        ("- dataset: a\n", True, "perhaps you meant 'datasets'"),
+        ("a\n", True, "as in '- datasets: web,code'"),
+    ],
+)
+def test_keys_of_the_other_kind_of_data_are_refused(
+    text: str, streamed: bool, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        read_phases(write(tmp_path, text), streamed=streamed)
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        (DataPhase("p.yaml:4", datasets="a,../b"), "p.yaml:4: --datasets"),
+        (DataPhase("p.yaml:4", datasets="a,b", weights="1"), "one positive number for each of"),
+        (DataPhase("p.yaml:4", datasets="a,b", weights="1,0"), "one positive number for each of"),
+        (DataPhase("p.yaml:4", datasets="a,a"), "has a name twice"),
+    ],
+)
+def test_wrong_data_of_a_streamed_phase(phase: DataPhase, message: str) -> None:
+    data = DataConfig(dataset_format="parquet", data_path=("corpus",), data_phases="p.yaml")
+    with pytest.raises(ConfigError, match=message):
+        check_phase_data(data, phase)
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron.data.source import BatchSlice
 from megatron.data.stream.filters import Filters
 from megatron.data.stream.listing import list_dataset
 from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
+from megatron.data.stream.shard_order import MixturePhase
 from megatron.data.stream.source import OneRank, RankGroup, StreamSource, _Shard
 from megatron.errors import DataError
 
@@ -72,21 +73,37 @@ class ThreadRanks:
         return Member(rank, self.size)
 
 
+Mixture = dict[str, float]
+Phases = list[tuple[int, Mixture]]
+
+
+def list_phases(mixture: Mixture | Phases) -> list[MixturePhase]:
+    """Return the phases: one from the start on, or those of a list with their first samples."""
+    pairs = mixture if isinstance(mixture, list) else [(0, mixture)]
+    return [
+        MixturePhase(
+            start, {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        )
+        for start, weights in pairs
+    ]
+
+
 def build(
     corpus: Path,
-    mixture: dict[str, float],
+    mixture: Mixture | Phases,
     ranks: RankGroup,
     micro_batch: int = 1,
     threads: int = 0,
     **others: Any,
 ) -> StreamSource:
-    total = sum(mixture.values())
+    phases = list_phases(mixture)
+    names = dict.fromkeys(name for phase in phases for name in phase.shares)
     specials = others.get("specials", Specials(eos=EOS))
     filters = others.get("filters")
     return StreamSource(
         "train",
-        [open_dataset(corpus, name, specials, SHARDS, filters) for name in mixture],
-        [weight / total for weight in mixture.values()],
+        [open_dataset(corpus, name, specials, SHARDS, filters) for name in names],
+        phases,
         others.get("seq_length", LENGTH),
         BatchSlice(micro_batch, ranks.rank, ranks.size, document_rules=others.get("rules")),
         threads,
@@ -97,7 +114,7 @@ def build(
 def run(
     corpus: Path,
     steps: Sequence[int],
-    mixture: dict[str, float],
+    mixture: Mixture | Phases,
     state: dict | None = None,
     ranks: int = 1,
     micro_batch: int = 1,
@@ -260,6 +277,93 @@ def test_weights_and_data_sets_change_from_the_position_on(corpus: Path):
     # No sample was drawn twice.
     rows = [row for batch in first + second + third for row in batch]
     assert len(rows) == len(set(rows))
+
+
+PHASES: Phases = [
+    (0, {"web": 1.0, "code": 1.0}),
+    (60, {"math": 3.0, "web": 1.0}),
+    # In the middle of a batch of 12, which the mixture permits.
+    (102, {"code": 1.0, "math": 1.0, "web": 2.0}),
+]
+
+
+def sort_datasets(state: dict) -> dict:
+    """Return a state whose data sets are sorted. Those that are not read any more come last."""
+    stream = state["stream"]
+    names = sorted(stream["datasets"], key=lambda each: each["name"])
+    return {**state, "stream": {**stream, "datasets": names}}
+
+
+def test_a_phase_equals_a_resume_with_its_data_sets(corpus: Path):
+    """A run with phases reads what a run reads that is stopped and started with other flags."""
+    expected = []
+    state = None
+    for steps, (_, mixture) in zip(([12] * 5, [12, 12, 18], [18, 12]), PHASES, strict=True):
+        found, state = run(corpus, steps, mixture, state, 2)
+        expected += found
+    batches, last = run(corpus, [12] * 7 + [18, 18, 12], PHASES, None, 3, threads=2)
+    rows = sorted(itertools.chain(*expected))
+    assert sorted(itertools.chain(*batches)) == rows
+    assert state is not None
+    assert sort_datasets(last) == sort_datasets(state)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(1, 1), (1, 3), (2, 1), (3, 2)]),
+            st.lists(st.sampled_from([6, 12, 24, -6, -30, 0]), min_size=1, max_size=5),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.data(),
+)
+def test_resumes_and_rollbacks_with_phases_change_nothing(corpus: Path, launches: list, data):
+    """Each launch resumes at another number of ranks, in or between phases.
+
+    It knows only the phase at its position and later ones. Before it, there may be a rollback.
+    """
+    states: list = [(0, None)]
+    batches: list = []
+    steps: list = []
+    for (ranks, micro_batch), of_launch in launches:
+        # Steps of earlier launches that are kept.
+        kept, state = data.draw(st.sampled_from(states))
+        states = [each for each in states if each[0] <= kept]
+        del steps[kept:]
+        del batches[sum(step > 0 for step in steps) :]
+        consumed = sum(map(abs, steps))
+        present = max(number for number, (start, _) in enumerate(PHASES) if start <= consumed)
+        # The start of the present phase is an estimate on a resume, and at most the position.
+        ahead = [(max(0, PHASES[present][0] - 1), PHASES[present][1]), *PHASES[present + 1 :]]
+        found, state = run(corpus, of_launch, ahead, state, ranks, micro_batch)
+        batches += found
+        steps += of_launch
+        states.append((len(steps), state))
+    expected, last = run(corpus, steps, PHASES)
+    assert (batches, sort_datasets(state)) == (expected, sort_datasets(last))
+
+
+def test_a_phase_that_begins_at_the_position_may_still_be_moved(corpus: Path):
+    _, state = run(corpus, [12] * 5, PHASES)
+    moved: Phases = [PHASES[0], (84, {"math": 1.0})]
+    found, last = run(corpus, [12] * 4, moved, state)
+    assert (found, last) == (run(corpus, [12] * 9, moved)[0][5:], run(corpus, [12] * 9, moved)[1])
+    assert [segment["start_sample"] for segment in last["stream"]["segments"]] == [0, 84]
+    # A phase that has started keeps its past. The change is reported.
+    _, state = run(corpus, [12] * 6, PHASES)
+    source = build(corpus, moved, OneRank())
+    source.load(state)
+    assert "applies from sample 72 on" in source.take_notes()[0]
+    starts = [segment["start_sample"] for segment in source.state()["stream"]["segments"]]
+    assert starts == [0, 60, 72, 84]
+    # What was planned is not reported.
+    for source_phases in (PHASES[1:], PHASES):
+        source = build(corpus, source_phases[-2:], OneRank())
+        source.load(run(corpus, [12] * 5, PHASES)[1])
+        assert source.take_notes() == []
 
 
 def test_another_sequence_length_continues_at_the_token(corpus: Path):

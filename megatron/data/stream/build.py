@@ -2,22 +2,22 @@
 
 import collections
 import dataclasses
-import math
-import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
+from megatron.data.phases import PlannedPhase, find_phase_shares, select_phases
 from megatron.data.source import BatchSlice
 from megatron.data.splits import compute_split_bounds
 from megatron.data.stream.filters import Filters
+from megatron.data.stream.flags import get_filters, parse_shares, parse_strip_tokens
 from megatron.data.stream.listing import Listing, list_dataset
 from megatron.data.stream.reader import Specials, StreamedDataset
-from megatron.data.stream.shard_order import RowRange
+from megatron.data.stream.shard_order import MixturePhase, RowRange
 from megatron.data.stream.source import OneRank, RankGroup, StreamSource
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
@@ -40,13 +40,69 @@ class StreamTools:
     """Called only if files hold texts."""
 
 
-def list_streamed_datasets(
-    data: DataConfig, say: Callable[[str], None] = lambda line: None
-) -> dict[str, Listing]:
-    """Return the files of each data set of --datasets.
+@dataclasses.dataclass(frozen=True)
+class StreamMixtures:
+    """The mixtures of a run with streamed data."""
+
+    train: tuple[MixturePhase, ...]
+    """The present phase and each later one. It is empty if there is no training."""
+    valid: tuple[MixturePhase, ...]
+    """One phase, or none if there is no validation."""
+    test: tuple[MixturePhase, ...]
+    """One phase, or none if there is no test."""
+
+    def list_names(self) -> list[str]:
+        """Return the name of each data set, once."""
+        phases = [*self.train, *self.valid, *self.test]
+        return list(dict.fromkeys(name for phase in phases for name in phase.shares))
+
+
+def find_stream_mixtures(
+    data: DataConfig,
+    phases: Sequence[PlannedPhase],
+    *,
+    train_samples: int | None,
+    valid_samples: int | None,
+    test_samples: int,
+) -> StreamMixtures:
+    """Return the mixtures of a run.
+
+    With phases, evaluations read the documents that --split holds out of the first phase. All
+    evaluations of a run then have the same samples.
+
+    Args:
+        data: The data section of the configuration.
+        phases: The phases of --data-phases, or none.
+        train_samples: Samples that training will read. None if the number is not known.
+        valid_samples: Samples that all validations together will read, or None likewise.
+        test_samples: Samples that the test will read.
 
     Raises:
-        ConfigError: a flag cannot be parsed.
+        ConfigError: --datasets or --weights cannot be parsed.
+    """
+    if phases:
+        train = tuple(
+            MixturePhase(planned.start_sample, find_phase_shares(data, planned.phase))
+            for planned in select_phases(phases, train_samples)
+        )
+        evaluation = (MixturePhase(0, find_phase_shares(data, phases[0].phase)),)
+    else:
+        train = (MixturePhase(0, parse_shares(data)),)
+        evaluation = train
+    return StreamMixtures(
+        train if train_samples != 0 else (),
+        evaluation if valid_samples != 0 else (),
+        evaluation if test_samples > 0 else (),
+    )
+
+
+def list_streamed_datasets(
+    data: DataConfig, names: Sequence[str], say: Callable[[str], None] = lambda line: None
+) -> dict[str, Listing]:
+    """Return the files of data sets, by their names.
+
+    Raises:
+        ConfigError: --data-path is not one folder.
         DataError: see `list_dataset`.
     """
     assert data.dataset_format is not None, "checked by the caller"
@@ -60,7 +116,7 @@ def list_streamed_datasets(
             say,
             data.data_cache_gb,
         )
-        for name in parse_datasets(data)
+        for name in names
     }
 
 
@@ -69,74 +125,6 @@ def _join_name(root: str, name: str) -> str:
     if name == ".":
         return root
     return f"{root.rstrip('/')}/{name}"
-
-
-def parse_datasets(data: DataConfig) -> list[str]:
-    """Return the names of the data sets. Without --datasets, --data-path itself is the only one.
-
-    Raises:
-        ConfigError: --data-path is not one folder, or a name is empty, named twice or leads out of
-            the folder.
-    """
-    if len(data.data_path) != 1:
-        raise ConfigError(
-            f"--dataset-format {data.dataset_format} takes one folder as --data-path, and not "
-            f"{len(data.data_path)} values. Name folders in it with --datasets and --weights."
-        )
-    if data.datasets is None:
-        return ["."]
-    names = [name.strip() for name in data.datasets.split(",")]
-    for name in names:
-        # State is stored under these names, so they must be the same on every machine.
-        if not name or os.path.isabs(name) or ".." in name.split("/"):
-            raise ConfigError(
-                f"--datasets {data.datasets!r} has the entry {name!r}. Each entry must be the name "
-                "of a folder below --data-path, as in --datasets web,code."
-            )
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"--datasets {data.datasets!r} has a name twice. Name it once, with a larger weight."
-        )
-    return names
-
-
-def parse_weights(data: DataConfig, count: int) -> list[float]:
-    """Return the share of each data set. Without --weights all shares are equal.
-
-    Raises:
-        ConfigError: there is not one positive number for each data set.
-    """
-    if data.weights is None:
-        return [1 / count] * count
-    try:
-        weights = [float(weight) for weight in data.weights.split(",")]
-    except ValueError:
-        weights = []
-    if len(weights) != count or not all(w > 0 and math.isfinite(w) for w in weights):
-        raise ConfigError(
-            f"--weights {data.weights!r} must have one positive number for each of the {count} "
-            "data sets, as in --weights 3,1,1. Leave out data that must not be used."
-        )
-    return list(normalise(weights))
-
-
-def parse_strip_tokens(data: DataConfig) -> tuple[int, ...]:
-    """Return the ids of --strip-tokens.
-
-    Raises:
-        ConfigError: the flag is not a list of ids.
-    """
-    try:
-        return tuple(int(each) for each in (data.strip_tokens or "").split(",") if each.strip())
-    except ValueError as error:
-        raise ConfigError(
-            f"--strip-tokens {data.strip_tokens!r} must be ids separated by commas, as in 0,1."
-        ) from error
-
-
-def get_filters(data: DataConfig) -> Filters:
-    """Return the filters of the training data."""
-    return Filters(data.max_document_tokens, data.max_ngram_repetition, data.drop_duplicates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +138,10 @@ class StreamSources:
 
 def build_stream_sources(
     data: DataConfig,
+    mixtures: StreamMixtures,
     *,
     seq_length: int,
     seed: int,
-    wanted: tuple[bool, bool, bool],
     batch_slice: BatchSlice,
     tools: StreamTools,
     say: Callable[[str], None],
@@ -162,9 +150,9 @@ def build_stream_sources(
 
     Args:
         data: The data section of the configuration.
+        mixtures: What is read.
         seq_length: Tokens of a sample, without the last label.
         seed: Seed of the data order.
-        wanted: Whether training, validation and test read samples.
         batch_slice: The part of each batch that this rank reads.
         tools: The ranks and the tokenizer.
         say: Receives lines for the user.
@@ -173,12 +161,12 @@ def build_stream_sources(
         ConfigError: a flag cannot be parsed, or contradicts the documents.
         DataError: data are missing or damaged, or have too few documents.
     """
-    listings = list_streamed_datasets(data, say)
-    _allow_open_files(data.logical_shards * len(listings) * sum(wanted))
+    listings = list_streamed_datasets(data, mixtures.list_names(), say)
+    pieces = (mixtures.train, mixtures.valid, mixtures.test)
+    _allow_open_files(data.logical_shards * len(listings) * sum(map(bool, pieces)))
     opener = _StreamOpener(
         data,
         listings,
-        dict(zip(listings, parse_weights(data, len(listings)), strict=True)),
         seq_length,
         seed,
         batch_slice,
@@ -186,19 +174,15 @@ def build_stream_sources(
         _build_tokenizer(listings, tools),
     )
     sources = [
-        opener.open_source(name, piece, threads, say) if wanted[piece] else None
-        for piece, (name, threads) in enumerate(
+        opener.open_source(name, piece, phases, threads, say) if phases else None
+        for piece, (name, phases, threads) in enumerate(
             [
-                ("train", data.num_workers),
-                ("validation", data.valid_num_workers),
-                ("test", data.valid_num_workers),
+                ("train", mixtures.train, data.num_workers),
+                ("validation", mixtures.valid, data.valid_num_workers),
+                ("test", mixtures.test, data.valid_num_workers),
             ]
         )
     ]
-    if wanted[0] and sources[0] is None:
-        raise DataError(
-            f"--split {data.split} leaves no document of {data.data_path[0]} for training."
-        )
     return StreamSources(*sources)
 
 
@@ -229,7 +213,6 @@ class _StreamOpener:
 
     data: DataConfig
     listings: dict[str, Listing]
-    weights: dict[str, float]
     seq_length: int
     seed: int
     batch_slice: BatchSlice
@@ -237,14 +220,31 @@ class _StreamOpener:
     tokenizer: Tokenizer | None
 
     def open_source(
-        self, name: str, piece: int, threads: int, say: Callable[[str], None]
+        self,
+        name: str,
+        piece: int,
+        phases: Sequence[MixturePhase],
+        threads: int,
+        say: Callable[[str], None],
     ) -> StreamSource | None:
-        """Return the source of one piece of --split, or None if it has no documents."""
+        """Return the source of one piece of --split, or None if it has no documents.
+
+        Raises:
+            DataError: a phase of the training has no documents.
+        """
         ranges = {}
-        for dataset_name, listing in self.listings.items():
+        for dataset_name in dict.fromkeys(each for phase in phases for each in phase.shares):
+            listing = self.listings[dataset_name]
             bounds = compute_split_bounds(self.data.split, int(listing.rows.sum()))
             if bounds[piece] < bounds[piece + 1]:
                 ranges[dataset_name] = (bounds[piece], bounds[piece + 1])
+        left = [_leave_out_others(phase, ranges) for phase in phases]
+        for phase, before in zip(left, phases, strict=True):
+            if not phase.shares and piece == 0:
+                raise DataError(
+                    f"--split {self.data.split} leaves no document of {self.data.data_path[0]} "
+                    f"({', '.join(before.shares)}) for training."
+                )
         if not ranges:
             return None
         shards = self.data.logical_shards
@@ -261,7 +261,7 @@ class _StreamOpener:
         return StreamSource(
             name,
             datasets,
-            normalise([self.weights[each] for each in ranges]),
+            left,
             self.seq_length,
             self.batch_slice,
             threads,
@@ -292,6 +292,13 @@ class _StreamOpener:
         """Return the ids of each text."""
         assert self.tokenizer is not None, "it is passed only with a tokenizer"
         return [np.array(ids, np.int64) for ids in self.tokenizer.encode_batch(texts)]
+
+
+def _leave_out_others(phase: MixturePhase, names: Container[str]) -> MixturePhase:
+    """Return a phase without the data sets that are not among `names`."""
+    kept = {name: share for name, share in phase.shares.items() if name in names}
+    shares = normalise(list(kept.values())) if kept else []
+    return MixturePhase(phase.start_sample, dict(zip(kept, shares, strict=True)))
 
 
 def check_separators(dataset: StreamedDataset) -> list[str]:

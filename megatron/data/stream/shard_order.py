@@ -12,6 +12,7 @@ Source: logical shards as in fms-fsdp (https://github.com/foundation-model-stack
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,3 +156,45 @@ class ShardMixture:
         # The product wraps around at 2^64, as points on a circle do.
         points = self._phases[shards] + turns.astype(np.uint64) * np.uint64(_TURN)
         return np.searchsorted(self._ends, points, side="right").astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixturePhase:
+    """The mixture that applies from a sample of the run on."""
+
+    start_sample: int
+    shares: dict[str, float]
+    """Share of each data set in the tokens, by its name. They add up to 1."""
+
+
+class PhasedMixture:
+    """Chooses the data set of each sample of a run whose mixture changes."""
+
+    def __init__(
+        self, names: Sequence[str], phases: Sequence[MixturePhase], shards: int, seed: int
+    ) -> None:
+        """Divide the circle of each phase, see `ShardMixture`.
+
+        Args:
+            names: Names of all data sets.
+            phases: The phases in order. The first one applies to the samples before it as well.
+            shards: Number of logical shards.
+            seed: Seed of the phases of the shards.
+        """
+        self._starts = np.array([phase.start_sample for phase in phases])
+        self._mixtures = [
+            ShardMixture(list(phase.shares.values()), shards, seed) for phase in phases
+        ]
+        # The mixture of a phase counts its own data sets only, so that a run that was stopped and
+        # resumed with these data sets has the same order.
+        self._members = [np.array([names.index(name) for name in phase.shares]) for phase in phases]
+
+    def choose(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the data set, among all names, for the samples at positions [k]."""
+        which = np.searchsorted(self._starts, positions, side="right") - 1
+        which = np.maximum(which, 0)
+        chosen = np.empty(len(positions), np.int64)
+        for number in np.unique(which):
+            rows = which == number
+            chosen[rows] = self._members[number][self._mixtures[number].choose(positions[rows])]
+        return chosen

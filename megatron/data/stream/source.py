@@ -1,6 +1,6 @@
 """Source of batches that reads data sets of rows, with the same methods as data/source.py.
 
-Sample p of a run belongs to logical shard p modulo n. `ShardMixture` chooses its data set. Each
+Sample p of a run belongs to logical shard p modulo n. `PhasedMixture` chooses its data set. Each
 shard of each data set has a cursor, and the state is the list of these cursors.
 
 Invariant: what `read_batch` returns is a function of the state and the rank's coordinate. All ranks
@@ -24,7 +24,7 @@ from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
 from megatron.data.stream.filters import NO_COUNTS, FilterReport, add_counts, parse_counts
 from megatron.data.stream.reader import Cursor, Sample, ShardReader, StreamedDataset
-from megatron.data.stream.shard_order import ShardMixture
+from megatron.data.stream.shard_order import MixturePhase, PhasedMixture
 from megatron.errors import DataError
 from megatron.plural import format_count
 
@@ -136,7 +136,7 @@ class StreamSource:
         self,
         name: str,
         datasets: Sequence[StreamedDataset],
-        weights: Sequence[float],
+        phases: Sequence[MixturePhase],
         seq_length: int,
         batch_slice: BatchSlice,
         threads: int,
@@ -147,7 +147,7 @@ class StreamSource:
         Args:
             name: Name of the source in messages.
             datasets: The data sets. All have the same number of shards and the same seed.
-            weights: Share of each data set in the tokens. They add up to 1.
+            phases: The mixtures, in order, each with the sample from which on it applies.
             seq_length: Tokens of a sample, without the last label.
             batch_slice: The part of each batch that this rank reads.
             threads: Threads that read and tokenize. 0 reads in the caller's thread.
@@ -156,7 +156,7 @@ class StreamSource:
         self.name = name
         self.notes: list[str] = []
         self._datasets = list(datasets)
-        self._weights = list(weights)
+        self._phases = list(phases)
         self._seq_length = seq_length
         self._batch_slice = batch_slice
         self._ranks = ranks
@@ -169,10 +169,10 @@ class StreamSource:
         # Cursors of a loaded state, by data set and shard.
         self._starts: dict[tuple[int, int], tuple[int, Cursor]] = {}
         self._filter_reports: list[FilterReport] = []
-        self._segments = [self._describe_segment(0)]
+        self._segments = self._describe_segments(0)
         # Records of data sets that are not read any more. They continue if they are added again.
         self._unused: list[dict[str, Any]] = []
-        self._mixture = ShardMixture(self._weights, self._number_of_shards, self._seed)
+        self._mixture = self._make_mixture(self._seed)
         # One request at a time, since a later one would pass over samples of an earlier one. The
         # shards of a request are read in parallel.
         self._prefetcher: Prefetcher[_StreamRequest, list[Microbatch]] = Prefetcher(
@@ -266,8 +266,9 @@ class StreamSource:
             # The counts of a run whose filters were removed are kept as well.
             if dataset.filters.active or any(each != NO_COUNTS for each in counts):
                 record["filter_counts"] = counts
-            if dataset.filters.active:
-                total = functools.reduce(add_counts, counts)
+            total = functools.reduce(add_counts, counts)
+            # A data set of a later phase was not read yet.
+            if dataset.filters.active and total != NO_COUNTS:
                 self._filter_reports.append(FilterReport(dataset.name, total))
             records.append(record)
         return {
@@ -313,14 +314,7 @@ class StreamSource:
                 left.remove(record)
                 self._continue_dataset(number, dataset, record)
         self._unused = left
-        self._segments = list(stream["segments"])
-        now = self._describe_segment(self._consumed)
-        if now["datasets"] != self._segments[-1]["datasets"]:
-            self._segments.append(now)
-            self.notes.append(
-                f"{self.name}: the data sets, their weights, special tokens or filters have "
-                f"changed. The change applies from sample {self._consumed} on"
-            )
+        self._continue_segments(stream["segments"])
 
     def close(self) -> None:
         """Stop the reading threads."""
@@ -474,7 +468,12 @@ class StreamSource:
         self._seed = seed
         for dataset in self._datasets:
             dataset.use_seed(seed)
-        self._mixture = ShardMixture(self._weights, self._number_of_shards, seed)
+        self._mixture = self._make_mixture(seed)
+
+    def _make_mixture(self, seed: int) -> PhasedMixture:
+        """Return what chooses the data set of each sample."""
+        names = [dataset.name for dataset in self._datasets]
+        return PhasedMixture(names, self._phases, self._number_of_shards, seed)
 
     def _find_record(
         self, dataset: StreamedDataset, records: list[dict[str, Any]]
@@ -518,15 +517,40 @@ class StreamSource:
             cursor = Cursor(epoch, document, moved, parse_counts(counts))
             self._starts[number, shard] = (samples, cursor)
 
-    def _describe_segment(self, start: int) -> dict[str, Any]:
-        """Return what is read from a sample on, as JSON values."""
-        return {
-            "start_sample": start,
-            "datasets": [
-                {**_describe_dataset(dataset), "weight": weight}
-                for dataset, weight in zip(self._datasets, self._weights, strict=True)
-            ],
-        }
+    def _continue_segments(self, recorded: list[dict[str, Any]]) -> None:
+        """Keep the recorded segments up to the position, and add those of the configuration."""
+        # Nothing was read of a segment that begins at the position or later.
+        past = [segment for segment in recorded if segment["start_sample"] < self._consumed]
+        present, *later = self._describe_segments(self._consumed)
+        if past and present["datasets"] == past[-1]["datasets"]:
+            self._segments = [*past, *later]
+            return
+        self._segments = [*past, present, *later]
+        # A phase that begins here as planned is recorded already.
+        if past and present not in recorded:
+            self.notes.append(
+                f"{self.name}: the data sets, their weights, special tokens or filters have "
+                f"changed. The change applies from sample {self._consumed} on"
+            )
+
+    def _describe_segments(self, first_start: int) -> list[dict[str, Any]]:
+        """Return what is read by each phase, as JSON values.
+
+        Args:
+            first_start: The sample from which on the first phase applies.
+        """
+        datasets = {dataset.name: dataset for dataset in self._datasets}
+        starts = [first_start, *(phase.start_sample for phase in self._phases[1:])]
+        return [
+            {
+                "start_sample": start,
+                "datasets": [
+                    {**_describe_dataset(datasets[name]), "weight": share}
+                    for name, share in phase.shares.items()
+                ],
+            }
+            for start, phase in zip(starts, self._phases, strict=True)
+        ]
 
 
 def _describe_dataset(dataset: StreamedDataset) -> dict[str, Any]:
