@@ -19,9 +19,9 @@ from megatron.config.compat_values import (
     OTHER_WARMUPS,
     Computed,
     Derivation,
+    FlagValues,
     Given,
     Typed,
-    FlagValues,
 )
 from megatron.config.fields import (
     PRESET_ORIGIN,
