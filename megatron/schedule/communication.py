@@ -24,11 +24,11 @@ class StepTraffic:
     """What one rank sends to other data-parallel ranks in a step."""
 
     all_gather: Collectives
-    """Of parameters, in the group that shares a copy of the model."""
+    """All-gathers of parameters, in the group that shares a copy of the model."""
     reduce_scatter: Collectives
-    """Of gradients, in the same group."""
+    """Reduce-scatters of gradients, in the same group."""
     all_reduce: Collectives
-    """Of the shards of the gradients, over the copies."""
+    """All-reduces of the shards of the gradients, over the copies."""
 
 
 def count_padded(shapes: Sequence[Sequence[int]], ranks: int) -> int:

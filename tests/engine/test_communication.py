@@ -3,6 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,7 +73,9 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
             return train_batch(self, microbatches, iteration=iteration, **options)
         for name, parameter in self.stages[0].named_parameters():
             shapes[not name.startswith("blocks.")].append(tuple(parameter.shape))
-        with mock.patch.multiple(dist, **{name: watch(name) for name in names}):
+        with ExitStack() as stack:
+            for watched in names:
+                stack.enter_context(mock.patch.object(dist, watched, watch(watched)))
             return train_batch(self, microbatches, iteration=iteration, **options)
 
     with mock.patch.object(NativeEngine, "train_batch", train):
