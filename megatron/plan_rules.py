@@ -22,6 +22,7 @@ from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
+from megatron.plural import format_count
 from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
@@ -185,8 +186,9 @@ def choose_shard_size(data_parallel_size: int, ranks_per_node: int, report: Plan
     if data_parallel_size % size:
         fits = [n for n in range(2, data_parallel_size + 1) if data_parallel_size % n == 0]
         report.errors.append(
-            f"{asked}: the group of {size} must divide the {data_parallel_size} data-parallel "
-            f"ranks; use --hsdp-shard-size {format_alternatives(fits or [1])}."
+            f"{asked}: the group of {size} must divide the "
+            f"{format_count(data_parallel_size, 'data-parallel rank')}; use "
+            f"--hsdp-shard-size {format_alternatives(fits or [1])}."
         )
         return data_parallel_size
     return size
