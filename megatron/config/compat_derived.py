@@ -48,6 +48,13 @@ _OTHER_DATA = (
     "data.train_weighted_split_paths",
     "data.train_weighted_split_paths_path",
 )
+_EVALUATION = (
+    "batch.eval_iters",
+    "batch.eval_interval",
+    "batch.eval_interval_time",
+    "batch.eval_only",
+    "batch.eval_tasks",
+)
 _LOADER = ("--file-type", "--col-name", "--eos-token", "--logical-shards", "--datasets")
 _REPLACED_BY = {
     "--dtype": ("precision.fp16",),
@@ -56,6 +63,9 @@ _REPLACED_BY = {
     "--num-steps": ("batch.train_samples", "batch.train_time"),
     "--warmup-steps": OTHER_WARMUPS,
     **dict.fromkeys(_LOADER, _OTHER_DATA),
+    # A flag of the evaluation asks for one, and fms-fsdp has none.
+    "--eval-iters": _EVALUATION,
+    "--split": (*_OTHER_DATA, *_EVALUATION),
     # The default weights are those of the default data sets.
     "--weights": (*_OTHER_DATA, "data.datasets"),
 }
@@ -63,7 +73,7 @@ _REPLACED_BY = {
 
 _HAS_EFFECT_WITH = {
     "--checkpoint-interval": "checkpoint.save",
-    **dict.fromkeys((*_LOADER, "--weights"), "data.data_path"),
+    **dict.fromkeys((*_LOADER, "--weights", "--split"), "data.data_path"),
 }
 """Flag with a default -> field without which it has no effect."""
 

@@ -188,7 +188,9 @@ FMS_DEFAULTS = (
     "lang=ja/dataset=wikipedia,lang=pt/dataset=wikipedia,lang=en/dataset=wikimedia,"
     "lang=en/dataset=uspto,lang=en/dataset=pubmedcentral,lang=en/dataset=arxiv,"
     "lang=en/dataset=stackexchange "
-    "--weights 7725,500,550,28,17,22,25,8,100,500,175,250,100"
+    "--weights 7725,500,550,28,17,22,25,8,100,500,175,250,100 "
+    # All data are for training, and nothing is evaluated.
+    "--split 1,0,0 --eval-iters 0"
 )
 """The defaults of fms-fsdp's configuration (`fms_fsdp/config/training.py`), and the constants in
 its code. Paths belong to a user, and the size of the vocabulary to a variant, so they are left out.

@@ -116,6 +116,15 @@ def test_a_complete_command_line_has_the_constants_of_fms_fsdp() -> None:
     assert "--train-iters" not in warning
 
 
+def test_nothing_is_evaluated_unless_it_is_asked_for() -> None:
+    config = load(COMPLETE).config
+    assert (config.batch.eval_iters, config.data.split) == (0, "1,0,0")
+    asked = load(f"{COMPLETE} --eval-interval 500").config
+    assert asked.batch.eval_iters > 0
+    assert asked.data.split != "1,0,0"
+    assert load(f"{COMPLETE} --split 90,10,0 --eval-iters 5").config.data.split == "90,10,0"
+
+
 def test_own_flags_of_the_schedule_replace_that_of_fms_fsdp() -> None:
     optimizer = load(f"{COMPLETE} --lr-warmup-iters 100").config.optimizer
     assert optimizer.lr_warmup_style == "linear"
