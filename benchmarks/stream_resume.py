@@ -21,9 +21,10 @@ import pyarrow.parquet as parquet
 
 from megatron.data.source import BatchSlice
 from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Specials, StreamedDataset
+from megatron.data.stream.rank_group import OneRank
 from megatron.data.stream.shard_order import MixturePhase
-from megatron.data.stream.source import OneRank, StreamSource
+from megatron.data.stream.source import StreamSource
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 
 SEQ_LENGTH = 1024
 LONGEST = 60

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -149,6 +150,20 @@ class ProcessPool:
         process.join()
         self._workers[rank] = self._start()
 
+    def _replace_if_ended(self, rank: int) -> None:
+        """Replace a worker that has ended since its last world, with a warning.
+
+        A thread of a process group can end its process late, after the world's result.
+        """
+        _, process = self._workers[rank]
+        if process.is_alive():
+            return
+        warnings.warn(
+            f"worker {rank} ended with exit code {process.exitcode} after its last world",
+            stacklevel=3,
+        )
+        self._replace(rank)
+
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
         """Call a function on ranks 0 to `world_size` - 1, and return the outcome of each rank.
 
@@ -170,15 +185,21 @@ class ProcessPool:
                 argument.of(rank) if isinstance(argument, PerRank) else argument
                 for argument in arguments
             ]
+            self._replace_if_ended(rank)
             self._workers[rank][0].send((function, own, environment))
         outcomes = []
         for rank in range(world_size):
-            pipe, _ = self._workers[rank]
+            pipe, process = self._workers[rank]
             if not pipe.poll(_TIMEOUT_SECONDS):
                 for other in range(world_size):
                     self._replace(other)
                 pytest.fail(f"rank {rank} of {world_size} hangs")
-            outcome, spent = pipe.recv()
+            try:
+                outcome, spent = pipe.recv()
+            except EOFError:
+                process.join()
+                ended = f"the process of rank {rank} ended with exit code {process.exitcode}"
+                outcome, spent = Outcome(None, ended, "EndedProcess", ""), True
             outcomes.append(outcome)
             if spent:
                 self._replace(rank)

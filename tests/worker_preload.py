@@ -4,6 +4,7 @@ import contextlib
 import gc
 
 import process_pool  # noqa: F401
+import torch
 
 import megatron.engine.native
 
@@ -14,9 +15,11 @@ import megatron.training.setup  # noqa: F401
 from megatron.engine.deepspeed import import_deepspeed
 from megatron.errors import ConfigError
 
-# Without DeepSpeed, the tests that need it are skipped.
-with contextlib.suppress(ConfigError):
-    import_deepspeed("cpu")
+# Without DeepSpeed, the tests that need it are skipped. With a GPU, DeepSpeed would start CUDA,
+# which a fork does not survive.
+if not torch.cuda.is_available():
+    with contextlib.suppress(ConfigError):
+        import_deepspeed("cpu")
 
 # The garbage collections of the workers skip these objects. There are very many of them.
 gc.freeze()

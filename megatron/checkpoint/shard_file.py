@@ -103,6 +103,10 @@ def copy_to_host(
         buffers: Key -> the buffer of an earlier save. New buffers are added.
         ready: CUDA event that was recorded when the save started. None if no tensor is on a GPU.
     """
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    # A thread starts with GPU 0. Pinned memory would open a context there on every rank.
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     copies = {}
     for key, tensor in tensors.items():
         buffer = buffers.get(key)
@@ -115,7 +119,6 @@ def copy_to_host(
         for key, tensor in tensors.items():
             copies[key].copy_(tensor.detach())
         return copies
-    device = next(iter(tensors.values())).device
     # A separate stream overlaps the copy with the next forward and backward pass. It waits for
     # `ready`, because the optimizer's step before the save may still be running on the device.
     stream = torch.cuda.Stream(device)

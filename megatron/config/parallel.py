@@ -52,7 +52,7 @@ class ParallelConfig:
     """Repair copies that drifted apart, instead of stopping. The copies of the first rank are
     kept."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Communication library. Default: nccl with GPUs, gloo without."""
+    """Communication library. Default: nccl if each rank has a GPU of its own, else gloo."""
     distributed_timeout_minutes: Annotated[float, POSITIVE] = 10.0
     """Minutes after which ranks that wait for an unresponsive rank end the run and name that rank
     (gloo). With nccl its watchdog ends the run. Reading and writing of files may take longer."""

@@ -119,7 +119,9 @@ class AdamW(Optimizer):
         super().__init__(masters)
         groups: list[dict[str, Any]] = [
             {
-                "params": [m.weight for m in group],
+                # A rank may have no element of a small parameter. apex's kernel skips the tensors
+                # that follow an empty one in its list.
+                "params": [m.weight for m in group if m.weight.numel()],
                 "weight_decay": config.weight_decay if group[0].decays else 0.0,
                 "decoupled": group[0].decoupled,
             }

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 
 from megatron.engine.parallelize import RankStage
 from megatron.model.inputs import Inputs
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Mesh, choose_message_device
 from megatron.schedule.pipeline import choose_schedule
 
 
@@ -133,10 +133,9 @@ class PipelineRunner:
             stage,
             stage_index=layers.index,
             num_stages=self._num_stages,
-            device=self._mesh.device,
+            mesh=self._mesh,
             input_args=() if layers.first else (stream,),
             output_args=loss if layers.last else stream,
-            group=self._mesh.get_pipeline_group(),
         )
 
 
@@ -170,17 +169,26 @@ class _StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, changed in three points.
+    """torch's stage, changed in four points.
 
     It notifies `ShardedModel` before each backward pass. It does not keep outputs in evaluation. It
     holds receive buffers only for the microbatches in flight. torch's own stage keeps a buffer for
     each microbatch in both directions from the first step on. A large batch has hundreds of
-    microbatches, and 1F1B has at most as many in flight as there are stages.
+    microbatches, and 1F1B has at most as many in flight as there are stages. gloo cannot send GPU
+    tensors, so its messages are copies in host memory.
     """
 
-    def __init__(self, stage: _StageModule, **options: Any) -> None:
+    def __init__(self, stage: _StageModule, *, mesh: Mesh, **options: Any) -> None:
         self._sharded = stage.sharded
-        super().__init__(stage, **options)
+        group = mesh.get_pipeline_group()
+        super().__init__(stage, device=mesh.device, group=group, **options)
+        self._message_device = choose_message_device(group, mesh.device)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return the messages that open NCCL's connections. gloo's are open already."""
+        if self._message_device != self.device:
+            return []
+        return super()._get_init_p2p_neighbors_ops()
 
     # torch allocates all receive buffers in these two methods. On the meta device they have shapes
     # and no memory. `_make_buffers` gives a buffer its memory just before a message arrives in it.
@@ -215,6 +223,7 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a microbatch's forward pass, and drop the buffer of its input."""
+        self._take_from_host(self.args_recv_info[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         # torch's `fwd_cache` still references the input until the backward pass has used it.
         self._drop_buffers(self.args_recv_info[fwd_chunk_id])
@@ -222,15 +231,21 @@ class _Stage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends of a microbatch's output."""
-        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        ops = self._copy_to_host(super().get_fwd_send_ops(fwd_chunk_id))
         # The backward pass removes entries from the cache. Evaluation has no backward pass, so the
         # outputs of all microbatches would stay in the cache.
         if not self.has_backward:
             self.fwd_cache.pop(fwd_chunk_id)
         return ops
 
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of the gradient of a microbatch's input."""
+        return self._copy_to_host(super().get_bwd_send_ops(bwd_chunk_id))
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run a microbatch's backward pass, and drop the buffer of its output's gradient."""
+        if self.has_backward and not self.is_last:
+            self._take_from_host(self.grad_recv_info[bwd_chunk_id])
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward and not self.is_last:
             self._drop_buffers(self.grad_recv_info[bwd_chunk_id])
@@ -249,8 +264,29 @@ class _Stage(PipelineStage):
         for info in infos:
             if info.buffer is not None:
                 info.buffer = torch.empty_like(
-                    info.buffer, device=self.device, requires_grad=info.buffer.requires_grad
+                    info.buffer,
+                    device=self._message_device,
+                    requires_grad=info.buffer.requires_grad,
                 )
+
+    def _take_from_host(self, infos: Sequence[Any]) -> None:
+        """Copy received messages to the device, if they are in host memory."""
+        if self._message_device == self.device:
+            return
+        for info in infos:
+            if info.buffer is not None:
+                needs_gradient = info.buffer.requires_grad
+                info.buffer = info.buffer.detach().to(self.device).requires_grad_(needs_gradient)
+
+    def _copy_to_host(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Return sends of copies in host memory, if messages must be there."""
+        if self._message_device == self.device:
+            return ops
+        return [
+            # The copy waits for the kernels that compute the message.
+            dist.P2POp(op.op, op.tensor.detach().cpu(), group=op.group, group_peer=op.group_peer)
+            for op in ops
+        ]
 
     def _drop_buffers(self, infos: Sequence[Any]) -> None:
         for info in infos:

@@ -73,7 +73,7 @@ def join_ranks(
     if grid.world_size == 1:
         yield build_mesh(grid, chosen)
         return
-    start_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout_minutes)
+    start_process_group(None, timeout_minutes, chosen)
     control = build_control_group(timeout_minutes)
     rank = dist.get_rank()
     # A rank that is lost is named with its host, also while the mesh is built.

@@ -15,7 +15,7 @@ from megatron.model.inputs import Inputs
 from megatron.model.positions import Positions
 from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import all_gather
-from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.mesh import TensorParallel, choose_message_device
 
 
 class StagedModel:
@@ -115,17 +115,19 @@ class StagedModel:
         assert self._pipeline is not None, "a stage after the first is in a pipeline"
         batch, length = inputs.tokens.shape
         stream = torch.empty(
-            (length, batch, self.shape.config.hidden_size), dtype=self.dtype, device=self.device
+            (length, batch, self.shape.config.hidden_size),
+            dtype=self.dtype,
+            device=choose_message_device(self._pipeline, self.device),
         )
         dist.recv(stream, group=self._pipeline, group_src=self._pipeline.rank() - 1)
-        return stream
+        return stream.to(self.device)
 
     def _send(self, stream: Tensor) -> None:
         """Send the residual stream to the next stage, without waiting until it has arrived."""
         assert self._pipeline is not None, "a stage before the last is in a pipeline"
         # One message at a time, so that a fast stage does not fill the memory with messages.
         self._finish_sending()
-        stream = stream.contiguous()
+        stream = stream.contiguous().to(choose_message_device(self._pipeline, self.device))
         work = dist.isend(stream, group=self._pipeline, group_dst=self._pipeline.rank() + 1)
         self._sent = (work, stream)
 

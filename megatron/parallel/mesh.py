@@ -116,6 +116,14 @@ class Mesh:
         return self.names[self.rank]
 
 
+def choose_message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return where tensors must be that ranks on `device` send to each other in a group.
+
+    gloo sends no tensor of a GPU, so the tensors are copied to host memory for it.
+    """
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+
+
 def build_mesh(
     grid: Grid,
     device: torch.device,

@@ -19,6 +19,8 @@ _NAMED = 16
 """Number of missing ranks that a message names."""
 _STORE_SECONDS = 2.0
 """Time for which rank 0 keeps the store after a failed meeting."""
+_SHARED_GPU = "shared gpu"
+"""Key of the store, which is set if ranks share a GPU."""
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -33,14 +35,22 @@ def choose_device(local_rank: int) -> torch.device:
     return device
 
 
-def start_process_group(backend: str, timeout_minutes: float) -> None:
+def start_process_group(
+    backend: str | None, timeout_minutes: float, device: torch.device | None = None
+) -> None:
     """Join the world that the launcher's environment describes.
 
     It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
+    Args:
+        backend: nccl or gloo. None: nccl if each rank has a GPU of its own, else gloo. NCCL cannot
+            connect two ranks of the same GPU.
+        timeout_minutes: Limit of the meeting, from which the limit of collectives is derived.
+        device: This rank's device, see `choose_device`. None: the CPU.
+
     Raises:
-        LayoutError: `backend` is nccl on a machine without GPUs, or ranks have not arrived within
-            the limit.
+        LayoutError: `backend` is nccl, and torch sees no GPU or ranks share one. Or ranks have not
+            arrived within the limit.
     """
     if backend == "nccl" and not torch.cuda.is_available():
         raise LayoutError(
@@ -49,15 +59,36 @@ def start_process_group(backend: str, timeout_minutes: float) -> None:
         )
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    store = _meet(rank, world_size, timedelta(minutes=timeout_minutes))
+    store = _meet(rank, world_size, timedelta(minutes=timeout_minutes), _name_gpu(device))
+    sharing = store.get(_SHARED_GPU).decode() if store.check([_SHARED_GPU]) else ""
+    if backend == "nccl" and sharing:
+        raise LayoutError(
+            f"--distributed-backend nccl needs a GPU for each rank, but {sharing}; start fewer "
+            "ranks on a host, or use --distributed-backend gloo"
+        )
+    if backend is None:
+        has_own_gpu = device is not None and device.type == "cuda" and not sharing
+        backend = "nccl" if has_own_gpu else "gloo"
     limit = TimeLimit(timeout_minutes)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
     )
 
 
-def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
+def _name_gpu(device: torch.device | None) -> str:
+    """Return a name of a GPU that no other one has, or nothing for a CPU.
+
+    The index would not do: each rank of a host may see only its own GPU, as number 0.
+    """
+    if device is None or device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _meet(rank: int, world_size: int, limit: timedelta, gpu: str) -> dist.Store:
     """Return the store of the world, after all ranks have arrived at it.
+
+    Its key `_SHARED_GPU` is set if two ranks have the same GPU.
 
     Raises:
         LayoutError: Some ranks have not arrived within the limit. The message names them.
@@ -87,6 +118,9 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
     # its keys from those of earlier ones.
     if restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
         store = dist.PrefixStore(f"restart{restart}", store)
+    # Ranks count themselves before they arrive. Afterwards, all of them read the same.
+    if gpu and store.add(f"gpu/{gpu}", 1) > 1:
+        store.set(_SHARED_GPU, f"ranks on {os.uname().nodename} share a GPU")
     keys = [f"arrived/{other}" for other in range(world_size)]
     store.set(keys[rank], "1")
     try:

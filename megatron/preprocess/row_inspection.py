@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.url import redact
-from megatron.data.stream.formats import FORMATS, FileGroups, FilePath, Row
+from megatron.data.stream.formats import FORMATS
 from megatron.data.stream.listing import find_files
+from megatron.data.stream.row_format import FileGroups, FilePath, Row
 from megatron.errors import DataError
 
 _SAMPLED_GROUPS = 32

@@ -32,10 +32,18 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
         raise combine_errors(wrong)
     parallel = loaded.config.parallel
     minutes = parallel.distributed_timeout_minutes
-    backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    start_process_group(backend, minutes)
-    control = build_control_group(minutes)
+    start_process_group(parallel.distributed_backend, minutes, device)
     rank = dist.get_rank()
+    if (
+        parallel.distributed_backend is None
+        and device.type == "cuda"
+        and dist.get_backend() == "gloo"
+    ):
+        make_printer(rank)(
+            "warning: some host has more ranks than GPUs. NCCL cannot connect ranks that share a "
+            "GPU, so the slower gloo is used. For speed, start one rank for each GPU"
+        )
+    control = build_control_group(minutes)
     names = gather_json(f"rank {rank} on {host}", control)
     return Ranks(rank, world.size, control, tuple(names))
 

@@ -24,8 +24,9 @@ from megatron.data.stream.filters import (
     compute_ngram_repetition,
 )
 from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
-from megatron.data.stream.source import OneRank
+from megatron.data.stream.rank_group import OneRank
+from megatron.data.stream.reader import Cursor, ShardReader
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import DataError
 
 ALL = Filters(max_document_tokens=60, max_ngram_repetition=0.3, drop_duplicates=True)
@@ -178,7 +179,7 @@ def read_first_epoch(dataset: StreamedDataset) -> tuple[Counter, NDArray[np.int6
     if dataset.filters.active:
         # The cursor has passed over documents of the next epoch that are left out.
         piece = dataset.open_epoch(1).list_pieces(0)[0]
-        for document in next(dataset.read_windows(1, piece, 0))[: reader.cursor.document]:
+        for document in itertools.islice(dataset.read_documents(1, piece), reader.cursor.document):
             counts[document.outcome] -= (1, document.size)
     ends = [place for place, token in enumerate(stream) if token == EOS]
     begin = 0

@@ -14,7 +14,8 @@ from data.row_files import make_documents, write_dataset, write_rows
 from data.test_stream_remote import read_all
 
 from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
+from megatron.data.stream.reader import Cursor, ShardReader
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import DataError
 
 

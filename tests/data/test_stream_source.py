@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.row_files import make_documents, write_dataset
+from data.row_files import make_documents, write_dataset, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +19,12 @@ from megatron.data.documents import DocumentRules
 from megatron.data.source import BatchSlice
 from megatron.data.stream.filters import Filters
 from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
+from megatron.data.stream.open_shard import OpenShard
+from megatron.data.stream.rank_group import OneRank, RankGroup
+from megatron.data.stream.reader import Cursor, ShardReader
 from megatron.data.stream.shard_order import MixturePhase
-from megatron.data.stream.source import OneRank, RankGroup, StreamSource, _Shard
+from megatron.data.stream.source import StreamSource
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import DataError
 
 SHARDS = 12
@@ -207,8 +210,8 @@ def test_a_save_after_a_skipped_range_changes_nothing(corpus: Path, ranks: int, 
 
 def test_a_batch_that_is_not_wanted_any_more_does_not_move_the_reader(corpus: Path):
     """A thread may still read a batch from before a skipped range. Its result is dropped."""
-    opened = _Shard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
-    expected = _Shard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
+    opened = OpenShard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
+    expected = OpenShard(open_dataset(corpus, "web", Specials()), 3, 0, Cursor())
     for number in range(4):
         opened.read(number, LENGTH)
         opened.confirm(number)
@@ -255,6 +258,41 @@ def test_skipping_goes_where_reading_goes(corpus: Path):
             skipping.read_sample(LENGTH)
             skipping.skip_tokens((number - 1) * LENGTH)
             assert skipping.cursor == cursors[number]
+
+
+def test_texts_are_tokenized_when_they_are_needed(tmp_path: Path):
+    """A window has 256 texts, and each logical shard has a window of its own in memory."""
+    texts = [f"{number} {'x' * (number % 7)}" for number in range(600)]
+    write_rows(tmp_path / "web" / "a.parquet", "tokens", texts, group=600)
+    listing = list_dataset(str(tmp_path / "web"), "parquet", "tokens", None)
+    tokenized: list[str] = []
+
+    def encode(some: list[str]) -> list[np.ndarray]:
+        tokenized.extend(some)
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in some]
+
+    def open_texts(filters: Filters | None = None) -> StreamedDataset:
+        return StreamedDataset(
+            "web", listing, (0, 600), 7, 1, Specials(eos=EOS), encode, None, filters
+        )
+
+    dataset = open_texts()
+    (piece,) = dataset.open_epoch(0).list_pieces(0)
+    documents = [document.ids.tolist() for document in dataset.read_documents(0, piece)]
+    assert sorted(tokenized) == sorted(texts)
+    for skipped in (0, 5, 255, 256, 300, 599, 600):
+        tokenized.clear()
+        found = dataset.read_documents(0, piece, skipped)
+        first = [document.ids.tolist() for document in itertools.islice(found, 3)]
+        assert first == documents[skipped : skipped + 3]
+        assert len(tokenized) <= 32
+    # Duplicates are found in the complete window, so all of it is tokenized. The order is the same.
+    unequal = open_texts(Filters(drop_duplicates=True))
+    assert [each.ids.tolist() for each in unequal.read_documents(0, piece)] == documents
+    reader = ShardReader(dataset, 0, Cursor(document=300, token=2))
+    tokenized.clear()
+    assert reader.read_sample(1).tokens.tolist() == documents[300][2:4]
+    assert len(tokenized) <= 16
 
 
 def test_weights_and_data_sets_change_from_the_position_on(corpus: Path):

@@ -40,6 +40,22 @@ def make_masters() -> list[MasterParameter]:
     ]
 
 
+def test_adamw_is_given_no_empty_shard() -> None:
+    masters = make_masters()
+    empty = nn.Parameter(torch.zeros(0, 3))
+    masters.insert(
+        0, MasterParameter("empty", ParameterSpec((2, 3), Init.NORMAL), (2, 0), empty, empty)
+    )
+    optimizer = AdamW(masters, OptimizerConfig(weight_decay=0.1))
+    given = [weight for group in optimizer._optimizer.param_groups for weight in group["params"]]
+    assert [weight.shape for weight in given] == [(5, 3), (5,)]
+    for master in masters:
+        master.weight.grad = torch.ones_like(master.weight)
+    optimizer.step(0.1)
+    # A checkpoint has states of all parameters.
+    assert [optimizer.get_moment(m, "exp_avg").shape for m in masters] == [(0, 3), (5, 3), (5,)]
+
+
 def test_adamw_equals_torchs_with_decay_on_matrices_only() -> None:
     ours = make_masters()
     config = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-6)

@@ -256,3 +256,26 @@ def test_evaluation_does_not_change_training(pool: ProcessPool, ranks: int, flag
     assert list_numbers(
         [seen for seen, work in zip(interrupted, between, strict=True) if work.train]
     ) == list_numbers(alone)
+
+
+def walk_through_host_memory(flags: str, steps: list[Work]) -> list[Seen]:
+    """Return what `walk` returns, with messages on another device than the stages."""
+    import torch
+
+    from megatron.engine import pipeline
+
+    # "cpu:0" is the same memory as "cpu", and another device for torch's comparison.
+    elsewhere = torch.device("cpu", 0)
+    with mock.patch.object(pipeline, "choose_message_device", return_value=elsewhere):
+        return walk(flags, steps)
+
+
+@pytest.mark.parametrize("interleaved", ["", "--num-layers-per-virtual-pipeline-stage 1"])
+def test_messages_through_host_memory_change_no_bit(pool: ProcessPool, interleaved: str) -> None:
+    flags = f"--pipeline-model-parallel-size 2 {interleaved}"
+    steps = [Work(8), evaluation(4), Work(4)]
+    plain = run(pool, 2, flags, steps)
+    outcomes = pool.run(2, walk_through_host_memory, flags, steps)
+    succeed(outcomes)
+    for before, after in zip(plain, outcomes, strict=True):
+        assert list_numbers(after.value) == list_numbers(before)

@@ -112,7 +112,7 @@ def compute_plainly(model: Any, microbatches: Any) -> list[float]:
 
     def attend_and_keep(query, key, value, attn_mask=None, is_causal=False, **options):
         length = query.shape[2]
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
         if attn_mask is not None:
             seen = attn_mask > -math.inf
         wide = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -124,7 +124,7 @@ def compute_plainly(model: Any, microbatches: Any) -> list[float]:
         nonlocal current
         current = number
 
-    inputs = build_inputs(microbatches, 1, torch.device("cpu"))
+    inputs = build_inputs(microbatches, 1, next(model.parameters()).device)
     model.train()
     with ExitStack() as hooks:
         for number, block in model.get_blocks().items():

@@ -78,3 +78,28 @@ def test_without_rank_0_the_store_is_named(pool: ProcessPool) -> None:
     outcomes = pool.run(2, join, 0.05, PerRank([False, True]))
     assert outcomes[1].kind == "LayoutError"
     assert "cannot reach the store at 127.0.0.1:" in str(outcomes[1].error)
+
+
+def join_with_gpus(backend: str | None, gpu: str) -> str:
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron.parallel import rendezvous
+
+    with (
+        mock.patch.object(rendezvous, "_name_gpu", return_value=gpu),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+    ):
+        rendezvous.start_process_group(backend, 1)
+    return str(dist.get_backend())
+
+
+def test_ranks_that_share_a_gpu_use_gloo(pool: ProcessPool) -> None:
+    gpus = PerRank(["GPU-a", "GPU-b", "GPU-b"])
+    outcomes = pool.run(3, join_with_gpus, None, gpus)
+    assert [outcome.value for outcome in outcomes] == ["gloo"] * 3
+    for outcome in pool.run(3, join_with_gpus, "nccl", gpus):
+        assert outcome.kind == "LayoutError"
+        assert "share a GPU" in str(outcome.error)

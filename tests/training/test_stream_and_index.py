@@ -14,7 +14,8 @@ from training.runs import SIZES
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
+from megatron.data.stream.reader import Cursor, ShardReader
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.observe.metrics import read_metrics
 from megatron.tokenizer import build_tokenizer
 
@@ -69,8 +70,7 @@ def read_epoch(dataset: StreamedDataset, epoch: int = 0) -> list[tuple[int, ...]
         tuple(document.ids.tolist())
         for shard in range(dataset.shards)
         for piece in dataset.open_epoch(epoch).list_pieces(shard)
-        for window in dataset.read_windows(epoch, piece, 0)
-        for document in window
+        for document in dataset.read_documents(epoch, piece)
     ]
 
 

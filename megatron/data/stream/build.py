@@ -16,9 +16,10 @@ from megatron.data.splits import compute_split_bounds
 from megatron.data.stream.filters import Filters
 from megatron.data.stream.flags import get_filters, parse_shares, parse_strip_tokens
 from megatron.data.stream.listing import Listing, list_dataset
-from megatron.data.stream.reader import Specials, StreamedDataset
+from megatron.data.stream.rank_group import OneRank, RankGroup
 from megatron.data.stream.shard_order import MixturePhase, RowRange
-from megatron.data.stream.source import OneRank, RankGroup, StreamSource
+from megatron.data.stream.source import StreamSource
+from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
 
@@ -350,5 +351,4 @@ def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:
     rows: Sequence[int] = dataset.listing.rows.tolist()
     group = next(number for number, count in enumerate(rows) if count)
     piece = RowRange(group, 0, min(rows[group], _CHECKED_DOCUMENTS))
-    window = next(dataset.read_windows(0, piece, 0))
-    return [document.ids for document in window if len(document.ids)]
+    return [document.ids for document in dataset.read_documents(0, piece) if len(document.ids)]

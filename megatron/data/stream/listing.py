@@ -21,13 +21,14 @@ from tqdm import tqdm
 
 from megatron.config.url import is_url, redact
 from megatron.data.stream.block_cache import BlockCache
-from megatron.data.stream.formats import FORMATS, FileGroups, FilePath, Kind
+from megatron.data.stream.formats import FORMATS
 from megatron.data.stream.remote import (
     RemoteDataFile,
     RemoteFolder,
     RemoteStatus,
     print_line,
 )
+from megatron.data.stream.row_format import FileGroups, FilePath, Kind
 from megatron.durable import replace_file_by
 from megatron.errors import DataError
 

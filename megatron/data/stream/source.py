@@ -11,10 +11,9 @@ only, if micro-batch size x data-parallel size divides the number of logical sha
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,44 +22,24 @@ from megatron.data.batches import Microbatch, compute_sample_positions, split_mi
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
 from megatron.data.stream.filters import NO_COUNTS, FilterReport, add_counts, parse_counts
-from megatron.data.stream.reader import Cursor, Sample, ShardReader, StreamedDataset
+from megatron.data.stream.open_shard import OpenShard
+from megatron.data.stream.rank_group import RankGroup
+from megatron.data.stream.reader import Cursor, Sample, ShardReader
+from megatron.data.stream.records import (
+    continue_segments,
+    describe_segments,
+    find_record,
+    make_record,
+    parse_positions,
+)
 from megatron.data.stream.shard_order import MixturePhase, PhasedMixture
+from megatron.data.stream.streamed_dataset import StreamedDataset
 from megatron.errors import DataError
 from megatron.plural import format_count
 
 _COUNTED_AT_ONCE = 1 << 20
 _NEW = (0, Cursor())
 """Position of a shard that was not read yet."""
-
-
-class RankGroup(Protocol):
-    """The ranks that read together."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return the value of every rank, on every rank."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class OneRank:
-    """A process alone."""
-
-    rank: int = 0
-    size: int = 1
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return the own value."""
-        return [mine]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,51 +61,6 @@ class _StreamRequest:
     seq_length: int
     places: tuple[_Place, ...] = dataclasses.field(compare=False)
     """The samples of this rank. They follow from the other fields."""
-
-
-class _Shard:
-    """One shard of one data set: the position of the run, and samples that were read ahead."""
-
-    def __init__(self, dataset: StreamedDataset, shard: int, number: int, cursor: Cursor) -> None:
-        """Remember the position: sample `number` begins at `cursor`."""
-        self.number = number
-        self.cursor = cursor
-        self._reader = ShardReader(dataset, shard, cursor)
-        self._next_number = number
-        self._ahead: dict[int, Sample] = {}
-        self._lock = threading.Lock()
-
-    def read(self, number: int, seq_length: int) -> Sample:
-        """Return a sample that is not before the position. The position does not move.
-
-        Raises:
-            ValueError: the sample is before the position. Only a batch that was read ahead and is
-                not wanted any more asks for it, and nobody waits for its result.
-        """
-        with self._lock:
-            if number < self.number:
-                raise ValueError(f"sample {number} is before the position {self.number}")
-            if number not in self._ahead:
-                self._go_to(number, seq_length)
-                self._ahead[number] = self._reader.read_sample(seq_length)
-                self._next_number = number + 1
-            return self._ahead[number]
-
-    def confirm(self, number: int) -> None:
-        """Move the position behind a sample that was read."""
-        with self._lock:
-            self.cursor = self._ahead[number].after
-            self.number = number + 1
-            self._ahead = {later: s for later, s in self._ahead.items() if later > number}
-
-    def _go_to(self, number: int, seq_length: int) -> None:
-        """Let the reader continue with a sample."""
-        if number < self._next_number:
-            self._reader.seek(self.cursor)
-            self._next_number = self.number
-        if number > self._next_number:
-            self._reader.skip_tokens((number - self._next_number) * seq_length)
-        self._next_number = number
 
 
 class StreamSource:
@@ -165,11 +99,11 @@ class StreamSource:
         self._consumed = 0
         # Samples of each data set and shard before the position, [data sets, shards].
         self._counts = np.zeros((len(self._datasets), self._number_of_shards), np.int64)
-        self._shards: dict[tuple[int, int], _Shard] = {}
+        self._shards: dict[tuple[int, int], OpenShard] = {}
         # Cursors of a loaded state, by data set and shard.
         self._starts: dict[tuple[int, int], tuple[int, Cursor]] = {}
         self._filter_reports: list[FilterReport] = []
-        self._segments = self._describe_segments(0)
+        self._segments = describe_segments(self._datasets, self._phases, 0)
         # Records of data sets that are not read any more. They continue if they are added again.
         self._unused: list[dict[str, Any]] = []
         self._mixture = self._make_mixture(self._seed)
@@ -255,22 +189,11 @@ class StreamSource:
         self._filter_reports.clear()
         for number, dataset in enumerate(self._datasets):
             of_shards = [cursors[number, shard] for shard in range(self._number_of_shards)]
-            record = {
-                **_describe_dataset(dataset),
-                "samples": self._counts[number].tolist(),
-                "epoch": [cursor.epoch for cursor in of_shards],
-                "document": [cursor.document for cursor in of_shards],
-                "token": [cursor.token for cursor in of_shards],
-            }
-            counts = [cursor.filter_counts for cursor in of_shards]
-            # The counts of a run whose filters were removed are kept as well.
-            if dataset.filters.active or any(each != NO_COUNTS for each in counts):
-                record["filter_counts"] = counts
-            total = functools.reduce(add_counts, counts)
+            records.append(make_record(dataset, self._counts[number].tolist(), of_shards))
+            total = functools.reduce(add_counts, [cursor.filter_counts for cursor in of_shards])
             # A data set of a later phase was not read yet.
             if dataset.filters.active and total != NO_COUNTS:
                 self._filter_reports.append(FilterReport(dataset.name, total))
-            records.append(record)
         return {
             "consumed_samples": self._consumed,
             "segments": [],
@@ -309,12 +232,23 @@ class StreamSource:
         self._keep_seed(int(stream["seed"]))
         left = list(stream["datasets"])
         for number, dataset in enumerate(self._datasets):
-            record = self._find_record(dataset, left)
+            try:
+                record = find_record(dataset, left)
+            except DataError as error:
+                raise DataError(f"{self.name}: {error}") from error
             if record is not None:
                 left.remove(record)
-                self._continue_dataset(number, dataset, record)
+                self._counts[number] = record["samples"]
+                for shard, position in enumerate(parse_positions(dataset, record)):
+                    self._starts[number, shard] = position
         self._unused = left
-        self._continue_segments(stream["segments"])
+        requested = describe_segments(self._datasets, self._phases, self._consumed)
+        self._segments, changed = continue_segments(stream["segments"], requested)
+        if changed:
+            self.notes.append(
+                f"{self.name}: the data sets, their weights, special tokens or filters have "
+                f"changed. The change applies from sample {self._consumed} on"
+            )
 
     def close(self) -> None:
         """Stop the reading threads."""
@@ -389,7 +323,7 @@ class StreamSource:
 
         for key in by_shard:
             if key not in self._shards:
-                opened = _Shard(self._datasets[key[0]], key[1], *self._starts.get(key, _NEW))
+                opened = OpenShard(self._datasets[key[0]], key[1], *self._starts.get(key, _NEW))
                 # Another thread may have opened it meanwhile.
                 self._shards.setdefault(key, opened)
         if self._pool is None:
@@ -474,94 +408,3 @@ class StreamSource:
         """Return what chooses the data set of each sample."""
         names = [dataset.name for dataset in self._datasets]
         return PhasedMixture(names, self._phases, self._number_of_shards, seed)
-
-    def _find_record(
-        self, dataset: StreamedDataset, records: list[dict[str, Any]]
-    ) -> dict[str, Any] | None:
-        """Return the record of a data set, or None if it is new.
-
-        Raises:
-            DataError: its files or its range of rows have changed.
-        """
-        described = _describe_dataset(dataset)
-        for record in records:
-            if all(record[key] == described[key] for key in ("fingerprint", "documents")):
-                return record
-        if any(record["name"] == dataset.name for record in records):
-            raise DataError(
-                f"{self.name}: the files of data set {dataset.name} ({dataset.listing.folder}) or "
-                "its --split have changed since the checkpoint, so its order cannot be continued. "
-                "Restore them. Put new files into a folder of their own, and add it to --datasets."
-            )
-        return None
-
-    def _continue_dataset(
-        self, number: int, dataset: StreamedDataset, record: dict[str, Any]
-    ) -> None:
-        """Take the positions of a data set from its record."""
-        self._counts[number] = record["samples"]
-        # The cursor counts special tokens. One more or less before the document moves it.
-        shift = (dataset.specials.bos is not None) - (record["specials"]["bos"] is not None)
-        columns = (
-            record["samples"],
-            record["epoch"],
-            record["document"],
-            record["token"],
-            # Without filters there is no such list.
-            record.get("filter_counts", [NO_COUNTS] * self._number_of_shards),
-        )
-        for shard, (samples, epoch, document, token, counts) in enumerate(
-            zip(*columns, strict=True)
-        ):
-            moved = max(0, token + shift) if token else 0
-            cursor = Cursor(epoch, document, moved, parse_counts(counts))
-            self._starts[number, shard] = (samples, cursor)
-
-    def _continue_segments(self, recorded: list[dict[str, Any]]) -> None:
-        """Keep the recorded segments up to the position, and add those of the configuration."""
-        # Nothing was read of a segment that begins at the position or later.
-        past = [segment for segment in recorded if segment["start_sample"] < self._consumed]
-        present, *later = self._describe_segments(self._consumed)
-        if past and present["datasets"] == past[-1]["datasets"]:
-            self._segments = [*past, *later]
-            return
-        self._segments = [*past, present, *later]
-        # A phase that begins here as planned is recorded already.
-        if past and present not in recorded:
-            self.notes.append(
-                f"{self.name}: the data sets, their weights, special tokens or filters have "
-                f"changed. The change applies from sample {self._consumed} on"
-            )
-
-    def _describe_segments(self, first_start: int) -> list[dict[str, Any]]:
-        """Return what is read by each phase, as JSON values.
-
-        Args:
-            first_start: The sample from which on the first phase applies.
-        """
-        datasets = {dataset.name: dataset for dataset in self._datasets}
-        starts = [first_start, *(phase.start_sample for phase in self._phases[1:])]
-        return [
-            {
-                "start_sample": start,
-                "datasets": [
-                    {**_describe_dataset(datasets[name]), "weight": share}
-                    for name, share in phase.shares.items()
-                ],
-            }
-            for start, phase in zip(starts, self._phases, strict=True)
-        ]
-
-
-def _describe_dataset(dataset: StreamedDataset) -> dict[str, Any]:
-    """Return what identifies a data set, as JSON values."""
-    specials = dataset.specials
-    described: dict[str, Any] = {
-        "name": dataset.name,
-        "fingerprint": dataset.fingerprint,
-        "documents": list(dataset.documents),
-        "specials": {"bos": specials.bos, "eos": specials.eos, "strip": list(specials.strip)},
-    }
-    if dataset.filters.active:
-        described["filters"] = dataclasses.asdict(dataset.filters)
-    return described

@@ -20,9 +20,12 @@ import torch.distributed as dist
 
 from megatron.operations.slurm.node_report import NodeLimits, NodeReport
 from megatron.parallel.launcher import read_launcher_world
+from megatron.parallel.rendezvous import choose_device
 
 _DISK_BYTES = 64 << 20
 """Bytes that each rank writes to its disk."""
+_COMPARED_BYTES = 64 << 20
+"""Words that are compared at a time, and bytes of the result."""
 _REPEATS = 5
 """Number of products that are timed and compared."""
 _SIZES = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
@@ -67,9 +70,7 @@ def probe(limits: NodeLimits, on_change: Callable[[NodeReport], None]) -> NodeRe
         findings.set(doing=part.__name__[1:])
         try:
             # A broken driver can raise here too, so this is part of what is probed.
-            if torch.cuda.is_available():
-                device = torch.device("cuda", world.local_rank)
-                torch.cuda.set_device(device)
+            device = choose_device(world.local_rank)
             part(findings, limits, device)
         # CUDA errors, including those of memory, are RuntimeErrors. The other parts are still
         # probed.
@@ -132,7 +133,7 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         # The free memory is checked first, which gives a clearer message than a failed allocation.
-        if free < 4 * count:
+        if free < 4 * count + _COMPARED_BYTES:
             findings.add_failure(
                 f"memory: {free / (1 << 30):.3g} GiB are free on {device}, but "
                 f"{limits.memory_gib:g} GiB are needed"
@@ -140,7 +141,12 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
             return
     # The pattern has ones and zeros in each byte.
     filled = torch.full((count,), 0x5A5A5A5A, dtype=torch.int32, device=device)
-    wrong = int((filled != 0x5A5A5A5A).sum())
+    # A comparison needs a byte for each word, so the words are compared in parts.
+    wrong = sum(int((part != 0x5A5A5A5A).sum()) for part in filled.split(_COMPARED_BYTES))
+    del filled
+    if device.type == "cuda":
+        # Otherwise torch would keep the memory for this process, and the training starts with less.
+        torch.cuda.empty_cache()
     if wrong:
         findings.add_failure(f"memory: {wrong} of {count} words do not hold what was written")
 

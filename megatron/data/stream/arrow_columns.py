@@ -1,0 +1,97 @@
+"""Columns and errors of pyarrow, which Parquet and Arrow files have in common."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from megatron.data.stream.row_format import FilePath, Kind, Row
+from megatron.errors import DataError
+
+
+def convert_column(path: FilePath, column: Any) -> list[Row]:
+    """Return the rows of a pyarrow array."""
+    import pyarrow as pa
+    import pyarrow.compute
+
+    if not is_list(column.type):
+        return [text if text is not None else "" for text in column.to_pylist()]
+    lengths = pa.compute.list_value_length(column)
+    sizes = np.asarray(lengths.fill_null(0), np.int64)
+    # `flatten` leaves out what lies under missing rows, and heeds the slice.
+    values = column.flatten()
+    if values.null_count:
+        raise DataError(f"{path} has a missing value inside a list of token ids. Repair the file.")
+    ids = np.asarray(values)
+    if ids.dtype == np.uint64 and ids.max(initial=0) > np.iinfo(np.int64).max:
+        raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.")
+    ids = ids.astype(np.int64)
+    return list[Row](np.split(ids, np.cumsum(sizes)[:-1]))
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether an Arrow type is one of the list types."""
+    import pyarrow as pa
+
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def find_kind(path: FilePath, schema: Any, column: str) -> Kind:
+    """Return what a column holds.
+
+    Raises:
+        DataError: there is no such column, or it holds something else.
+    """
+    import pyarrow as pa
+
+    if column not in schema.names:
+        raise DataError(
+            f"{path} has no column {column!r}, only {', '.join(schema.names)}. Name the column "
+            "with --col-name."
+        )
+    kind = schema.field(column).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "text"
+    if is_list(kind) and pa.types.is_integer(kind.value_type):
+        return "tokens"
+    raise DataError(
+        f"{path}: column {column!r} holds {kind}, neither texts nor lists of integers. Name "
+        "another column with --col-name."
+    )
+
+
+@contextmanager
+def report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
+    """Turn errors of pyarrow into a DataError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing. Restore the file.") from error
+    except (OSError, pa.ArrowException) as error:
+        if getattr(error, "errno", None) == errno.EMFILE:
+            raise DataError(
+                f"{path} cannot be opened, because this process has too many open files. Each "
+                "logical shard has one. Raise the limit (ulimit -n), or lower --logical-shards."
+            ) from error
+        raise DataError(
+            f"{path} cannot be read as {name}: {error}. If the file is still being written, wait "
+            "for its end. If not, repair or leave out the file."
+        ) from error
+
+
+def import_pyarrow() -> Any:
+    """Return the package pyarrow, which is optional."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(
+            "--dataset-format parquet and arrow need the package pyarrow. Install it: pip install "
+            "pyarrow."
+        ) from error
+    return pyarrow

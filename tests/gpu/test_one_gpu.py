@@ -1,0 +1,243 @@
+"""Tests of the CUDA path on one GPU. They compare runs with the same runs on the CPU.
+
+Each run is a launch of `pretrain_gpt.py`. The runs start together, a few at a time, because a
+launch takes most of its time for imports. Without a GPU, all tests are skipped.
+"""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.observe.metrics import read_metrics
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests/fixtures/openwebtext-100"
+SIZES = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant --seed 1234 "
+    "--log-interval 1 --eval-interval 5 --eval-iters 2 --split 80,20,0 --train-iters 10"
+)
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
+    "--ffn-hidden-size 320 --num-query-groups 2 --no-add-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+DOCUMENTS = (
+    "--reset-attention-mask --reset-position-ids "
+    f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
+)
+BLOOM = "--position-embedding-type alibi --embed-layernorm"
+IN_FP32 = {
+    "gpt2": "",
+    "llama": LLAMA,
+    "bloom": BLOOM,
+    "documents": f"{LLAMA} {DOCUMENTS}",
+    "window": f"{LLAMA} --sliding-window 32 --full-attention-layers 1::2",
+    "qk-norm": f"{LLAMA} --qk-norm head",
+    "penalties": f"{LLAMA} --z-loss-coefficient 1e-4 --goldfish-loss --goldfish-k 5 --goldfish-h 4",
+    "recompute": "--checkpoint-activations",
+    "recompute-core": f"{BLOOM} --recompute-attention-core",
+    "recompute-in-cpu": "--checkpoint-activations --checkpoint-in-cpu",
+    "statistics": "--log-layer-stats-interval 2",
+    "ademamix": f"{LLAMA} --optimizer ademamix",
+    "async-save": "--async-save --save-interval 5",
+}
+"""Name -> flags of a run whose losses on the GPU must equal those on the CPU."""
+BOUND = 1e-4
+IN_16_BITS = {
+    # Muon's products have fewer bits on a GPU.
+    "muon": f"{LLAMA} --optimizer muon",
+    "gpt2-bf16": "--bf16",
+    "llama-bf16": f"{LLAMA} --bf16",
+    "bloom-bf16": f"{BLOOM} --bf16",
+    "documents-bf16": f"{LLAMA} --bf16 {DOCUMENTS}",
+    "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
+    "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
+}
+BOUND_16_BITS = 2e-2
+COMPILED = {
+    "compiled": f"{LLAMA} --use-torch-compile",
+    "compiled-bf16": "--bf16 --use-torch-compile",
+}
+WITH_DROPOUT = {
+    "dropout": "",
+    "dropout-bf16": f"{LLAMA} --bf16",
+    "dropout-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
+}
+"""Runs that are trained twice, and once with a stop and a resume in the middle."""
+RECOMPUTED = {"dropout-recomputed": "--checkpoint-activations"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch."""
+
+    code: int
+    output: str
+    folder: Path
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Return loss and gradient norm of each iteration."""
+        assert self.code == 0, self.output[-3000:]
+        return [
+            (entry["lm_loss"], entry["grad_norm"])
+            for entry in read_metrics(self.folder / "metrics.jsonl")
+            if "lm_loss" in entry
+        ]
+
+    def validation(self) -> list[float]:
+        return [
+            entry["validation"]["validation"]
+            for entry in read_metrics(self.folder / "metrics.jsonl")
+            if "validation" in entry
+        ]
+
+
+def launch(data: str, folder: Path, flags: str, *, gpu: bool = True) -> Run:
+    files = f"--data-path {data} --data-cache-path {folder}/cache --save {folder} --load {folder}"
+    command = [sys.executable, "pretrain_gpt.py", *SIZES.split(), *files.split(), *flags.split()]
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": paths}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    return Run(done.returncode, done.stdout + done.stderr, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
+    """Return all runs by their name and place. The places are gpu, again, cpu and resumed."""
+    root = tmp_path_factory.mktemp("runs")
+    results: dict[tuple[str, str], Run] = {}
+
+    def train(name: str, place: str, flags: str) -> None:
+        folder = root / f"{name}-{place}"
+        if place == "resumed":
+            launch(corpus, folder, f"{flags} --exit-interval 4 --save-interval 4")
+        results[name, place] = launch(corpus, folder, flags, gpu=place != "cpu")
+
+    jobs = [
+        (name, place, f"{flags} {NO_DROPOUT}")
+        for name, flags in (IN_FP32 | IN_16_BITS | COMPILED).items()
+        for place in ("gpu", "cpu")
+        if (name, place) not in {(compiled, "cpu") for compiled in COMPILED}
+    ]
+    jobs += [
+        (name, place, f"{flags} --hidden-dropout 0.1 --attention-dropout 0.1")
+        for name, flags in (WITH_DROPOUT | RECOMPUTED).items()
+        for place in ("gpu", "again", "resumed")
+    ]
+    with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)) // 2)) as pool:
+        for future in [pool.submit(train, *job) for job in jobs]:
+            future.result()
+    return results
+
+
+def measure_worst(a: Run, b: Run) -> tuple[float, float]:
+    """Return the largest relative differences of losses and of gradient norms."""
+    left, right = a.curve(), b.curve()
+    assert len(left) == len(right) == 10
+    pairs = [*zip(left, right, strict=True)]
+    losses = [(x[0], y[0]) for x, y in pairs] + [*zip(a.validation(), b.validation(), strict=True)]
+    norms = [(x[1], y[1]) for x, y in pairs]
+    worst_loss, worst_norm = (max(abs(x - y) / y for x, y in of) for of in (losses, norms))
+    return worst_loss, worst_norm
+
+
+def report(name: str, value: object) -> None:
+    """Print a row for the report of tests/gpu/first_hour.sh."""
+    if isinstance(value, tuple):
+        value = "losses {:.1e}, gradient norms {:.1e}".format(*value)
+    print(f"\nmeasured {name}: {value}")
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+def test_fp32_equals_the_cpu(name: str, runs: dict[tuple[str, str], Run]) -> None:
+    worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
+    report(name, worst)
+    assert max(worst) < BOUND
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_16_bits_agree_with_the_cpu(name: str, runs: dict[tuple[str, str], Run]) -> None:
+    worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
+    report(name, worst)
+    assert worst[0] < BOUND_16_BITS
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "bound"),
+    [("compiled", "llama", BOUND), ("compiled-bf16", "gpt2-bf16", BOUND_16_BITS)],
+)
+def test_compiled_equals_eager(
+    name: str, other: str, bound: float, runs: dict[tuple[str, str], Run]
+) -> None:
+    worst = measure_worst(runs[name, "gpu"], runs[other, "gpu"])
+    report(name, worst)
+    assert worst[0] < bound
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT | RECOMPUTED)
+def test_runs_repeat_bit_for_bit(name: str, runs: dict[tuple[str, str], Run]) -> None:
+    worst = measure_worst(runs[name, "again"], runs[name, "gpu"])
+    report(f"{name} again", worst)
+    assert max(worst) == 0
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT | RECOMPUTED)
+def test_a_resumed_run_continues_bit_for_bit(name: str, runs: dict[tuple[str, str], Run]) -> None:
+    worst = measure_worst(runs[name, "resumed"], runs[name, "gpu"])
+    report(f"{name} resumed", worst)
+    assert max(worst) == 0
+
+
+def test_recomputation_repeats_the_dropout(runs: dict[tuple[str, str], Run]) -> None:
+    worst = measure_worst(runs["dropout-recomputed", "gpu"], runs["dropout", "gpu"])
+    report("recomputed dropout", worst)
+    assert max(worst) == 0
+
+
+def test_a_trace_has_kernels(corpus: str, tmp_path: Path) -> None:
+    run = launch(corpus, tmp_path, "--profile-iterations 3-4 --bf16")
+    assert run.code == 0, run.output[-3000:]
+    [path] = (tmp_path / "profile").iterdir()
+    with gzip.open(path, "rt") as file:
+        kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
+    report("trace", f"{path.stat().st_size / 1e6:.1f} MB")
+    assert "kernel" in kinds
+
+
+def test_memory_snapshots_are_written(corpus: str, tmp_path: Path) -> None:
+    run = launch(corpus, tmp_path, "--memory-snapshot --memory-snapshot-iterations 3 --bf16")
+    assert run.code == 0, run.output[-3000:]
+    [path] = (tmp_path / "profile").iterdir()
+    report("memory snapshot", f"{path.name} {path.stat().st_size / 1e6:.1f} MB")
+
+
+def test_memory_that_runs_out_ends_the_run_with_a_snapshot(corpus: str, tmp_path: Path) -> None:
+    # Logits of 2 x 10^6 tokens do not fit any GPU of today.
+    flags = "--memory-snapshot --seq-length 2048 --micro-batch-size 1024 --global-batch-size 1024"
+    run = launch(corpus, tmp_path, f"{flags} --hidden-size 4096 --ffn-hidden-size 65536")
+    assert run.code != 0
+    report("out of memory", run.output.strip().splitlines()[-1][:200])
+    assert "out of memory" in run.output
+    assert list((tmp_path / "profile").iterdir())
+
+
+def test_a_cpu_run_continues_on_the_gpu(corpus: str, tmp_path: Path) -> None:
+    first = launch(corpus, tmp_path, f"--exit-interval 5 --save-interval 5 {NO_DROPOUT}", gpu=False)
+    assert first.code == 0, first.output[-3000:]
+    assert len(launch(corpus, tmp_path, NO_DROPOUT).curve()) == 10
