@@ -25,6 +25,7 @@ from megatron.plan_rules import (
     check_muon,
     check_profile,
     check_tensor_parallel,
+    choose_shard_size,
     replace_wrong_values,
     warn_of_files,
     warn_of_phases,
@@ -52,6 +53,9 @@ from megatron.tokenizer import (
     compute_padded_vocab_size,
     find_vocab_size,
 )
+
+RANKS_PER_NODE = 8
+"""Ranks of a node where nothing else is known."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,13 @@ class Plan:
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
     train_seconds: float | None = None
+    shard_size: int = 1
+    """Data-parallel ranks that share one copy of the model. See `choose_shard_size`."""
+
+    @property
+    def copies(self) -> int:
+        """Number of groups of data-parallel ranks that each hold a copy of the model."""
+        return self.data_parallel_size // self.shard_size
 
     @property
     def ffn_hidden_size(self) -> int:
@@ -184,6 +195,7 @@ def resolve(
     consumed_tokens: int = 0,
     iteration: int = 0,
     vocab_size: int | None = None,
+    ranks_per_node: int = RANKS_PER_NODE,
 ) -> Plan:
     """Derive the plan of `config` on `world_size` processes.
 
@@ -202,6 +214,7 @@ def resolve(
         iteration: Iterations before the start.
         vocab_size: Number of real token ids, if another rank has found it. No file is looked at
             then, neither for this number nor for the data phases nor for a warning.
+        ranks_per_node: Ranks of a node, which --sharding-strategy hsdp shards over.
     """
     # The plan keeps the configuration as it was asked for. The other one is for deriving only.
     asked = config
@@ -218,6 +231,9 @@ def resolve(
     grid_fits = check_grid(world_size, report)
     # At least 1, so that the numbers below exist even if the grid does not fit.
     data_parallel_size = max(1, world_size // (tensor * pipeline))
+    shard_size = data_parallel_size
+    if grid_fits:
+        shard_size = choose_shard_size(data_parallel_size, ranks_per_node, report)
 
     # `attempt` notes a failure and returns the placeholder, so that the later rules still run. A
     # vocabulary size of 0 means that it could not be determined.
@@ -300,6 +316,7 @@ def resolve(
         errors=tuple(dict.fromkeys(report.errors)),
         warnings=tuple(dict.fromkeys(report.warnings)),
         train_seconds=train_seconds,
+        shard_size=shard_size,
     )
 
 
@@ -516,6 +533,8 @@ def _build_lr_schedule(
         wsd_decay_steps=wsd_decay,
         wsd_decay_style=optimizer.lr_wsd_decay_style,
         warmup_init=optimizer.lr_warmup_init if optimizer.lr is not None else 0.0,
+        warmup_style=optimizer.lr_warmup_style,
+        decay_from_start=optimizer.lr_decay_from_start,
         decoupled_max_lr=optimizer.decoupled_lr,
         decoupled_min_lr=_find_decoupled_minimum(optimizer),
         train_seconds=train_seconds,

@@ -22,6 +22,7 @@ from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
+from megatron.plural import format_count
 from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
@@ -84,6 +85,7 @@ COUNTS = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
     "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.hsdp_shard_size",
     "tokenizer.make_vocab_size_divisible_by",
     "curriculum.curriculum_min_difficulty",
     "curriculum.curriculum_max_difficulty",
@@ -145,6 +147,51 @@ def check_grid(world_size: int, report: PlanReport) -> bool:
         )
         return False
     return True
+
+
+def choose_shard_size(data_parallel_size: int, ranks_per_node: int, report: PlanReport) -> int:
+    """Return the number of data-parallel ranks that share one copy of the model.
+
+    What the ZeRO stage shards is sharded over them. At stage 0 each rank has its own copy.
+
+    Args:
+        data_parallel_size: Number of data-parallel ranks.
+        ranks_per_node: Ranks of a node.
+        report: Receives an error if the ranks cannot be divided into such groups. Then all
+            data-parallel ranks are returned.
+    """
+    parallel = report.config.parallel
+    # DeepSpeed runs stage 0 as stage 1.
+    if parallel.zero_stage == 0 and not parallel.deepspeed:
+        return 1
+    size = parallel.hsdp_shard_size
+    if size is not None:
+        asked = report.describe("parallel.hsdp_shard_size")
+    elif parallel.sharding_strategy == "hsdp":
+        tensor = parallel.tensor_model_parallel_size
+        asked = (
+            f"{report.describe('parallel.sharding_strategy')} on nodes of {ranks_per_node} ranks "
+            f"with --tensor-model-parallel-size {tensor}"
+        )
+        if ranks_per_node % tensor or ranks_per_node == tensor > 1:
+            report.errors.append(
+                f"{asked}: a node has no whole group of data-parallel ranks to shard over. Give "
+                "--hsdp-shard-size, or use --sharding-strategy fsdp."
+            )
+            return data_parallel_size
+        # A run on a part of a node has one copy of the model.
+        size = min(ranks_per_node // tensor, data_parallel_size)
+    else:
+        return data_parallel_size
+    if data_parallel_size % size:
+        fits = [n for n in range(2, data_parallel_size + 1) if data_parallel_size % n == 0]
+        report.errors.append(
+            f"{asked}: the group of {size} must divide the "
+            f"{format_count(data_parallel_size, 'data-parallel rank')}; use "
+            f"--hsdp-shard-size {format_alternatives(fits or [1])}."
+        )
+        return data_parallel_size
+    return size
 
 
 def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:

@@ -424,6 +424,56 @@ def test_zero_that_communicates_for_every_microbatch():
     assert "every microbatch" not in warnings(2, zero_stage=3)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "size", "copies"),
+    [
+        ({}, 16, 1),
+        ({"zero_stage": 3, "sharding_strategy": "fsdp"}, 16, 1),
+        ({"zero_stage": 3, "sharding_strategy": "hsdp"}, 8, 2),
+        ({"zero_stage": 3, "sharding_strategy": "hsdp", "hsdp_shard_size": 4}, 4, 4),
+        ({"zero_stage": 1, "hsdp_shard_size": 2}, 2, 8),
+        ({"zero_stage": 0}, 1, 16),
+        ({"zero_stage": 3, "sharding_strategy": "hsdp", "tensor_model_parallel_size": 2}, 4, 2),
+        # DeepSpeed runs stage 0 as stage 1.
+        ({"zero_stage": 0, "deepspeed": True}, 16, 1),
+    ],
+)
+def test_ranks_that_share_a_copy_of_the_model(parallel: dict, size: int, copies: int):
+    config = with_changes(parallel=parallel, batch={"global_batch_size": 32})
+    plan = resolve(config, 16, ranks_per_node=8)
+    assert plan.errors == ()
+    assert (plan.shard_size, plan.copies) == (size, copies)
+
+
+def test_a_run_on_a_part_of_a_node_has_one_copy():
+    config = with_changes(parallel={"zero_stage": 3, "sharding_strategy": "hsdp"})
+    assert resolve(config, 4, ranks_per_node=8).shard_size == 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks_per_node", "message"),
+    [
+        ({"hsdp_shard_size": 3}, 8, "the group of 3 must divide the 8 data-parallel ranks"),
+        ({"sharding_strategy": "hsdp"}, 6, "hsdp on nodes of 6 ranks"),
+        (
+            {"sharding_strategy": "hsdp", "tensor_model_parallel_size": 4},
+            4,
+            "a node has no whole group of data-parallel ranks",
+        ),
+        (
+            {"sharding_strategy": "hsdp", "tensor_model_parallel_size": 4},
+            6,
+            "a node has no whole group of data-parallel ranks",
+        ),
+    ],
+)
+def test_groups_that_cannot_divide_the_ranks(parallel: dict, ranks_per_node: int, message: str):
+    config = with_changes(parallel={"zero_stage": 3, **parallel})
+    plan = resolve(config, 8, ranks_per_node=ranks_per_node)
+    assert message in "\n".join(plan.errors)
+    assert "--hsdp-shard-size" in "\n".join(plan.errors)
+
+
 def test_skip_ranges():
     plan = resolve(with_changes(batch={"skip_train_iteration_range": ("20-30", "10-25")}), 1)
     assert plan.skip_ranges == ((10, 30),)

@@ -29,17 +29,18 @@ def data_files(prefix: str | Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
-def command(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start Python in the root of the repository, where the package can be imported.
+def command(*arguments: str | Path, folder: Path = ROOT) -> subprocess.Popen[str]:
+    """Start Python where the package can be imported.
 
     Args:
         arguments: A script and its arguments, or "-c" and a program.
+        folder: The working directory.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         stdout=pipe,
         stderr=pipe,

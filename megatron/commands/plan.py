@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -31,6 +31,7 @@ from megatron.commands.plan_source import (
     split_arguments,
     write_documents,
 )
+from megatron.commands.plan_strategies import HARDWARE
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
@@ -64,6 +65,11 @@ class PlanArguments:
     """Follow the branches, loops and functions of a script. Without it, the last assignment before
     the training command applies. No command runs, so values of $(...) stay unknown. If this system
     cannot contain the shell, the script is refused."""
+    hardware: Literal["a100", "h100", "gh200"] = "a100"
+    """Kind of the devices, for the estimate of communication. Nodes have 8 of them (gh200: 4)."""
+    ranks_per_node: int | None = None
+    """Ranks of a node, which --sharding-strategy hsdp shards over. Default: those that the script
+    starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -117,6 +123,8 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         )
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
+    if options.ranks_per_node is not None and options.ranks_per_node < 1:
+        raise ConfigError(f"--ranks-per-node {options.ranks_per_node} must be at least 1.")
     source = read_source(training, expand=options.expand)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
@@ -153,7 +161,13 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
         position = 0
-    plan = resolve(loaded.config, world_size, loaded.origin, consumed_samples=position)
+    plan = resolve(
+        loaded.config,
+        world_size,
+        loaded.origin,
+        consumed_samples=position,
+        ranks_per_node=_choose_ranks_per_node(options, source),
+    )
     # Iteration 0 is the state before the first step, so it may be forecast.
     late = [iteration for iteration in options.at if iteration > plan.train_iters]
     if late:
@@ -180,12 +194,18 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
     if options.json:
-        print(json.dumps(build_json(plan, at, warnings, uses), indent=1))
+        print(json.dumps(build_json(plan, at, warnings, uses, options.hardware), indent=1))
     else:
-        print("\n".join(format_plan(plan, at, warnings, uses)))
+        print("\n".join(format_plan(plan, at, warnings, uses, options.hardware)))
     if plan.errors:
         return 2
     return 0
+
+
+def _choose_ranks_per_node(options: PlanArguments, source: CommandSource) -> int:
+    """Return the ranks of a node: as given, as the script starts them, or as is usual."""
+    given = options.ranks_per_node or source.ranks_per_node
+    return given or HARDWARE[options.hardware].network.ranks_per_node
 
 
 def find_training_data(plan: Plan) -> list[DatasetUse]:

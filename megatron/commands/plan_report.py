@@ -11,6 +11,12 @@ from megatron.commands.plan_estimates import (
     estimate_memory,
     get_recomputed_share,
 )
+from megatron.commands.plan_strategies import (
+    HARDWARE,
+    choose_strategy,
+    estimate_compute_seconds,
+    estimate_strategies,
+)
 from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
@@ -26,7 +32,11 @@ SHOWN_SIZES = 8
 
 
 def build_json(
-    plan: Plan, at: list[ForecastPoint], warnings: list[str], uses: Sequence[DatasetUse] = ()
+    plan: Plan,
+    at: list[ForecastPoint],
+    warnings: list[str],
+    uses: Sequence[DatasetUse] = (),
+    hardware: str = "a100",
 ) -> dict[str, Any]:
     """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
     shown = ["iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"]
@@ -37,6 +47,7 @@ def build_json(
         "parameters_per_rank": max(plan.stage_parameters),
         "world_size": plan.world_size,
         "data_parallel_size": plan.data_parallel_size,
+        "shard_size": plan.shard_size,
         "layers_per_stage": list(plan.layers_per_stage),
         "parameters_by_pipeline_rank": list(plan.stage_parameters),
         "pipeline": [
@@ -57,9 +68,38 @@ def build_json(
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
         "memory_bytes": estimate_memory(plan),
         "flops": compute_flops(plan),
+        "communication": _build_communication_json(plan, hardware),
         "errors": list(plan.errors),
         "warnings": warnings,
         "flags_without_effect": split_off_flags_without_effect(warnings)[1],
+    }
+
+
+def _build_communication_json(plan: Plan, hardware: str) -> dict[str, Any] | None:
+    """Return the estimates of each strategy as plain data, in seconds of a step and in bytes.
+
+    It is None for a plan with errors, whose sizes may be placeholders.
+    """
+    if plan.errors:
+        return None
+    device = HARDWARE[hardware]
+    estimates = estimate_strategies(plan, device)
+    compute = estimate_compute_seconds(plan, device)
+    best = choose_strategy(estimates, compute)
+    return {
+        "hardware": hardware,
+        "compute_seconds": compute,
+        "strategies": {
+            each.name: {
+                "seconds": each.communication.total,
+                "inside_nodes": each.communication.inside_nodes,
+                "between_nodes": each.communication.between_nodes,
+                "memory_bytes": each.memory,
+                "fits": each.fits,
+            }
+            for each in estimates
+        },
+        "recommended": None if best is None else best.flags,
     }
 
 
@@ -108,7 +148,11 @@ def list_first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
 
 
 def format_plan(
-    plan: Plan, at: list[ForecastPoint], warnings: list[str], uses: Sequence[DatasetUse] = ()
+    plan: Plan,
+    at: list[ForecastPoint],
+    warnings: list[str],
+    uses: Sequence[DatasetUse] = (),
+    hardware: str = "a100",
 ) -> list[str]:
     """Format the plan for people, one line per entry."""
     lines = [
@@ -118,6 +162,7 @@ def format_plan(
         *([_format_row("epochs", describe_epochs(uses))] if uses else []),
         *_format_memory(plan),
         *_format_flops(plan),
+        *_format_communication(plan, hardware),
     ]
     if at:
         lines += [
@@ -161,7 +206,7 @@ def _format_model(plan: Plan) -> list[str]:
             f"{format_count(plan.world_size, 'process', 'processes')} = "
             f"{parallel.tensor_model_parallel_size} tensor x "
             f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
-            f"data; ZeRO {parallel.zero_stage}",
+            f"data; ZeRO {parallel.zero_stage}{_describe_copies(plan)}",
         ),
         *_format_pipeline(plan),
         _format_row(
@@ -171,6 +216,13 @@ def _format_model(plan: Plan) -> list[str]:
         ),
         _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
     ]
+
+
+def _describe_copies(plan: Plan) -> str:
+    """Describe how the data-parallel ranks share several copies of the model."""
+    if plan.copies == 1:
+        return ""
+    return f" in {plan.copies} copies of the model, each on {plan.shard_size} data-parallel ranks"
 
 
 def _format_pipeline(plan: Plan) -> list[str]:
@@ -260,6 +312,10 @@ def _describe_schedule(lr: LRSchedule) -> str:
         warmup = f"warm-up in {100 * lr.warmup_fraction:g} % of the time"
     if lr.warmup_init > 0:
         warmup += f" from {lr.warmup_init:g}"
+    if lr.warmup_style != "linear":
+        warmup = f"{lr.warmup_style} {warmup}"
+    if lr.decay_from_start:
+        warmup += " during the decay"
     if lr.train_seconds is not None:
         end = "the end of the time"
     elif lr.decay_tokens is None:
@@ -357,3 +413,37 @@ def _format_flops(plan: Plan) -> list[str]:
             )
         )
     return lines
+
+
+def _format_communication(plan: Plan, hardware: str) -> list[str]:
+    """Format the communication of each strategy. One data-parallel rank sends nothing."""
+    # The sizes of a plan with errors may be placeholders.
+    if plan.data_parallel_size == 1 or plan.errors:
+        return []
+    device = HARDWARE[hardware]
+    estimates = estimate_strategies(plan, device)
+    compute = estimate_compute_seconds(plan, device)
+    lines = [
+        _format_row(
+            "communication, s",
+            f"about, in a step, on {hardware} (nodes of {device.network.ranks_per_node}); "
+            f"computation takes {compute:,.3g}",
+        )
+    ]
+    for each in estimates:
+        times = each.communication
+        fits = "" if each.fits else ", more than a device has"
+        lines.append(
+            _format_row(
+                f"  {each.name}",
+                f"{times.total:>12,.3g}   ({times.inside_nodes:,.3g} inside nodes, "
+                f"{times.between_nodes:,.3g} between them; {each.memory / 1e9:,.1f} GB a rank"
+                f"{fits})",
+            )
+        )
+    best = choose_strategy(estimates, compute)
+    if best is None:
+        advice = "none fits in memory: use more tensor or pipeline ranks, or recomputation"
+    else:
+        advice = best.flags
+    return [*lines, _format_row("  recommended", advice)]

@@ -34,6 +34,7 @@ class CommandSource:
     world_size: int | None
     warnings: tuple[str, ...] = ()
     documents: Mapping[str, str] = field(default_factory=dict)
+    ranks_per_node: int | None = None
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -50,7 +51,7 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
         name = word.partition("=")[0].replace("_", "-")
         if name in ("--json", "--no-json", "--help", "-h", "--expand", "--no-expand"):
             own.append(word)
-        elif name in ("--world-size", "--consumed-samples"):
+        elif name in ("--world-size", "--consumed-samples", "--hardware", "--ranks-per-node"):
             # The value is attached with '=', or it is the next word.
             own.append(word)
             if "=" not in word:
@@ -115,6 +116,7 @@ def _build_source(
         command.world_size,
         tuple(_describe_unknown(command, script, expanded)),
         command.documents,
+        command.devices_per_node,
     )
 
 

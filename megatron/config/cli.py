@@ -17,6 +17,7 @@ from megatron.config.deepspeed_json import merge_json
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
 from megatron.config.help import print_help
 from megatron.config.normalise import CommandLine, read_argv
+from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.presets import read_preset
 from megatron.config.tree import Config
 from megatron.config.yaml_file import (
@@ -36,6 +37,9 @@ __all__ = [
     "load_config",
     "load_yaml",
 ]
+
+_FOREIGN_DEFAULT = "'s default"
+"""The end of the origin of a value that is another system's default."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     given |= filled
     errors += fill_errors
     warnings += fill_warnings
+    _resolve_sharding_strategy(given)
     # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps
     # --no-embed-layernorm in effect if it was given.
     if _get_value(given, "optimizer.use_bnb_optimizer"):
@@ -113,6 +118,22 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     return LoadedConfig(
         build_config({dotted: item.value for dotted, item in given.items()}), origin, warnings
     )
+
+
+def _resolve_sharding_strategy(given: dict[str, ValueWithOrigin]) -> None:
+    """Set --zero-stage to what --sharding-strategy means, in place.
+
+    A stage that was given as well is kept, and a rule compares both. It replaces a strategy that is
+    only another system's default.
+    """
+    strategy = given.get("parallel.sharding_strategy")
+    if strategy is None or strategy.value is None:
+        return
+    if "parallel.zero_stage" not in given:
+        stage = STRATEGY_STAGES[strategy.value]
+        given["parallel.zero_stage"] = ValueWithOrigin(stage, strategy.origin)
+    elif strategy.origin.endswith(_FOREIGN_DEFAULT):
+        del given["parallel.sharding_strategy"]
 
 
 def _merge_lines(below: CommandLine, above: CommandLine) -> CommandLine:
@@ -157,7 +178,7 @@ def _fill_for_other_systems(
         defaults = read_argv(words)
         typed = defaults.typed | typed
         filled = {
-            dotted: ValueWithOrigin(item.value, f"{system}'s default")
+            dotted: ValueWithOrigin(item.value, f"{system}{_FOREIGN_DEFAULT}")
             for dotted, item in defaults.given.items()
             if dotted not in given
         }

@@ -9,23 +9,26 @@ with one exception: Megatron's NullTokenizer adds an id to --vocab-size.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.config.compat_fms import FMS_DEFAULTS
+from megatron.config.compat_fms_derived import FMS_DERIVATIONS
 from megatron.config.compat_llm_baselines import LLM_BASELINES_DEFAULTS
+from megatron.config.compat_values import (
+    OTHER_WARMUPS,
+    Computed,
+    Derivation,
+    FlagValues,
+    Given,
+    Typed,
+)
 from megatron.config.fields import (
     PRESET_ORIGIN,
-    ValueWithOrigin,
     all_fields,
     find_missing,
 )
 from megatron.config.profiling import ALL_RANKS
-
-Typed = Mapping[str, tuple[str, ...]]
-"""Flag of the compatibility table, with hyphens -> its values as text."""
-Given = Mapping[str, ValueWithOrigin]
-
 
 _IDENTIFY_LLM_BASELINES = (
     *("--n-layer", "--n-embd", "--n-head", "--sequence-length"),
@@ -33,34 +36,46 @@ _IDENTIFY_LLM_BASELINES = (
 )
 _IDENTIFY_FMS = (
     *("--model-variant", "--num-steps", "--learning-rate", "--use-dummy-dataset"),
-    *("--ckpt-save-path", "--ckpt-load-path", "--sharding-strategy", "--low-cpu-fsdp"),
+    *("--ckpt-save-path", "--ckpt-load-path", "--low-cpu-fsdp"),
     *("--fsdp-activation-checkpointing", "--selective-checkpointing", "--report-interval"),
+    "--training-stage",
 )
 
 
-_OTHER_WARMUPS = (
-    "optimizer.lr_warmup_fraction",
-    "optimizer.lr_warmup_samples",
-    "optimizer.lr_warmup_tokens",
-)
 _OTHER_DATA = (
     "data.mock_data",
     "data.data_phases",
     "data.train_weighted_split_paths",
     "data.train_weighted_split_paths_path",
 )
+_EVALUATION = (
+    "batch.eval_iters",
+    "batch.eval_interval",
+    "batch.eval_interval_time",
+    "batch.eval_only",
+    "batch.eval_tasks",
+)
 _LOADER = ("--file-type", "--col-name", "--eos-token", "--logical-shards", "--datasets")
 _REPLACED_BY = {
     "--dtype": ("precision.fp16",),
     "--mixed-precision": ("precision.fp16",),
     "--iterations": ("batch.train_samples",),
-    "--num-steps": ("batch.train_samples",),
-    "--warmup-steps": _OTHER_WARMUPS,
+    "--num-steps": ("batch.train_samples", "batch.train_time"),
+    "--warmup-steps": OTHER_WARMUPS,
     **dict.fromkeys(_LOADER, _OTHER_DATA),
+    # A flag of the evaluation asks for one, and fms-fsdp has none.
+    "--eval-iters": _EVALUATION,
+    "--split": (*_OTHER_DATA, *_EVALUATION),
     # The default weights are those of the default data sets.
     "--weights": (*_OTHER_DATA, "data.datasets"),
 }
 """Flag with a default -> fields that answer the same question. Only one of both may be given."""
+
+_HAS_EFFECT_WITH = {
+    "--checkpoint-interval": "checkpoint.save",
+    **dict.fromkeys((*_LOADER, "--weights", "--split"), "data.data_path"),
+}
+"""Flag with a default -> field without which it has no effect."""
 
 
 def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
@@ -75,12 +90,11 @@ def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
         given, ("--n-layer", "--n-embd", "--n-head")
     ):
         return "llm-baselines", _select_defaults(LLM_BASELINES_DEFAULTS, typed, given)
-    # A complete command line with --model_variant may have other flags of this trainer.
-    if (
-        typed.keys() & set(_IDENTIFY_FMS)
-        and find_missing(given)
-        and not _is_model_described_otherwise(given, ("--model-variant",))
-    ):
+    found = typed.keys() & set(_IDENTIFY_FMS)
+    # With --model_variant alone, all other flags may be those of this trainer.
+    if found == {"--model-variant"} and not find_missing(given):
+        return None
+    if found and not _is_model_described_otherwise(given, ("--model-variant",)):
         return "fms-fsdp", _select_defaults(FMS_DEFAULTS, typed, given)
     return None
 
@@ -90,6 +104,8 @@ def _select_defaults(defaults: str, typed: Typed, given: Given) -> list[str]:
     kept: list[str] = []
     for flag, *values in (part.split() for part in re.split(r" (?=--)", defaults)):
         others = (given[dotted].value for dotted in _REPLACED_BY.get(flag, ()) if dotted in given)
+        if _HAS_EFFECT_WITH.get(flag, flag) not in (flag, *given):
+            continue
         # A warm-up of 0 is a choice, and a switch that is off is none.
         if flag not in typed and all(value is None or value is False for value in others):
             kept += [flag, *values]
@@ -131,55 +147,19 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
         )
     for trigger, dotted, compute in _DERIVATIONS:
         if (trigger in typed or trigger == system) and dotted not in given:
-            value, reason = compute(_Values(typed, given))
+            value, reason = compute(FlagValues(typed, given))
             if value is not None:
                 shown = value
-                if isinstance(value, float):
+                if value is True:
+                    shown = "on"
+                elif isinstance(value, float):
                     shown = f"{value:g}"
                 elif isinstance(value, tuple):
                     shown = " ".join(map(str, value))
                 yield dotted, value, f"{all_fields()[dotted].flag} is {shown}: {reason}"
 
 
-class _Values:
-    """Read access to the flags of a command line, in their spelling and in this trainer's."""
-
-    def __init__(self, typed: Typed, given: Given) -> None:
-        self._typed = typed
-        self._given = given
-
-    def get_field(self, dotted: str) -> Any:
-        """Return the value of a field of this trainer, or None if it was not given."""
-        item = self._given.get(dotted)
-        if item is None:
-            return None
-        return item.value
-
-    def has(self, flag: str, value: str) -> bool:
-        """Return whether another system's flag is given with this value."""
-        return self._typed.get(flag) == (value,)
-
-    def get_number(self, flag: str, default: float = math.nan) -> float:
-        """Return the value of another system's flag, or nan if it is no number.
-
-        It is `default` if the flag is not given.
-        """
-        if flag not in self._typed:
-            return default
-        try:
-            return float(self._typed[flag][0])
-        except (IndexError, ValueError):
-            return math.nan
-
-    def get_words(self, flag: str) -> tuple[str, ...] | None:
-        """Return the values of another system's flag, or None if it was not given."""
-        return self._typed.get(flag)
-
-
-_Computed = tuple[Any, str]
-
-
-def _compute_megatron_swiglu_width(values: _Values) -> _Computed:
+def _compute_megatron_swiglu_width(values: FlagValues) -> Computed:
     hidden = values.get_field("model.hidden_size")
     if hidden is None or hidden < 1:
         return None, ""
@@ -187,7 +167,7 @@ def _compute_megatron_swiglu_width(values: _Values) -> _Computed:
     return max(width, 1), "8/3 x hidden size, rounded down to a multiple of 64, as in Megatron-LM"
 
 
-def _compute_llama_width(values: _Values) -> _Computed:
+def _compute_llama_width(values: FlagValues) -> Computed:
     hidden = values.get_field("model.hidden_size")
     multiple = values.get_number("--multiple-of")
     swiglu = values.get_field("model.glu_activation") == "swiglu"
@@ -197,7 +177,7 @@ def _compute_llama_width(values: _Values) -> _Computed:
     return width, f"8/3 x hidden size, rounded up to a multiple of {int(multiple)}"
 
 
-def _compute_accumulated_batch(values: _Values) -> _Computed:
+def _compute_accumulated_batch(values: FlagValues) -> Computed:
     micro = values.get_field("batch.micro_batch_size")
     steps = values.get_number("--acc-steps")
     if micro is None or not steps >= 1:
@@ -205,10 +185,10 @@ def _compute_accumulated_batch(values: _Values) -> _Computed:
     return micro * int(steps), "the batch size x --acc_steps, over all ranks"
 
 
-def _set_with(flag: str, word: str, value: Any, reason: str) -> Callable[[_Values], _Computed]:
+def _set_with(flag: str, word: str, value: Any, reason: str) -> Callable[[FlagValues], Computed]:
     """Return a function that sets a value if a flag of another system is given with a word."""
 
-    def compute(values: _Values) -> _Computed:
+    def compute(values: FlagValues) -> Computed:
         if values.has(flag, word):
             return value, reason
         return None, ""
@@ -216,7 +196,7 @@ def _set_with(flag: str, word: str, value: Any, reason: str) -> Callable[[_Value
     return compute
 
 
-def _compute_wsd_decay(values: _Values) -> _Computed:
+def _compute_wsd_decay(values: FlagValues) -> Computed:
     iterations = values.get_field("batch.train_iters")
     if not values.has("--scheduler", "wsd") or iterations is None:
         return None, ""
@@ -226,7 +206,7 @@ def _compute_wsd_decay(values: _Values) -> _Computed:
     return int(fraction * iterations), f"--wsd_fract_decay {fraction:g} x iterations, rounded down"
 
 
-def _compute_wsd_floor(values: _Values) -> _Computed:
+def _compute_wsd_floor(values: FlagValues) -> Computed:
     peak = values.get_field("optimizer.lr")
     if not values.has("--scheduler", "wsd") or peak is None:
         return None, ""
@@ -236,16 +216,16 @@ def _compute_wsd_floor(values: _Values) -> _Computed:
     return scale * peak, f"the peak rate x --wsd_final_lr_scale {scale:g}"
 
 
-def _compute_wsd_start(values: _Values) -> _Computed:
+def _compute_wsd_start(values: FlagValues) -> Computed:
     peak = values.get_field("optimizer.lr")
-    warmups = ("optimizer.lr_warmup_iters", *_OTHER_WARMUPS)
+    warmups = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
     warm = any(values.get_field(dotted) for dotted in warmups)
     if not values.has("--scheduler", "wsd") or peak is None or not warm:
         return None, ""
     return peak / 100, "a hundredth of the peak rate, as in llm-baselines"
 
 
-def _compute_one_cycle_floor(values: _Values) -> _Computed:
+def _compute_one_cycle_floor(values: FlagValues) -> Computed:
     peak = values.get_field("optimizer.lr")
     factor = values.get_number("--final-div-factor")
     decays = values.get_field("optimizer.lr_decay_style") != "constant"
@@ -258,34 +238,7 @@ def _compute_one_cycle_floor(values: _Values) -> _Computed:
     return floor, f"the peak rate / 100 / --final_div_factor {factor:g}"
 
 
-def _compute_fms_floor(values: _Values) -> _Computed:
-    peak = values.get_field("optimizer.lr")
-    if peak is None or values.get_field("optimizer.lr_decay_style") != "cosine":
-        return None, ""
-    return peak / 10, "a tenth of the peak rate, as in fms-fsdp"
-
-
-def _compute_fms_warmup(values: _Values) -> _Computed:
-    steps = values.get_field("batch.train_iters")
-    if any(values.get_field(dotted) is not None for dotted in _OTHER_WARMUPS):
-        return None, ""
-    if steps is None or values.get_field("optimizer.lr_decay_style") != "cosine":
-        return None, ""
-    return min(2000, steps // 20), (
-        "at most 2000 iterations and a twentieth of training, as in fms-fsdp, linear here and "
-        "quadratic there"
-    )
-
-
-def _compute_fms_strip_tokens(values: _Values) -> _Computed:
-    added = [values.get_field(f"data.{name}_token") for name in ("bos", "eos")]
-    listed = ",".join(str(token) for token in added if token is not None)
-    if values.get_field("data.dataset_format") is None or not listed:
-        return None, ""
-    return listed, "fms-fsdp removes the tokens that it adds from the ends of a document first"
-
-
-def _compute_virtual_stage_layers(values: _Values) -> _Computed:
+def _compute_virtual_stage_layers(values: FlagValues) -> Computed:
     layers = values.get_field("model.num_layers")
     ranks = values.get_field("parallel.pipeline_model_parallel_size") or 1
     stages = values.get_number("--num-virtual-stages-per-pipeline-rank")
@@ -299,7 +252,7 @@ def _compute_virtual_stage_layers(values: _Values) -> _Computed:
     return layers // (ranks * int(stages)), "layers / (pipeline size x virtual stages on each rank)"
 
 
-def _profiles_as_microsoft(values: _Values) -> bool:
+def _profiles_as_microsoft(values: FlagValues) -> bool:
     """Return whether --profile is that of Microsoft's fork, with its own flag for the steps."""
     words = values.get_words("--profile") or ()
     if words not in ((), ("pt",), ("pt-full",)):
@@ -307,7 +260,7 @@ def _profiles_as_microsoft(values: _Values) -> bool:
     return words != ()
 
 
-def _compute_profiled_iterations(values: _Values) -> _Computed:
+def _compute_profiled_iterations(values: FlagValues) -> Computed:
     """Return the iterations, counted from 1, that the profilers of Megatron record."""
     if _profiles_as_microsoft(values):
         words = values.get_words("--profile-steps") or ("2,3",)
@@ -335,20 +288,21 @@ def _compute_profiled_iterations(values: _Values) -> _Computed:
     return f"{first}-{last}", f"Megatron profiles from step {start} to step {end}"
 
 
-def _get_whole_number(values: _Values, flag: str, default: int) -> int:
+def _get_whole_number(values: FlagValues, flag: str, default: int) -> int:
     number = values.get_number(flag)
     if math.isnan(number):
         return default
     return int(number)
 
 
-def _compute_profiled_ranks(values: _Values) -> _Computed:
+def _compute_profiled_ranks(values: FlagValues) -> Computed:
     if _profiles_as_microsoft(values):
         return (ALL_RANKS,), "all ranks, as in Microsoft's Megatron-DeepSpeed"
     return None, ""
 
 
-_DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
+_DERIVATIONS: tuple[Derivation, ...] = (
+    *FMS_DERIVATIONS,
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),
     ("--multiple-of", "model.ffn_hidden_size", _compute_llama_width),
     ("--acc-steps", "batch.global_batch_size", _compute_accumulated_batch),
@@ -383,13 +337,9 @@ _DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
         "optimizer.ademamix_alpha",
         _set_with("--opt", "ademamix", 2.0, "the default of --adema_alpha"),
     ),
-    ("fms-fsdp", "optimizer.min_lr", _compute_fms_floor),
-    ("fms-fsdp", "optimizer.lr_warmup_iters", _compute_fms_warmup),
     (
         "--num-virtual-stages-per-pipeline-rank",
         "parallel.num_layers_per_virtual_pipeline_stage",
         _compute_virtual_stage_layers,
     ),
-    ("fms-fsdp", "data.strip_tokens", _compute_fms_strip_tokens),
 )
-"""What causes a derivation (a flag, or a system whose defaults apply), the field, and the rule."""

@@ -32,11 +32,12 @@ _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
 _TRACE = ("--profile-iterations", "4-6", "--profile-dir", "profile_traces")
 _STEPS = "iterations count from the start of the run; fms-fsdp counts from each launch"
-_OWN_CHECKPOINTS = "import checkpoints of fms-fsdp with tools/convert_checkpoint.py from-fms-fsdp"
-_NO_NODES = (
-    "sharded over all data-parallel ranks, without groups within a node; the numbers are the same"
+_OWN_CHECKPOINTS = (
+    "import checkpoints of fms-fsdp with tools/convert_checkpoint.py from-fms-fsdp. If it is not "
+    "the folder of --ckpt_save_path, fms-fsdp starts at step 0 with its weights and moments; "
+    "--finetune does so with its weights"
 )
-
+_SCHEDULE = "a quadratic warm-up and a cosine, which are the default of fms-fsdp"
 
 _VARIANTS = {
     ("7b", "llama2_7b"): "llama2-7b",
@@ -99,21 +100,20 @@ FMS: tuple[Row, ...] = (
         "a resume always continues at its position in the data; --finetune starts the data from "
         "scratch",
     ),
-    rename_flag("--sharding-strategy", "--zero-stage", "3", arity=1, only=("fsdp", "FSDP")),
-    rename_flag(
-        "--sharding-strategy", "--zero-stage", "3", arity=1, only=("hsdp", "HSDP"), reason=_NO_NODES
+    # fsdp, hsdp and ddp are the same here.
+    *(
+        rename_flag(
+            "--sharding-strategy", "--sharding-strategy", name.lower(), arity=1, only=(name,)
+        )
+        for name in ("FSDP", "HSDP", "DDP")
     ),
-    rename_flag("--sharding-strategy", "--zero-stage", "0", arity=1, only=("ddp", "DDP")),
     refuse_flag(
         "--sharding-strategy",
-        "--zero-stage sets what is sharded, and --tensor-model-parallel-size shards the layers",
+        "--tensor-model-parallel-size shards the layers",
         arity=1,
+        only=("tp", "TP"),
     ),
-    refuse_flag(
-        "--sharding-group-size",
-        "--zero-stage shards over all data-parallel ranks; there are no smaller groups",
-        arity=1,
-    ),
+    rename_flag("--sharding-group-size", "--hsdp-shard-size", arity=1),
     # Recomputation and precision.
     rename_flag("--fsdp-activation-checkpointing", "--checkpoint-activations"),
     *(
@@ -136,15 +136,16 @@ FMS: tuple[Row, ...] = (
         "--learning-rate",
         "--lr",
         arity=1,
-        reason="the peak rate. What fms-fsdp fixes is a flag here: --lr-decay-style cosine "
-        "--min-lr (a tenth of the peak) --lr-warmup-iters 2000 (linear here) --adam-beta2 0.95 "
-        "--weight-decay 0.1",
+        reason="the peak rate. What fms-fsdp fixes is a flag here. A command line of fms-fsdp sets "
+        "--lr-decay-style cosine --min-lr (a tenth of the peak) --lr-warmup-iters (at most 2000) "
+        "--lr-warmup-style quadratic --lr-decay-from-start --adam-beta2 0.95 --weight-decay 0.1",
     ),
     rename_flag("--grad-clip-thresh", "--clip-grad", arity=1),
     rename_flag("--training-stage", "--lr-decay-style", "linear", arity=1, only=("annealing",)),
+    ignore_flag("--training-stage", _SCHEDULE, arity=1, only=("initial",)),
     refuse_flag(
         "--training-stage",
-        "use --lr-decay-style cosine, --min-lr and --lr-warmup-iters; warm-up is linear here",
+        f"give initial ({_SCHEDULE}) or annealing (linear to 0)",
         arity=1,
     ),
     # Checkpoints and reports.
@@ -187,7 +188,9 @@ FMS_DEFAULTS = (
     "lang=ja/dataset=wikipedia,lang=pt/dataset=wikipedia,lang=en/dataset=wikimedia,"
     "lang=en/dataset=uspto,lang=en/dataset=pubmedcentral,lang=en/dataset=arxiv,"
     "lang=en/dataset=stackexchange "
-    "--weights 7725,500,550,28,17,22,25,8,100,500,175,250,100"
+    "--weights 7725,500,550,28,17,22,25,8,100,500,175,250,100 "
+    # All data are for training, and nothing is evaluated.
+    "--split 1,0,0 --eval-iters 0"
 )
 """The defaults of fms-fsdp's configuration (`fms_fsdp/config/training.py`), and the constants in
 its code. Paths belong to a user, and the size of the vocabulary to a variant, so they are left out.

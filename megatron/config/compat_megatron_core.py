@@ -178,10 +178,6 @@ _OPTIMIZER_AND_LOSS = (
         "every microbatch has the same number of tokens, unless the loss of some is masked",
         excludes="data.eod_mask_loss",
     ),
-    ignore_flag(
-        "--grad-reduce-in-bf16",
-        "gradients are accumulated in fp32, and the engine sets the type of their reduction",
-    ),
     *ignore_flags(_MASTERS, "--use-precision-aware-optimizer"),
     *(
         ignore_flag(flag, _MASTERS, arity=1, only=("fp32",))

@@ -43,14 +43,20 @@ class OptimizerConfig:
     """Warm-up as a fraction of the decay span, 0 to 1. With --train-time it is a fraction of the
     time."""
     lr_warmup_iters: Annotated[int, NOT_NEGATIVE] = 0
-    """Linear warm-up in iterations."""
+    """Warm-up in iterations."""
     lr_warmup_samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Linear warm-up in samples."""
+    """Warm-up in samples."""
     lr_warmup_tokens: Annotated[int | None, NOT_NEGATIVE] = None
-    """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
+    """Warm-up in tokens. It is converted to samples by dividing by the full sequence length,
     so it is inexact with a curriculum."""
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the start of the warm-up, at most --lr and --decoupled-lr."""
+    lr_warmup_style: Literal["linear", "quadratic"] = "linear"
+    """Shape of the warm-up after the finished fraction x of it. quadratic: 1 - (1 - x)^2, which is
+    steepest at its start."""
+    lr_decay_from_start: bool = False
+    """Begin the decay at the start of training and not after the warm-up. The rate is the lower one
+    of warm-up and decay. For linear, cosine and half-cosine."""
     lr_wsd_decay_iters: Annotated[int | None, NOT_NEGATIVE] = None
     """Length of WSD's final decay in iterations. With 0 there is none."""
     lr_wsd_decay_samples: Annotated[int | None, NOT_NEGATIVE] = None

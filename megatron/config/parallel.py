@@ -6,7 +6,10 @@ Data parallelism uses the ranks that tensor and pipeline parallelism leave.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.config.interval import NOT_NEGATIVE, POSITIVE, Range
+from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
+
+STRATEGY_STAGES = {"fsdp": 3, "hsdp": 3, "ddp": 0}
+"""Value of --sharding-strategy -> the ZeRO stage that it means."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,19 @@ class ParallelConfig:
     """Shard the sequence over tensor-parallel ranks where activations are otherwise replicated
     (https://arxiv.org/abs/2205.05198)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): optimizer states (1), also
-    gradients (2), also parameters (3)."""
+    """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): nothing (0), optimizer
+    states (1), also gradients (2), also parameters (3)."""
+    sharding_strategy: Literal["fsdp", "hsdp", "ddp"] | None = None
+    """Another spelling of --zero-stage: fsdp is stage 3, ddp is stage 0 (each rank keeps the
+    complete model). hsdp is stage 3 inside groups of ranks (--hsdp-shard-size), and each group
+    keeps a copy of the model. Only the groups' gradients are sent between nodes."""
+    hsdp_shard_size: Annotated[int | None, AT_LEAST_ONE] = None
+    """Data-parallel ranks that share one copy of the model. What --zero-stage shards is sharded
+    inside such a group and replicated across the groups. Default: all data-parallel ranks. With
+    --sharding-strategy hsdp: those of a node (LOCAL_WORLD_SIZE / tensor-parallel size)."""
+    grad_reduce_in_bf16: bool = False
+    """Send gradients between data-parallel ranks in bf16, which halves the traffic. They are still
+    accumulated in fp32. Default: fp32. Needs --bf16."""
     check_invariants_interval: Annotated[int, NOT_NEGATIVE] = 1000
     """Check that copies of a parameter are equal on all ranks every this many iterations, at each
     start, and before each save. 0 turns all of these checks off."""

@@ -20,6 +20,7 @@ from megatron.config.curriculum import USED
 from megatron.config.data import DataConfig
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
+from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.profiling import check_profile
 from megatron.config.ranges import check_ranges
 from megatron.config.time_rules import check_length_by_time, check_one_wsd_decay, check_times
@@ -515,6 +516,40 @@ def check_deepspeed_optimizers(settings: ConfigWithOrigin) -> Iterator[str]:
             )
 
 
+def check_sharding_strategy(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --sharding-strategy, --zero-stage and --hsdp-shard-size do not contradict."""
+    parallel = settings.config.parallel
+    strategy = parallel.sharding_strategy
+    size = parallel.hsdp_shard_size
+    if strategy is not None and parallel.zero_stage != STRATEGY_STAGES[strategy]:
+        yield (
+            f"{settings.describe('parallel.sharding_strategy', 'parallel.zero_stage')} contradict: "
+            f"{strategy} means --zero-stage {STRATEGY_STAGES[strategy]}. Give one of them; "
+            "--zero-stage with --hsdp-shard-size shards less inside groups."
+        )
+    elif size is not None and strategy not in (None, "hsdp"):
+        yield (
+            f"{settings.describe('parallel.hsdp_shard_size', 'parallel.sharding_strategy')} "
+            "contradict: only hsdp has groups. Use --sharding-strategy hsdp, or leave out "
+            "--hsdp-shard-size."
+        )
+    elif size is not None and parallel.zero_stage == 0:
+        yield (
+            f"{settings.describe('parallel.hsdp_shard_size', 'parallel.zero_stage')} contradict: "
+            "stage 0 shards nothing. Leave out --hsdp-shard-size, or use stage 1, 2 or 3."
+        )
+
+
+def check_grad_reduction(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --grad-reduce-in-bf16 is used with --bf16."""
+    config = settings.config
+    if config.parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+        yield (
+            "--grad-reduce-in-bf16 needs --bf16: gradients of fp16 and fp32 would lose precision "
+            "or range. Add --bf16, or leave it out."
+        )
+
+
 def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that the curriculum's fields fit its type of schedule.
 
@@ -635,6 +670,8 @@ ERRORS: tuple[Rule, ...] = (
     check_eval_tasks,
     check_one_kind_of_start,
     check_deepspeed_optimizers,
+    check_sharding_strategy,
+    check_grad_reduction,
     check_curriculum_flags,
     check_end_of_document_is_known,
     check_one_partition_method,

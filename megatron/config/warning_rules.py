@@ -82,20 +82,15 @@ def warn_decoupled_minimum_alone(settings: ConfigWithOrigin) -> Iterator[str]:
 def warn_start_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings that need a warm-up, which is not given."""
     optimizer = settings.config.optimizer
-    if any(
-        (
-            optimizer.lr_warmup_fraction,
-            optimizer.lr_warmup_iters,
-            optimizer.lr_warmup_samples,
-            optimizer.lr_warmup_tokens,
-        )
-    ):
+    units = ("fraction", "iters", "samples", "tokens")
+    if any(settings[f"optimizer.lr_warmup_{unit}"] for unit in units):
         return
-    if settings.is_changed("optimizer.lr_warmup_init"):
-        yield (
-            f"{settings.describe('optimizer.lr_warmup_init')} has no effect without a warm-up: "
-            "give --lr-warmup-samples, -iters, -tokens or -fraction."
-        )
+    for name in ("lr_warmup_init", "lr_warmup_style", "lr_decay_from_start"):
+        if settings.is_changed(f"optimizer.{name}"):
+            yield (
+                f"{settings.describe(f'optimizer.{name}')} has no effect without a warm-up: "
+                "give --lr-warmup-samples, -iters, -tokens or -fraction."
+            )
     if optimizer.lr_decay_style == "inverse-square-root":
         yield (
             f"{settings.describe('optimizer.lr_decay_style')} without a warm-up: --lr is the rate "

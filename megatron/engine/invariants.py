@@ -4,9 +4,11 @@ Each rank updates its own replica. Nothing else would detect that replicas drift
 
 The invariant: ranks at the same data and pipeline coordinates hold the same weight and moments of
 each parameter that tensor-parallel ranks replicate. The first and the last stage hold the same tied
-word embedding. Moments are compared because a drift starts there. Data-parallel ranks hold no
-replicas that could drift. FSDP2 keeps every element on one of them and gathers it for each use. The
-optimizer's step count and the loss scale must be equal on all ranks.
+word embedding. With several copies of the model (HSDP, or ZeRO stage 0), the ranks with the same
+shard of each copy hold the same weights and moments. Moments are compared because a drift starts
+there. The ranks that share a copy hold no replicas that could drift. FSDP2 keeps every element on
+one of them and gathers it for each use. The optimizer's step count and the loss scale must be equal
+on all ranks.
 
 A check costs two sums over the bits of each tensor, one small message in each group, and one over
 all ranks. The size of a difference is computed only where there is one. The cost is justified. In
@@ -34,6 +36,8 @@ _SLICE = 1 << 22
 It bounds the memory of a check to about 64 MiB for any parameter, because training leaves little
 memory free.
 """
+_ROUNDS = 5
+"""Number of checks of a repair. Three kinds of groups need at most four."""
 _SHOWN = 4
 """Number of tensors, and of ranks for each, that a message names."""
 
@@ -109,27 +113,36 @@ class InvariantChecker:
         """
         if self._mesh.grid.world_size == 1:
             return []
-        differing = [
-            (group, replica)
-            for group, replicas in self._groups
-            for replica in self._find_differing(group, replicas)
-        ]
-        # A rank whose own replicas are equal must still learn that others differ. Otherwise only
-        # some ranks would raise, and the others would wait in the next collective.
-        everyone = self._gather([scalars, len(differing)])
-        if all(found == 0 and others == everyone[0][0] for others, found in everyone):
-            return []
-        wrong_scalars = self._describe_scalars([others for others, _ in everyone])
-        # Different step counts mean that ranks have taken different steps. Equal weights would not
-        # make such a run right.
-        repair = repair and not wrong_scalars
-        mine = [self._measure(replica, group, repair=repair) for group, replica in differing]
-        own = [difference.to_json() for difference in mine if difference is not None]
-        lines = _describe(
-            [_ReplicaDifference(*difference) for rank in self._gather(own) for difference in rank]
-        )
-        if repair:
-            return lines
+        repaired: list[str] = []
+        # A rank may be in several groups, so a repair in one of them may make replicas of another
+        # differ. The first rank of each group prevails, so the differences end.
+        for _ in range(_ROUNDS):
+            differing = [
+                (group, replica)
+                for group, replicas in self._groups
+                for replica in self._find_differing(group, replicas)
+            ]
+            # A rank whose own replicas are equal must still learn that others differ. Otherwise
+            # only some ranks would raise, and the others would wait in the next collective.
+            everyone = self._gather([scalars, len(differing)])
+            if all(found == 0 and others == everyone[0][0] for others, found in everyone):
+                return list(dict.fromkeys(repaired))
+            wrong_scalars = self._describe_scalars([others for others, _ in everyone])
+            # Different step counts mean that ranks have taken different steps. Equal weights would
+            # not make such a run right.
+            repair = repair and not wrong_scalars
+            mine = [self._measure(replica, group, repair=repair) for group, replica in differing]
+            own = [difference.to_json() for difference in mine if difference is not None]
+            lines = _describe(
+                [
+                    _ReplicaDifference(*difference)
+                    for rank in self._gather(own)
+                    for difference in rank
+                ]
+            )
+            repaired += lines
+            if not repair:
+                break
         if last_good is None:
             since = ""
         else:
@@ -246,7 +259,9 @@ def _describe(differences: list[_ReplicaDifference]) -> list[str]:
     for (parameter, kind), ranks in groupby(
         sorted(differences, key=get_tensor_key), key=get_tensor_key
     ):
-        apart = _shorten_list([f"{d.rank} by up to {d.amount}" for d in ranks], "ranks")
+        # A rank that is in several groups may differ in each of them.
+        found = dict.fromkeys(f"{d.rank} by up to {d.amount}" for d in ranks)
+        apart = _shorten_list(list(found), "ranks")
         lines.append(
             f"{parameter} ({kind}) differs from the first rank's replica on {', '.join(apart)}"
         )

@@ -6,9 +6,9 @@ those of `torch.optim.Muon`. The choices of scale and coefficients are Megatron-
 Source: https://kellerjordan.github.io/posts/muon/.
 
 Orthogonalisation needs a whole matrix, but tensor parallelism and ZeRO leave only a part of it on
-each rank. So each matrix has an owner among the ranks of its pipeline stage. In a step, the ranks
-send the owner their parts of the momentum, and it sends back their parts of the update. Momentum
-and weight stay where they are.
+each rank. So each matrix has an owner among the ranks that share a copy of its stage. In a step,
+the ranks send the owner their parts of the momentum, and it sends back their parts of the update.
+Momentum and weight stay where they are.
 
 The owners are chosen by `assign_owners`, so that all ranks do about the same work. A step has
 rounds. In a round, each rank owns at most one matrix, which limits the memory to a few copies of
@@ -116,7 +116,8 @@ class Muon(Optimizer):
         self._config = config
         self._mesh = mesh
         self._group = mesh.build_stage_group()
-        self._rank = mesh.coordinate.data * mesh.grid.tensor + mesh.coordinate.tensor
+        # Each copy of the model computes its own updates, from the same gradients.
+        self._rank = mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor
         self._dtype = torch.float32
         if config.muon_fp32_matmul_prec == "medium":
             self._dtype = torch.bfloat16
@@ -125,7 +126,7 @@ class Muon(Optimizer):
             _describe_matrix(m, config, shape, mesh) for m in masters if is_muon_matrix(m)
         ]
         self._momenta = {matrix.master.weight: matrix.momentum for matrix in self._matrices}
-        ranks = mesh.grid.data * mesh.grid.tensor
+        ranks = mesh.sharding.size * mesh.grid.tensor
         owners = assign_owners([_count_work(matrix) for matrix in self._matrices], ranks)
         owned = [
             [m for m, owner in zip(self._matrices, owners, strict=True) if owner == rank]
@@ -310,9 +311,9 @@ def _describe_matrix(
     master: MasterParameter, config: OptimizerConfig, shape: ModelShape, mesh: Mesh
 ) -> _Matrix:
     rows, columns = master.spec.shape
-    data = mesh.coordinate.data
-    parts = list_parts((rows, columns), master.spec.shard_dim, mesh.grid.data, mesh.grid.tensor)
-    mine = parts[data * mesh.grid.tensor + mesh.coordinate.tensor]
+    size = mesh.sharding.size
+    parts = list_parts((rows, columns), master.spec.shard_dim, size, mesh.grid.tensor)
+    mine = parts[mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor]
     held = Part((master.offset[0], master.offset[1]), (len(master.weight), master.weight.shape[1]))
     assert mine == held, f"{master.name} has the part {held} on this rank, but {mine} was computed"
     blocks = list_blocks(master.name, rows, shape)
@@ -342,7 +343,7 @@ def list_parts(
     Args:
         shape: Shape of the matrix.
         shard_dim: The dimension that tensor parallelism shards, or None if all ranks hold it.
-        data: Number of data-parallel ranks.
+        data: Number of data-parallel ranks that share one copy of the model.
         tensor: Number of tensor-parallel ranks.
     """
     local = list(shape)

@@ -37,6 +37,7 @@ from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.plan import Plan
+from megatron.plural import format_count
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -79,6 +80,7 @@ class NativeEngine(EngineBase):
         replicated = [m for m in self._masters if m.spec.shard_dim is None]
         self._invariants = InvariantChecker(
             [
+                (mesh.sharding.replicas, self._list_replicas(self._masters)),
                 (mesh.tensor_parallel.group, self._list_replicas(replicated)),
                 (mesh.ends, self._list_replicas(self._tied)),
             ],
@@ -141,7 +143,7 @@ class NativeEngine(EngineBase):
             offset[spec.shard_dim] = self._mesh.coordinate.tensor * tp_local_shape[spec.shard_dim]
         if self._mesh.grid.data > 1:
             offset[0] += shard_offset(
-                tp_local_shape[0], self._mesh.coordinate.data, self._mesh.grid.data
+                tp_local_shape[0], self._mesh.sharding.rank, self._mesh.sharding.size
             )
         return tuple(offset)
 
@@ -289,6 +291,7 @@ class NativeEngine(EngineBase):
         # Only the first tensor-parallel rank counts a replicated parameter, but an infinity must be
         # seen on whichever rank it occurs. 0 x inf is nan, so it makes the sum nan. The copy of a
         # tied embedding needs no check, because its gradient is the same sum as the original's.
+        # Copies of the model have the same reduced gradients as the first one.
         replicated = [
             m
             for m in self._masters
@@ -319,6 +322,8 @@ class NativeEngine(EngineBase):
         Exactly one rank does so for each element of the model. Among replicas it is the first rank.
         """
         if master.weight.numel() == 0 or master.spec.copy_of is not None:
+            return False
+        if self._mesh.sharding.copy != 0:
             return False
         return master.spec.shard_dim is not None or self._mesh.coordinate.tensor == 0
 
@@ -393,19 +398,22 @@ class NativeEngine(EngineBase):
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_choices`."""
-        data = self._mesh.grid.data
-        zero_stage = self._plan.config.parallel.zero_stage
-        if data == 1:
-            sharding = "none", "one data-parallel rank"
+        sharding = self._mesh.sharding
+        if sharding.size * sharding.copies == 1:
+            shown = "none", "one data-parallel rank"
         else:
-            if zero_stage == 0:
-                note = "; stage 0 runs as stage 1, with the same numbers and less memory"
+            if sharding.copies == 1:
+                name = "FSDP"
             else:
-                note = ""
-            sharding = f"FSDP2, ZeRO {max(1, zero_stage)}", f"{data} data-parallel ranks{note}"
+                name = "DDP" if sharding.size == 1 else "HSDP"
+            shown = (
+                f"{name}, ZeRO {self._plan.config.parallel.zero_stage} (FSDP2)",
+                f"{format_count(sharding.copies, 'copy', 'copies')} of the model, each on "
+                f"{format_count(sharding.size, 'data-parallel rank')}",
+            )
         pipelined = "torch.distributed.pipelining"
         return [
             *list_kernels(self._plan, self._mesh, self._execution, self._loss_scale, pipelined),
             self._optimizer.description,
-            ("sharding", *sharding),
+            ("sharding", *shown),
         ]

@@ -90,9 +90,12 @@ def build_stages(
 
             sharded = ShardedModel(
                 model,
-                mesh.get_data_parallel_mesh(),
+                mesh.sharding,
                 stage=plan.config.parallel.zero_stage,
                 compute_dtype=dtype,
+                reduce_dtype=(
+                    torch.bfloat16 if plan.config.parallel.grad_reduce_in_bf16 else torch.float32
+                ),
                 comm_timer=mesh.tensor_parallel.comm_timer,
             )
         # 6. Memory, after the size of the shards is known. The engine refers to the memory from now

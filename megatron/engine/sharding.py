@@ -2,9 +2,14 @@
 
 The stage determines what is sharded and when it is sent (https://arxiv.org/abs/1910.02054):
 
+    stage 0   nothing: each rank has its own copy; gradients are reduced once
     stage 1   optimizer states are sharded; gradients are reduced once, after the last microbatch
     stage 2   also gradients: reduced and scattered after every microbatch
     stage 3   also parameters: gathered for each block's forward and backward, and dropped again
+
+With several copies of the model (HSDP, or stage 0), the ranks of one copy shard it. The shards of
+the gradients are averaged over the copies once, after the last microbatch. Copies therefore stay
+equal bit for bit (docs/decisions/035).
 
 FSDP2 keeps fp32 shards and gathers them in the compute dtype. It reduces and accumulates gradients
 in fp32 (https://arxiv.org/abs/2304.11277). Only a run with several data-parallel ranks imports this
@@ -14,7 +19,6 @@ module. See `build_stages`.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -23,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.parallel.mesh import CommTimer
+from megatron.parallel.mesh import CommTimer, DataSharding
 
 
 class _TimedAllGather(DefaultAllGather):
@@ -44,10 +48,11 @@ class _TimedAllGather(DefaultAllGather):
 
 
 class _TimedReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter inside the communication timer."""
+    """FSDP2's reduce-scatter inside the communication timer, in another format if asked for."""
 
-    def __init__(self, comm_timer: CommTimer) -> None:
+    def __init__(self, comm_timer: CommTimer, dtype: torch.dtype) -> None:
         self._comm_timer = comm_timer
+        self._dtype = dtype
 
     def __call__(  # type: ignore[override]
         self,
@@ -57,8 +62,59 @@ class _TimedReduceScatter(DefaultReduceScatter):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
+        # FSDP2 could reduce in bf16 itself. It would then also accumulate in bf16 what is not yet
+        # reduced. The cast here changes only what is sent.
+        sent = input_tensor.to(self._dtype)
+        received = output_tensor.to(self._dtype)
         with self._comm_timer():
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            work = super().__call__(received, sent, group, op, async_op)
+        if received is not output_tensor:
+            output_tensor.copy_(received)
+        return work
+
+
+class _CopyReduction:
+    """Averages the gradients of one module over the copies of the model, once in a step.
+
+    FSDP2 calls it after each reduce-scatter, on a stream of its own, so that it overlaps with the
+    next reduce-scatter and with the backward pass. FSDP2's own HSDP would accumulate in the format
+    that is sent, and its all-reduce cannot be timed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, comm_timer: CommTimer) -> None:
+        self._group = group
+        self._dtype = dtype
+        self._comm_timer = comm_timer
+        self.last = False
+        """Whether the next call is for the last microbatch of the batch."""
+        self._earlier: Tensor | None = None
+
+    def __call__(self, reduced: Tensor) -> None:
+        """Average a microbatch's gradients in place, together with those of earlier ones.
+
+        Args:
+            reduced: This rank's shard of the module's gradients, flat in fp32.
+        """
+        if reduced.is_cuda:
+            # FSDP2 allocates the tensor on another stream. Without this, it could be reused before
+            # this stream has read it.
+            reduced.record_stream(torch.cuda.current_stream())
+        if not self.last:
+            # The memory of the first microbatch becomes that of the parameters' gradients. FSDP2
+            # adds those of later microbatches to it.
+            if self._earlier is None:
+                self._earlier = reduced
+            return
+        if self._earlier is not None:
+            # FSDP2 adds the result to the parameters' gradients. So these are zero from here on.
+            reduced.add_(self._earlier)
+            self._earlier.zero_()
+            self._earlier = None
+        sent = reduced.to(self._dtype)
+        with self._comm_timer():
+            dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self._group)
+        if sent is not reduced:
+            reduced.copy_(sent)
 
 
 class ShardedModel:
@@ -67,27 +123,31 @@ class ShardedModel:
     def __init__(
         self,
         model: GPT,
-        mesh: DeviceMesh,
+        sharding: DataSharding,
         *,
         stage: int,
         compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
         comm_timer: CommTimer,
     ) -> None:
         """Replace the parameters of `model` by shards, without memory yet.
 
         Args:
             model: A stage on the meta device.
-            mesh: The mesh of this rank's data-parallel group.
-            stage: The ZeRO stage. Stage 0 runs as stage 1.
+            sharding: The data-parallel ranks that share a copy, and those with the same shards.
+            stage: The ZeRO stage.
             compute_dtype: The type that parameters are gathered in.
+            reduce_dtype: The type that gradients are sent in. They are accumulated in fp32.
             comm_timer: The timer of communication.
         """
+        assert sharding.mesh is not None, "a world of one has nothing to shard"
         self.model = model
         self._stage = stage
         self._compute_dtype = compute_dtype
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
-            # 16-bit sums over many ranks would lose small gradients.
+            # 16-bit sums over many microbatches would lose small gradients. `reduce_dtype` applies
+            # to what is sent only.
             reduce_dtype=torch.float32,
             # FSDP2 would cast the rotary tables, which must stay in fp32.
             cast_forward_inputs=False,
@@ -96,12 +156,22 @@ class ShardedModel:
         # module inside it has. The model gets the embedding, the final norm and the head.
         modules: list[nn.Module] = [*model.blocks.values(), model]
         self._sharded: list[FSDPModule] = []
+        self._copy_reductions: list[_CopyReduction] = []
         for module in modules:
             sharded = fully_shard(
-                module, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy
+                module,
+                mesh=sharding.mesh,
+                # The backward pass begins with the parameters of the model itself. They would be
+                # dropped and gathered again at once.
+                reshard_after_forward=stage == 3 and module is not model,
+                mp_policy=policy,
             )
             sharded.set_custom_all_gather(_TimedAllGather(comm_timer))
-            sharded.set_custom_reduce_scatter(_TimedReduceScatter(comm_timer))
+            sharded.set_custom_reduce_scatter(_TimedReduceScatter(comm_timer, reduce_dtype))
+            if sharding.replicas is not None:
+                reduction = _CopyReduction(sharding.replicas, reduce_dtype, comm_timer)
+                sharded.set_all_reduce_hook(reduction)
+                self._copy_reductions.append(reduction)
             self._sharded.append(sharded)
         self._root = self._sharded[-1]
 
@@ -126,8 +196,8 @@ class ShardedModel:
         # The compiler must not build a graph for a shape that never occurs again.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             self.model(None if self.model.stage.first else stream, Inputs(tokens, tokens))
-        # Only stage 3 drops gathered parameters after a forward pass. They hold the undefined
-        # weights and must be gathered again after initialisation.
+        # Only the blocks of stage 3 are dropped after a forward pass. What is still gathered holds
+        # the undefined weights, and must be gathered again after initialisation.
         for sharded in self._sharded:
             sharded.reshard()
 
@@ -137,6 +207,8 @@ class ShardedModel:
         Args:
             last: Whether it belongs to the last microbatch of the batch.
         """
+        for reduction in self._copy_reductions:
+            reduction.last = last
         # In stage 1 gradients of earlier microbatches are only accumulated, so that they are sent
         # once.
         self._root.set_requires_gradient_sync(last or self._stage >= 2)

@@ -20,23 +20,11 @@ def list_unsupported(plan: Plan) -> list[str]:
 def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
     config = plan.config
     parallel = plan.config.parallel
-    pipelined = parallel.pipeline_model_parallel_size > 1
-    problems = []
+    problems = _list_unsupported_layouts(plan)
     if config.optimizer.optimizer != "adam":
         problems.append(
             f"--optimizer {config.optimizer.optimizer}: DeepSpeed's ZeRO runs AdamW here; use "
             "--optimizer adam, or remove --deepspeed"
-        )
-    if pipelined and parallel.zero_stage > 1:
-        problems.append(
-            f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule "
-            "shards optimizer states only; use --zero-stage 1, or remove --deepspeed"
-        )
-    if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        problems.append(
-            "--num-layers-per-virtual-pipeline-stage "
-            f"{parallel.num_layers_per_virtual_pipeline_stage}: "
-            "DeepSpeed's pipeline has one stage per rank; remove this flag or --deepspeed"
         )
     if config.logging.log_num_zeros_in_grad:
         problems.append(
@@ -63,6 +51,34 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
                 f"{plan.batch_size.final} / (micro-batch size {config.batch.micro_batch_size} x "
                 f'{plan.data_parallel_size} data-parallel ranks); set it to "auto"'
             )
+    return problems
+
+
+def _list_unsupported_layouts(plan: Plan) -> list[str]:
+    """Return a line for each way to divide the model that DeepSpeed does not have here."""
+    parallel = plan.config.parallel
+    pipelined = parallel.pipeline_model_parallel_size > 1
+    problems = []
+    if pipelined and parallel.zero_stage > 1:
+        problems.append(
+            f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule "
+            "shards optimizer states only; use --zero-stage 1, or remove --deepspeed"
+        )
+    if plan.copies > 1:
+        if parallel.hsdp_shard_size is None:
+            asked = f"--sharding-strategy {parallel.sharding_strategy}"
+        else:
+            asked = f"--hsdp-shard-size {parallel.hsdp_shard_size}"
+        problems.append(
+            f"{asked}: DeepSpeed shards over all data-parallel ranks here; use --sharding-strategy "
+            "fsdp, or remove --deepspeed"
+        )
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        problems.append(
+            "--num-layers-per-virtual-pipeline-stage "
+            f"{parallel.num_layers_per_virtual_pipeline_stage}: "
+            "DeepSpeed's pipeline has one stage per rank; remove this flag or --deepspeed"
+        )
     return problems
 
 

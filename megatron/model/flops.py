@@ -358,6 +358,7 @@ def estimate_parameter_memory_per_rank(
     half: bool,
     data_parallel_size: int,
     zero_stage: int,
+    shard_size: int | None = None,
     state_bytes: int | None = None,
 ) -> ParameterMemory:
     """Estimate the memory of parameters on one rank with ZeRO, rounded up.
@@ -365,11 +366,13 @@ def estimate_parameter_memory_per_rank(
     `state_bytes` are those before ZeRO shards them. See `estimate_parameter_memory`.
 
     Stage 1 shards optimizer states and master weights over the data-parallel ranks. Stage 2 also
-    shards gradients. Stage 3 also shards the weights that the model computes with.
+    shards gradients. Stage 3 also shards the weights that the model computes with. `shard_size` is
+    the number of ranks that share one copy of the model. By default it is all of them.
 
     In fp32 the model computes with the master weights, unless stage 1 or 2 shards them. Then the
     rank also has a complete copy.
     """
+    ranks = shard_size or data_parallel_size
     whole = estimate_parameter_memory(rank_parameters, half=half, state_bytes=state_bytes)
     if not half and data_parallel_size > 1 and zero_stage in (1, 2):
         fp32_copies = 4 * rank_parameters
@@ -379,7 +382,7 @@ def estimate_parameter_memory_per_rank(
     def shard_from(stage: int, size: int) -> int:
         # Rounded up, because the last shard is padded.
         if zero_stage >= stage:
-            return -(-size // data_parallel_size)
+            return -(-size // ranks)
         return size
 
     return ParameterMemory(

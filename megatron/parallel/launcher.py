@@ -68,6 +68,26 @@ def read_launcher_world(
     return LaunchedWorld(size, _read_number(environment, "LOCAL_RANK", local_rank_flag or 0))
 
 
+def read_ranks_per_node(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks on this rank's node.
+
+    torchrun sets it. Slurm sets the tasks of each node, as in "4(x2),3". Without both, or with a
+    number that cannot be right, all ranks are on one node.
+
+    Args:
+        world_size: Number of ranks.
+        environment: The environment variables.
+
+    Raises:
+        LayoutError: LOCAL_WORLD_SIZE is not a whole number.
+    """
+    size = _read_number(environment, "LOCAL_WORLD_SIZE", 0)
+    if size < 1:
+        tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        size = world_size if tasks is None else int(tasks.group())
+    return max(1, min(size, world_size))
+
+
 def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
     """Return the number in a variable.
 

@@ -8,7 +8,7 @@ skipped.
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -41,6 +41,27 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
+class DataSharding:
+    """How data-parallel ranks share the copies of the model, and this rank's coordinate.
+
+    The data axis is (copies, size). The ranks of one copy are neighbours, so they are on one node
+    if `size` is the number of data-parallel ranks of a node.
+    """
+
+    size: int = 1
+    """Ranks that share one copy."""
+    copies: int = 1
+    rank: int = 0
+    """This rank's number among those that share its copy."""
+    copy: int = 0
+    """The number of this rank's copy."""
+    mesh: DeviceMesh | None = None
+    """The ranks that share this rank's copy, or None in a world of one."""
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that hold the same shards as this one, one of each copy. None if there is one."""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """This rank's coordinate in the grid, its device, and its groups."""
 
@@ -67,31 +88,22 @@ class Mesh:
     """What `describe()` returns on each rank."""
     time_out: timedelta = timedelta(minutes=10)
     """The time-out of the groups."""
-
-    def get_data_parallel_mesh(self) -> DeviceMesh:
-        """Return the one-dimensional mesh of this rank's data-parallel group."""
-        assert self.devices is not None, "a world of one has no mesh"
-        return self.devices["dp"]
+    sharding: DataSharding = field(default_factory=DataSharding)
+    """How the data-parallel ranks share the copies of the model."""
 
     def build_stage_group(self) -> dist.ProcessGroup | None:
-        """Return a new group of the ranks that hold this rank's stages.
+        """Return a new group of the ranks that share one copy of this rank's stages.
 
         They are ordered by their data coordinate, and then by their tensor coordinate. All ranks of
         the world must call it. The group is None if this rank is its only member.
         """
-        size = self.grid.data * self.grid.tensor
+        size = self.sharding.size * self.grid.tensor
         if size == 1:
             return None
-        if self.grid.pipeline == 1:
+        if size == self.grid.world_size:
             return dist.group.WORLD
-        members_of_groups = [
-            [
-                self.grid.get_rank(GridCoordinate(pipeline, data, tensor))
-                for data in range(self.grid.data)
-                for tensor in range(self.grid.tensor)
-            ]
-            for pipeline in range(self.grid.pipeline)
-        ]
+        # Tensor is the innermost axis and data the next one, so the members are neighbours.
+        members_of_groups = torch.arange(self.grid.world_size).view(-1, size).tolist()
         return _own_group(members_of_groups, self.rank, self.time_out)
 
     def get_pipeline_group(self) -> dist.ProcessGroup:
@@ -117,6 +129,7 @@ def build_mesh(
     device: torch.device,
     *,
     sequence_parallel: bool = False,
+    shard_size: int | None = None,
     timeout_minutes: float = 10.0,
     comm_timer: CommTimer = nullcontext,
     control: dist.ProcessGroup | None = None,
@@ -128,6 +141,8 @@ def build_mesh(
         device: This rank's device.
         sequence_parallel: Whether activations are sharded along the sequence. It has no effect
             without tensor parallelism.
+        shard_size: Data-parallel ranks that share one copy of the model. It must divide their
+            number. Default: all of them.
         timeout_minutes: The limit that the time-out of every group is derived from.
         comm_timer: Entered around each collective, to time it.
         control: The group for messages, if it exists already. See `build_control_group`.
@@ -157,6 +172,7 @@ def build_mesh(
         )
     time_out = TimeLimit(timeout_minutes).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
+    sharding = _build_data_sharding(grid, rank, devices, shard_size or grid.data, time_out)
     backend = dist.get_backend()
     # Creating a group is a collective. All ranks must create the same groups in the same order.
     if control is None:
@@ -182,6 +198,7 @@ def build_mesh(
         control,
         names,
         time_out,
+        sharding,
     )
 
 
@@ -204,6 +221,23 @@ def _make_device_mesh(
         assert group is not None, "every rank is in one group of each axis"
         groups.append(group)
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def _build_data_sharding(
+    grid: Grid, rank: int, devices: DeviceMesh, size: int, time_out: timedelta
+) -> DataSharding:
+    """Return how the data-parallel ranks share the copies. See `build_mesh`."""
+    assert grid.data % size == 0, f"groups of {size} cannot divide {grid.data} data-parallel ranks"
+    copy, own = divmod(grid.get_coordinate(rank).data, size)
+    copies = grid.data // size
+    if copies == 1:
+        return DataSharding(size, copies, own, copy, devices["dp"])
+    axes = torch.arange(grid.world_size).view(grid.pipeline, copies, size, grid.tensor)
+    shards = _own_group(axes.movedim(2, -1).flatten(0, -2).tolist(), rank, time_out)
+    replicas = _own_group(axes.movedim(1, -1).flatten(0, -2).tolist(), rank, time_out)
+    assert shards is not None, "every rank shares one copy"
+    mesh = DeviceMesh.from_group(shards, devices.device_type, mesh_dim_names=("shard",))
+    return DataSharding(size, copies, own, copy, mesh, replicas)
 
 
 def _build_ends_group(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGroup | None:

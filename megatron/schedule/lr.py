@@ -1,4 +1,4 @@
-"""Learning rate as a function of progress: a linear warm-up, and then a decay of a certain style.
+"""Learning rate as a function of progress: a warm-up, and then a decay of a certain style.
 
 Invariant: the rate depends on the samples of *applied* iterations (`lr_samples`), so an iteration
 that is skipped does not change it. An iteration uses the rate of the state before it, so with a
@@ -11,6 +11,7 @@ Sources:
 - Decay by tokens: https://arxiv.org/abs/2108.06084.
 - WSD: https://arxiv.org/abs/2404.06395.
 - Half a cosine: OLMo-core's HalfCosWithWarmup, whose peak is that of the complete cosine.
+- A quadratic warm-up, and a decay that begins with training: fms-fsdp's main_training_llama.py.
 """
 
 import math
@@ -21,6 +22,10 @@ from megatron.errors import ConfigError
 
 DecayStyle = Literal["constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+WarmupStyle = Literal["linear", "quadratic"]
+
+_DECAYS_FROM_START = ("linear", "cosine", "half-cosine")
+"""Styles that fall over the complete decay, so that it may begin before the end of the warm-up."""
 
 FIELD_NAMES = {
     "max_lr": "--lr",
@@ -35,6 +40,8 @@ FIELD_NAMES = {
     "warmup_fraction": "warm-up as a part of --train-time (--lr-warmup-fraction)",
     "wsd_decay_fraction": "WSD decay as a part of --train-time (--lr-wsd-decay-fraction)",
     "warmup_init": "--lr-warmup-init",
+    "warmup_style": "--lr-warmup-style",
+    "decay_from_start": "--lr-decay-from-start",
     "decoupled_max_lr": "--decoupled-lr",
     "decoupled_min_lr": "--decoupled-min-lr",
 }
@@ -53,6 +60,8 @@ class LRSchedule:
     decay, counted from the start of training. `wsd_decay_steps` is the length of WSD's final decay.
     If `decay_tokens` is given, the decay ends at this number of tokens and not at `decay_steps`.
     The warm-up is still in samples. `warmup_init` is the rate that the warm-up starts from.
+    With `decay_from_start` the decay begins at the start of training and not after the warm-up, and
+    the rate is the lower one of both.
     `decoupled_max_lr` and `decoupled_min_lr` are the peak and the minimum of the word embedding and
     the output matrix. They are None if these have the rate of all other parameters.
 
@@ -72,8 +81,11 @@ class LRSchedule:
     decay_tokens: int | None = None
     wsd_decay_steps: int | None = None
     wsd_decay_style: WSDDecayStyle = "exponential"
-    # Checkpoints of earlier versions do not have it. Their warm-up started from 0.
+    # Checkpoints of earlier versions do not have these three. Their warm-up started from 0, was
+    # linear, and came before the decay.
     warmup_init: float = 0.0
+    warmup_style: WarmupStyle = "linear"
+    decay_from_start: bool = False
     decoupled_max_lr: float | None = None
     decoupled_min_lr: float | None = None
     train_seconds: float | None = None
@@ -126,6 +138,11 @@ class LRSchedule:
             )
         if self.decay_tokens is not None and self.decay_tokens < 1:
             problems.append(f"--lr-decay-tokens {self.decay_tokens} must be at least 1.")
+        if self.decay_from_start and self.style not in _DECAYS_FROM_START:
+            problems.append(
+                f"--lr-decay-from-start is not possible with --lr-decay-style {self.style}; use "
+                f"{', '.join(_DECAYS_FROM_START[:-1])} or {_DECAYS_FROM_START[-1]}."
+            )
         if self.train_seconds is not None and (self.warmup_fraction or 0.0) >= 1:
             problems.append(
                 f"--lr-warmup-fraction {self.warmup_fraction} must be below 1, because the decay "
@@ -253,11 +270,37 @@ class LRSchedule:
             # The time may be up before a warm-up in samples is.
             return self.max_lr if self.style == "constant" else self.min_lr
         warmed, warmup = self._measure_warmup(lr_samples, seconds)
-        if warmup > 0 and warmed <= warmup:
-            rise = self.max_lr - self.warmup_init
-            return self.warmup_init + rise * warmed / warmup
+        if warmup <= 0 or warmed > warmup:
+            return self._compute_decayed_lr(
+                lr_samples, lr_tokens, warmup_tokens, seconds, warmup_seconds
+            )
+        rising = self._compute_rising_lr(warmed, warmup)
+        if not self.decay_from_start:
+            return rising
+        falling = self._compute_decayed_lr(
+            lr_samples, lr_tokens, warmup_tokens, seconds, warmup_seconds
+        )
+        return min(rising, falling)
+
+    def _compute_rising_lr(self, warmed: float, warmup: float) -> float:
+        """Return the rate of the warm-up, which takes `warmup` samples or seconds."""
+        rise = self.max_lr - self.warmup_init
+        if self.warmup_style == "quadratic":
+            return self.warmup_init + rise * (1.0 - (1.0 - warmed / warmup) ** 2)
+        return self.warmup_init + rise * warmed / warmup
+
+    def _compute_decayed_lr(
+        self,
+        lr_samples: int,
+        lr_tokens: int,
+        warmup_tokens: int,
+        seconds: float,
+        warmup_seconds: float,
+    ) -> float:
+        """Return the rate of the decay. The arguments are those of `get_lr`."""
         if self.style == "constant":
             return self.max_lr
+        warmed, warmup = self._measure_warmup(lr_samples, seconds)
         end: float
         if self.train_seconds is not None:
             done = seconds
@@ -271,6 +314,8 @@ class LRSchedule:
             done = float(lr_tokens)
             start = float(warmup_tokens)
             end = self.decay_tokens
+        if self.decay_from_start:
+            start = 0.0
         # The second condition holds if the warm-up alone took as many tokens as a decay in tokens
         # may take. It avoids a division by zero below.
         if done > end or start >= end:
@@ -288,11 +333,11 @@ class LRSchedule:
         return float(lr_samples), float(self.warmup_steps)
 
     def _compute_coefficient(self, done: float, start: float, end: float) -> float:
-        """Return the fraction of (max_lr - min_lr) that is left after the warm-up.
+        """Return the fraction of (max_lr - min_lr) that is left.
 
         Args:
             done: Progress in samples, tokens or seconds.
-            start: Progress at the end of the warm-up.
+            start: Progress at the end of the warm-up, or 0 if the decay begins with training.
             end: Progress at the end of the decay.
         """
         if self.style == "WSD":

@@ -26,6 +26,7 @@ from megatron.data.documents import needs_documents
 from megatron.data.phases import PlannedPhase
 from megatron.errors import CheckpointError, ConfigError
 from megatron.observe.log_line import format_kill_switch_line
+from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan import Plan, resolve
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer import fetch_missing_tokenizer
@@ -62,6 +63,7 @@ class Job:
             "vocab_size": self.plan.vocab_size,
             "lr_schedule": asdict(self.plan.lr_schedule),
             "skip_ranges": self.plan.skip_ranges,
+            "shard_size": self.plan.shard_size,
             "data_phases": [asdict(planned) for planned in self.plan.data_phases],
             "checkpoint": describe_checkpoint(self.checkpoint),
             "notes": self.notes,
@@ -82,12 +84,14 @@ class Job:
             iteration=state.iteration,
             vocab_size=record["vocab_size"],
         )
-        # A checkpoint may replace the first two. Only rank 0 reads the file of the phases.
+        # A checkpoint may replace the first two. The size of a node counts on rank 0 only. Only
+        # rank 0 reads the file of the phases.
         plan = replace(
             plan,
             lr_schedule=LRSchedule(**record["lr_schedule"]),
             # JSON has no tuples.
             skip_ranges=tuple((first, last) for first, last in record["skip_ranges"]),
+            shard_size=record["shard_size"],
             data_phases=tuple(map(PlannedPhase.from_json, record["data_phases"])),
         )
         return cls(plan, state, checkpoint, record["notes"])
@@ -184,6 +188,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_tokens,
         iteration=state.iteration,
+        ranks_per_node=read_ranks_per_node(world_size),
     )
     check_plan(plan)
     if checkpoint is None:

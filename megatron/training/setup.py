@@ -89,6 +89,7 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         grid,
         choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
+        shard_size=plan.shard_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
         comm_timer=lambda: timers(COMMUNICATION),
         control=ranks.group,

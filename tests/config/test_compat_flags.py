@@ -296,7 +296,6 @@ REFUSED_CHOICES = {
     "bigcode": {"--tokenizer-type": ["TokenizerFromFile", "TokenizerFromFileWithFIM"]},
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
-        "--training-stage": ["initial"],
         "--file-type": ["auto"],
     },
 }
@@ -393,6 +392,7 @@ def test_launch_script_of_fms_fsdp():
     assert config.logging.log_interval == 200
     assert config.checkpoint.save_interval == 20_000
     assert config.parallel.zero_stage == 3
+    assert config.parallel.sharding_strategy == "hsdp"
     assert config.recompute.checkpoint_activations is False
     assert not config.kernels.use_torch_compile
     assert check_rules(config, loaded.origin) == ([], [])
@@ -408,12 +408,21 @@ def test_launch_script_of_fms_fsdp():
         *(
             "--fsdp_activation_checkpointing",
             "--selective_checkpointing",
-            "--sharding_strategy",
             "--low_cpu_fsdp",
             "--batch_size",
         ),
         *("--report_interval", "--checkpoint_interval", "--use_profiler", "--use_dummy_dataset"),
+        # The defaults of fms-fsdp, and then what follows from them.
+        *("the", "--min-lr", "--lr-warmup-iters", "--lr-warmup-style", "--lr-decay-from-start"),
+        "--strip-tokens",
     ]
+
+
+def test_a_zero_stage_replaces_the_default_strategy_of_fms_fsdp():
+    parallel = load_config([*shlex.split(DEFAULTS)]).config.parallel
+    assert (parallel.sharding_strategy, parallel.zero_stage) == ("hsdp", 3)
+    parallel = load_config([*shlex.split(DEFAULTS), "--zero-stage", "1"]).config.parallel
+    assert (parallel.sharding_strategy, parallel.zero_stage) == (None, 1)
 
 
 @pytest.mark.parametrize("value", ["=True", "=true", ""])

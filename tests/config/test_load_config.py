@@ -270,3 +270,26 @@ def test_reading_the_configuration_does_not_import_torch():
     """
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code, *REQUIRED], check=True, cwd=root)
+
+
+def load_strategy(flags: str) -> tuple[int, str | None]:
+    config = load_config([*REQUIRED, *flags.split()]).config
+    return config.parallel.zero_stage, config.parallel.sharding_strategy
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (1, None)),
+        ("--sharding-strategy fsdp", (3, "fsdp")),
+        ("--sharding_strategy=hsdp", (3, "hsdp")),
+        ("--sharding_strategy HSDP", (3, "hsdp")),
+        ("--sharding-strategy ddp", (0, "ddp")),
+        # A rule refuses this.
+        ("--sharding-strategy fsdp --zero-stage 1", (1, "fsdp")),
+    ],
+)
+def test_a_sharding_strategy_sets_the_zero_stage(
+    flags: str, expected: tuple[int, str | None]
+) -> None:
+    assert load_strategy(flags) == expected

@@ -209,28 +209,7 @@ def test_smollm3_decays_from_its_published_step() -> None:
     check_rates(plan, formula, run["total_steps"])
 
 
-# ---- Llama 2 7B of fms-fsdp ----
-
-
-def test_llama2_of_fms_fsdp_trains_its_tokens() -> None:
-    run = RUNS["llama2-7b-fms"]
-    plan = resolve_file("llama2-7b", 128)
-    optimizer = plan.config.optimizer
-    assert plan.batch_size.final * run["seq_length"] == run["tokens_per_step"]
-    assert plan.get_num_microbatches(plan.batch_size.final) == 1
-    assert plan.parameters == 6_738_415_616
-    assert plan.train_samples * run["seq_length"] == run["tokens"]
-    # The last, incomplete batch is left out.
-    assert plan.train_iters == run["tokens"] // run["tokens_per_step"]
-    assert [optimizer.adam_beta1, optimizer.adam_beta2] == run["betas"]
-    assert optimizer.weight_decay == run["weight_decay"]
-    rates = [plan.lr_schedule.get_lr(step * 256) for step in (1000, 2000, plan.train_iters)]
-    assert rates == pytest.approx([run["lr"] / 2, run["lr"], run["min_lr"]], rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"), [("olmo3-7b", 512), ("smollm3-3b", 384), ("llama2-7b", 128)]
-)
+@pytest.mark.parametrize(("name", "world_size"), [("olmo3-7b", 512), ("smollm3-3b", 384)])
 def test_no_setting_of_a_file_is_without_effect(name: str, world_size: int) -> None:
     warnings: tuple[Any, ...] = resolve_file(name, world_size).warnings
     assert [text for text in warnings if "no effect" in text] == []

@@ -197,6 +197,19 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--cpu-optimizer and --use-bnb-optimizer exclude each other",
     ),
     (
+        {"sharding_strategy": "fsdp", "zero_stage": 1},
+        "--sharding-strategy fsdp and --zero-stage 1 contradict: fsdp means --zero-stage 3",
+    ),
+    (
+        {"sharding_strategy": "fsdp", "zero_stage": 3, "hsdp_shard_size": 4},
+        "--hsdp-shard-size 4 and --sharding-strategy fsdp contradict: only hsdp has groups",
+    ),
+    (
+        {"hsdp_shard_size": 4, "zero_stage": 0},
+        "--hsdp-shard-size 4 and --zero-stage 0 contradict: stage 0 shards nothing",
+    ),
+    ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
+    (
         {"curriculum_total_step": 9},
         "--curriculum-total-step 9 needs --curriculum-schedule-type",
     ),
@@ -321,6 +334,14 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--lr-warmup-init 1e-05 has no effect without a warm-up",
     ),
     (
+        {"lr_warmup_style": "quadratic"},
+        "--lr-warmup-style quadratic has no effect without a warm-up",
+    ),
+    (
+        {"lr_decay_from_start": True},
+        "--lr-decay-from-start has no effect without a warm-up",
+    ),
+    (
         {"lr_decay_style": "inverse-square-root"},
         "--lr-decay-style inverse-square-root without a warm-up",
     ),
@@ -443,6 +464,9 @@ def test_settings_without_effect_are_warnings(changes: dict[str, object], messag
         {"split": "99,1,0"},
         {"init_method_std": "small"},
         {"zero_stage": 0},
+        {"zero_stage": 2, "hsdp_shard_size": 4},
+        {"sharding_strategy": "hsdp", "zero_stage": 3},
+        {"grad_reduce_in_bf16": True, "bf16": True},
         {"eval_iters": 0, "num_workers": 0, "hidden_dropout": 0.0, "clip_grad": 0.0},
         {"local_rank": -1},
         {"fp16": True},

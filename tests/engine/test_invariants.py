@@ -21,6 +21,7 @@ SIZES = (
 TP2 = "--tensor-model-parallel-size 2"
 ALL = f"{TP2} --pipeline-model-parallel-size 2"
 """A layout for eight ranks, with two data-parallel ones."""
+HSDP = "--sharding-strategy hsdp --hsdp-shard-size 2"
 EMBEDDING = "embedding.word.weight"
 REPAIR = "--sync-tp-duplicated-parameters"
 
@@ -142,6 +143,16 @@ CASES = [
     (ALL, 8, 7, ("norm", "weight", None), "rank 7", "(pipeline 1, data 1, tensor 1)"),
     (ALL, 8, 6, (EMBEDDING, "weight", None), "rank 6", "(pipeline 1, data 1, tensor 0)"),
     (ALL, 8, 4, (EMBEDDING, "exp_avg_sq", None), "rank 4", "(pipeline 1, data 0, tensor 0)"),
+    (HSDP, 4, 3, ("mlp.up", "weight", None), "rank 3", "(pipeline 0, data 3, tensor 0)"),
+    (
+        "--sharding-strategy ddp",
+        2,
+        1,
+        ("qkv", "exp_avg_sq", None),
+        "rank 1",
+        "(pipeline 0, data 1, tensor 0)",
+    ),
+    (f"{HSDP} {TP2}", 8, 5, ("norm", "weight", None), "rank 5", "(pipeline 0, data 2, tensor 1)"),
 ]
 
 
@@ -175,6 +186,9 @@ def test_one_bit_is_found_and_named(
         (f"{TP2} --bf16", 2, 1, ("input_norm", "exp_avg", 0.5)),
         (ALL, 8, 5, (EMBEDDING, "weight", 0.5)),
         (f"{ALL} --zero-stage 2", 8, 3, ("norm", "weight", float("nan"))),
+        (HSDP, 4, 2, ("mlp.up", "exp_avg", 0.5)),
+        # The other tensor-parallel rank of the second copy has a replica too, and stays right.
+        (f"{HSDP} {TP2}", 8, 4, ("norm", "weight", 0.5)),
     ],
 )
 def test_a_repaired_run_equals_an_undisturbed_run(

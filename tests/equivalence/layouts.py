@@ -57,6 +57,8 @@ class Layout:
     tied: bool = True
     partition: str = "uniform"
     variation: str = "ramp"
+    strategy: str = ""
+    """A value of --sharding-strategy, which replaces `zero`. The copies of hsdp have two ranks."""
 
     @property
     def ranks(self) -> int:
@@ -97,7 +99,9 @@ class Layout:
         parts = [
             f"--tensor-model-parallel-size {self.tensor}",
             f"--pipeline-model-parallel-size {self.pipeline}",
-            f"--zero-stage {self.zero}",
+            f"--sharding-strategy {self.strategy}"
+            if self.strategy
+            else f"--zero-stage {self.zero}",
             f"--micro-batch-size {self.micro_batch_size}",
             f"--pp-partition-method {PARTITIONS[self.partition]}",
             RECOMPUTE[self.recompute],
@@ -108,6 +112,8 @@ class Layout:
             parts.append("--num-layers-per-virtual-pipeline-stage 1")
         if not self.tied:
             parts.append(UNTIED)
+        if self.strategy == "hsdp":
+            parts.append("--hsdp-shard-size 2")
         return " ".join(parts)
 
     def __str__(self) -> str:
@@ -117,7 +123,7 @@ class Layout:
             for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))
             if size > 1
         ]
-        parts += [f"zero{self.zero}"] if self.data > 1 else []
+        parts += [self.strategy or f"zero{self.zero}"] if self.data > 1 else []
         parts += ["sp"] if self.sequence else []
         parts += [self.schedule.split()[0]] if self.pipeline > 1 else []
         parts += [f"recompute_{self.recompute}"] if self.recompute != "none" else []
@@ -162,3 +168,13 @@ LAYOUTS = [
     Layout(4, 2, 1, 1, True, "1F1B", "half", "bloom", False, "parameters", "curriculum"),
     Layout(4, 2, 1, 1, True, "interleaved 1F1B", "half", "bloom", False, "uniform", "ramp"),
 ]
+
+STRATEGIES = [
+    Layout(1, 1, 4, strategy="hsdp"),
+    Layout(1, 1, 4, strategy="ddp"),
+    Layout(1, 1, 4, strategy="fsdp"),
+    Layout(2, 1, 4, sequence=True, strategy="hsdp"),
+    Layout(1, 2, 2, schedule="1F1B", strategy="fsdp"),
+    Layout(1, 2, 4, schedule="1F1B", strategy="hsdp"),
+]
+"""Each --sharding-strategy alone, with tensor parallelism and with a pipeline."""

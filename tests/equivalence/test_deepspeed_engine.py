@@ -354,6 +354,7 @@ def test_the_table_names_deepspeed_and_the_log_is_clean(
     [
         (f"{PP2} --zero-stage 2", 2, "shards optimizer states only"),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "one stage per rank"),
+        ("--hsdp-shard-size 1", 2, "--hsdp-shard-size 1: DeepSpeed shards over all"),
         ("--log-num-zeros-in-grad", 1, "does not expose its gradients"),
         ("--log-layer-stats-interval 5", 1, "--log-layer-stats-interval 5"),
         ("--use-torch-compile", 1, "not tested with DeepSpeed"),

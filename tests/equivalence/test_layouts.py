@@ -24,17 +24,19 @@ from equivalence.corpus import (
     validation,
     worst,
 )
-from equivalence.layouts import LAYOUTS, VALUES, Layout, pairs, possible
+from equivalence.layouts import LAYOUTS, STRATEGIES, VALUES, Layout, pairs, possible
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "loss_curves.json"
 # The layouts of the short suite.
 SHORT = {LAYOUTS[i] for i in (3, 14, 16, 17, 18)}
+SHORT_STRATEGIES = STRATEGIES[:2]
 
 
 def in_suites(layout: Layout) -> object:
-    return pytest.param(layout, id=str(layout), marks=() if layout in SHORT else pytest.mark.full)
+    short = layout in SHORT or layout in SHORT_STRATEGIES
+    return pytest.param(layout, id=str(layout), marks=() if short else pytest.mark.full)
 
 
 def test_layouts_cover_every_pair() -> None:
@@ -53,7 +55,7 @@ def test_a_layout_uses_its_schedule(layout: Layout) -> None:
     assert layout.schedule in layout.schedules
 
 
-@pytest.mark.parametrize("layout", [in_suites(layout) for layout in LAYOUTS])
+@pytest.mark.parametrize("layout", [in_suites(layout) for layout in [*LAYOUTS, *STRATEGIES]])
 def test_layout_trains_and_evaluates_as_one_process(
     layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from equivalence.corpus import NO_DROPOUT, command, curve, worst
-from equivalence.layouts import Layout
+from equivalence.layouts import STRATEGIES, Layout
 from process_pool import ProcessPool, pretrain, succeed
 from safetensors import safe_open
 
@@ -28,7 +28,7 @@ LAYOUTS = [
 ]
 SHORT = 3
 """Number of layouts that the short suite combines."""
-ASYNCHRONOUS = LAYOUTS[1]
+ASYNCHRONOUS = (LAYOUTS[1], STRATEGIES[0])
 
 Saved = Callable[[Layout], Path]
 
@@ -44,7 +44,7 @@ def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
     def run(layout: Layout) -> Path:
         if layout not in folders:
             folder = tmp_path_factory.mktemp("saved")
-            flags = "--save-interval 5" + (" --async-save" if layout is ASYNCHRONOUS else "")
+            flags = "--save-interval 5" + (" --async-save" if layout in ASYNCHRONOUS else "")
             succeed(pool.run(layout.ranks, pretrain, arguments(folder, corpus, layout, flags)))
             folders[layout] = folder
         return folders[layout]
@@ -124,9 +124,21 @@ PAIRS = [
     for j, after in enumerate(LAYOUTS)
     if i != j
 ]
+STRATEGY_PAIRS = [
+    # The short suite loads HSDP's checkpoint without shards.
+    pytest.param(
+        before,
+        after,
+        id=f"{before}--{after}",
+        marks=() if (i, j) == (0, 1) else pytest.mark.full,
+    )
+    for i, before in enumerate(STRATEGIES)
+    for j, after in enumerate([*STRATEGIES, LAYOUTS[0]])
+    if i != j
+]
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "after"), [*PAIRS, *STRATEGY_PAIRS])
 def test_any_layout_loads_what_any_other_saved(
     before: Layout, after: Layout, pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ LAYOUTS = (
     (2, "--pipeline-model-parallel-size 2"),
     (2, "--tensor-model-parallel-size 2"),
     (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    (4, "--sharding-strategy hsdp --hsdp-shard-size 2 --micro-batch-size 1"),
 )
 ATTEMPTS = 40
 SHORT = (0, 1, 2, 3, 4)

@@ -3,7 +3,12 @@
 import pytest
 
 from megatron.errors import LayoutError
-from megatron.parallel.launcher import LaunchedWorld, parse_first_host, read_launcher_world
+from megatron.parallel.launcher import (
+    LaunchedWorld,
+    parse_first_host,
+    read_launcher_world,
+    read_ranks_per_node,
+)
 
 SRUN = {
     "SLURM_JOB_ID": "123456",
@@ -95,3 +100,23 @@ def test_a_world_without_ranks_is_refused(environment: dict[str, str], message: 
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert parse_first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, 4),
+        ({}, 16),
+        # Left over from another launch.
+        ({"LOCAL_WORLD_SIZE": "64"}, 16),
+    ],
+)
+def test_ranks_of_a_node(environment: dict[str, str], size: int) -> None:
+    assert read_ranks_per_node(16, environment) == size
+
+
+def test_ranks_of_a_node_that_are_no_number() -> None:
+    with pytest.raises(LayoutError, match="LOCAL_WORLD_SIZE is 'many'"):
+        read_ranks_per_node(16, {"LOCAL_WORLD_SIZE": "many"})

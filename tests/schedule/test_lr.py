@@ -388,3 +388,64 @@ def test_another_time_is_another_schedule():
     assert list_schedule_differences(here, there) == [
         "--train-time in seconds: 1000.0 here, 500.0 in the checkpoint"
     ]
+
+
+# ---- A quadratic warm-up, and a decay that begins with training ----
+
+
+def test_a_quadratic_warm_up_is_steepest_at_its_start():
+    schedule = LRSchedule(
+        1.0,
+        0.1,
+        "constant",
+        warmup_steps=100,
+        decay_steps=300,
+        warmup_init=0.2,
+        warmup_style="quadratic",
+    )
+    # 0.2 + 0.8 (1 - (1 - x)^2) at x = 0, 1/4, 1/2 and 1.
+    assert [schedule.get_lr(s) for s in (0, 25, 50, 100, 101)] == pytest.approx(
+        [0.2, 0.55, 0.8, 1.0, 1.0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("style", "quarter", "middle"),
+    [
+        ("linear", 0.775, 0.55),
+        ("cosine", 0.55 + 0.45 * math.sqrt(0.5), 0.55),
+        ("half-cosine", 1 - 0.9 * math.sin(math.pi / 8), 1 - 0.9 * math.sqrt(0.5)),
+    ],
+)
+def test_a_decay_from_the_start_counts_from_zero(style: DecayStyle, quarter: float, middle: float):
+    schedule = LRSchedule(1.0, 0.1, style, warmup_steps=100, decay_steps=400, decay_from_start=True)
+    rates = [schedule.get_lr(s) for s in (0, 10, 50, 100, 200, 400, 401)]
+    # In the first half of the warm-up, the warm-up is below the decay. At its end, it is above.
+    assert rates == pytest.approx([0.0, 0.1, 0.5, quarter, middle, 0.1, 0.1])
+
+
+def test_a_decay_from_the_start_counts_tokens_and_seconds_too():
+    by_tokens = LRSchedule(
+        1.0, 0.0, "linear", 10, 100, decay_tokens=1000, warmup_style="quadratic",
+        decay_from_start=True,
+    )  # fmt: skip
+    # The first tokens of a warm-up are known only when it is over. The decay needs none.
+    assert by_tokens.get_lr(5, 50, 0) == pytest.approx(0.75)
+    assert by_tokens.get_lr(20, 500, 100) == pytest.approx(0.5)
+    by_time = LRSchedule(
+        1.0, 0.0, "linear", 0, 1, train_seconds=100.0, warmup_fraction=0.1, decay_from_start=True
+    )
+    assert by_time.get_lr(1, seconds=5.0) == pytest.approx(0.5)
+    assert by_time.get_lr(1, seconds=50.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("style", ["constant", "inverse-square-root", "WSD"])
+def test_a_decay_from_the_start_needs_a_style_that_falls(style: DecayStyle):
+    with pytest.raises(ConfigError, match="--lr-decay-from-start is not possible"):
+        LRSchedule(1.0, 0.0, style, 10, 100, wsd_decay_steps=10, decay_from_start=True)
+
+
+def test_a_schedule_of_an_earlier_version_is_linear_and_decays_after_the_warm_up():
+    fields = dataclasses.asdict(TR11)
+    del fields["warmup_style"], fields["decay_from_start"]
+    assert LRSchedule(**fields) == TR11

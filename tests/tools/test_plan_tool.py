@@ -506,3 +506,63 @@ def test_data_that_cannot_be_read_are_no_error(capsys, monkeypatch):
 
     monkeypatch.setattr(plan, "measure_training_data", refuse)
     assert as_json(capsys, "--", *SMALL, "--data-path", "corpus")["errors"] == []
+
+
+THOUSAND = shlex.split(
+    "--world-size 1024 --preset llama2-7b --seq-length 1024 --micro-batch-size 1 "
+    "--global-batch-size 1024 --train-iters 1000 --lr 3e-4 --bf16"
+)
+
+
+def test_on_1024_devices_hsdp_hides_its_communication_and_fsdp_does_not(capsys):
+    """The numbers of docs/sharding.md."""
+    found = as_json(capsys, *THOUSAND, "--grad-reduce-in-bf16")["communication"]
+    assert found["compute_seconds"] == pytest.approx(0.27, abs=0.005)
+    seconds = {name: times["seconds"] for name, times in found["strategies"].items()}
+    # The plan's own stage is 1.
+    assert list(seconds) == ["fsdp", "hsdp 8", "ddp", "ZeRO 1"]
+    assert seconds["fsdp"] == pytest.approx(0.75, abs=0.005)
+    assert seconds["hsdp 8"] == pytest.approx(0.21, abs=0.005)
+    assert found["strategies"]["fsdp"]["inside_nodes"] == 0
+    assert not found["strategies"]["ddp"]["fits"]
+    assert found["recommended"] == "--sharding-strategy hsdp --hsdp-shard-size 8"
+
+
+def test_the_configured_groups_are_estimated(capsys):
+    flags = "--sharding-strategy hsdp --hsdp-shard-size 16 --tensor-model-parallel-size 2"
+    found = as_json(capsys, *THOUSAND, *flags.split())["communication"]
+    assert list(found["strategies"]) == ["fsdp", "hsdp 16", "ddp"]
+    # A group of 16 data-parallel and 2 tensor-parallel ranks is on 4 nodes.
+    assert found["strategies"]["hsdp 16"]["inside_nodes"] == 0
+
+
+def test_a_script_says_how_many_ranks_a_node_has(capsys, tmp_path: Path):
+    script = tmp_path / "run.sh"
+    flags = "--global-batch-size 64 --sharding-strategy hsdp"
+    script.write_text(
+        f"torchrun --nnodes 4 --nproc-per-node 4 pretrain_gpt.py {shlex.join(SMALL)} {flags}\n"
+    )
+    assert as_json(capsys, str(script))["shard_size"] == 4
+    assert as_json(capsys, "--ranks-per-node", "2", str(script))["shard_size"] == 2
+
+
+def test_text_of_the_strategies(capsys):
+    assert plan.main([*THOUSAND, "--sharding-strategy", "hsdp"]) == 0
+    text = capsys.readouterr().out
+    assert "ZeRO 3 in 128 copies of the model, each on 8 data-parallel ranks" in text
+    assert re.search(r"recommended +--sharding-strategy hsdp --hsdp-shard-size 8", text)
+    # One data-parallel rank sends nothing.
+    assert plan.main(["--world-size", "1", *SMALL]) == 0
+    assert "communication" not in capsys.readouterr().out
+
+
+def test_few_nodes_need_no_copies(capsys):
+    """Communication fits behind the computation, and FSDP needs least memory."""
+    flags = ["--seq-length", "4096", "--global-batch-size", "512", "--hardware", "h100"]
+    found = as_json(capsys, *THOUSAND, "--world-size", "16", *flags)["communication"]
+    assert found["recommended"] == "--sharding-strategy fsdp"
+
+
+def test_a_node_without_ranks_is_refused(capsys):
+    assert plan.main([*THOUSAND, "--ranks-per-node", "0"]) == 2
+    assert "--ranks-per-node 0 must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""What data-parallel ranks send in a step, and how long it takes.
+
+The formulas are those of docs/sharding.md. Traffic is counted exactly, and a test compares it with
+a recorded step. Times are estimates of ring collectives: each of the n - 1 hops has a latency, and
+each rank sends (n - 1) / n of the bytes (https://arxiv.org/abs/1910.02054, section 7).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """All collectives of one kind in a step."""
+
+    count: int = 0
+    bytes: int = 0
+    """Sum of the sizes of the complete tensors: what an all-gather returns, what a reduce-scatter
+    gets, what an all-reduce changes."""
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What one rank sends to other data-parallel ranks in a step."""
+
+    all_gather: Collectives
+    """All-gathers of parameters, in the group that shares a copy of the model."""
+    reduce_scatter: Collectives
+    """Reduce-scatters of gradients, in the same group."""
+    all_reduce: Collectives
+    """All-reduces of the shards of the gradients, over the copies."""
+
+
+def count_padded(shapes: Sequence[Sequence[int]], ranks: int) -> int:
+    """Return the elements of parameters after FSDP2 has padded their rows for `ranks` ranks."""
+    total = 0
+    for rows, *others in shapes:
+        elements = -(-rows // ranks) * ranks
+        for size in others:
+            elements *= size
+        total += elements
+    return total
+
+
+def count_traffic(
+    blocks: Sequence[int],
+    root: int,
+    *,
+    shard_size: int,
+    copies: int,
+    zero_stage: int,
+    microbatches: int,
+    weight_bytes: int,
+    gradient_bytes: int,
+) -> StepTraffic:
+    """Count what a rank sends in a step.
+
+    Args:
+        blocks: Padded elements of each block of this rank (`count_padded`).
+        root: Padded elements outside of the blocks: embedding, final norm and output matrix.
+        shard_size: Data-parallel ranks that share one copy of the model.
+        copies: Number of copies.
+        zero_stage: The ZeRO stage.
+        microbatches: Microbatches of this rank.
+        weight_bytes: Bytes of a parameter as it is gathered.
+        gradient_bytes: Bytes of a gradient as it is sent.
+    """
+    modules = len(blocks) + 1
+    elements = sum(blocks) + root
+    all_gather = reduce_scatter = all_reduce = Collectives()
+    if shard_size > 1 and zero_stage == 3:
+        # Blocks are gathered for the forward and for the backward pass, the root once for both.
+        gathers = microbatches * (2 * len(blocks) + 1)
+        gathered = microbatches * (2 * sum(blocks) + root)
+        all_gather = Collectives(gathers, weight_bytes * gathered)
+    elif shard_size > 1:
+        all_gather = Collectives(modules, weight_bytes * elements)
+    if shard_size > 1:
+        reductions = microbatches if zero_stage >= 2 else 1
+        reduce_scatter = Collectives(reductions * modules, gradient_bytes * reductions * elements)
+    if copies > 1:
+        all_reduce = Collectives(modules, gradient_bytes * elements // shard_size)
+    return StepTraffic(all_gather, reduce_scatter, all_reduce)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a cluster. Bandwidths are those that one device reaches in one direction."""
+
+    ranks_per_node: int
+    node_bandwidth: float
+    """Bytes per second of a device to the others of its node."""
+    network_bandwidth: float
+    """Bytes per second of a device to other nodes."""
+    hop_seconds: float
+    """Latency of one hop of a ring."""
+
+
+@dataclass(frozen=True)
+class CommunicationTime:
+    """Seconds of communication in a step, on each kind of link."""
+
+    inside_nodes: float
+    between_nodes: float
+
+    @property
+    def total(self) -> float:
+        """Seconds until all is sent. Both kinds of links work at the same time."""
+        return max(self.inside_nodes, self.between_nodes)
+
+
+def estimate_time(
+    traffic: StepTraffic, network: Network, *, shard_size: int, copies: int, inner_ranks: int = 1
+) -> CommunicationTime:
+    """Estimate how long a step's communication takes. Nothing overlaps with computation here.
+
+    Args:
+        traffic: What a rank sends.
+        network: The links.
+        shard_size: Data-parallel ranks that share one copy of the model.
+        copies: Number of copies.
+        inner_ranks: Ranks between two neighbouring data-parallel ranks, which is the
+            tensor-parallel size.
+    """
+    seconds = {True: 0.0, False: 0.0}
+    rings = (
+        (traffic.all_gather, shard_size, inner_ranks, 1),
+        (traffic.reduce_scatter, shard_size, inner_ranks, 1),
+        # An all-reduce is a reduce-scatter and an all-gather.
+        (traffic.all_reduce, copies, inner_ranks * shard_size, 2),
+    )
+    for collectives, ranks, stride, passes in rings:
+        # Neighbours of the ring that are on one node. Each of them uses its own link to other
+        # nodes.
+        on_node = max(1, network.ranks_per_node // stride)
+        inside = ranks <= on_node
+        bandwidth = network.node_bandwidth
+        if not inside:
+            bandwidth = network.network_bandwidth * on_node
+            # Data must also pass through the node.
+            if on_node > 1:
+                bandwidth = min(bandwidth, network.node_bandwidth)
+        hops = collectives.count * (ranks - 1) * network.hop_seconds
+        sent = collectives.bytes * (ranks - 1) / ranks / bandwidth
+        seconds[inside] += passes * (hops + sent)
+    return CommunicationTime(seconds[True], seconds[False])

@@ -1,0 +1,176 @@
+"""Tests that a step sends what the formulas of docs/sharding.md count."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from process_pool import ProcessPool, succeed
+
+from megatron.schedule.communication import (
+    Collectives,
+    CommunicationTime,
+    Network,
+    StepTraffic,
+    count_padded,
+    count_traffic,
+    estimate_time,
+)
+
+# Heads of 6 and 5,000 ids give rows that 4 ranks cannot divide.
+SIZES = (
+    "--num-layers 3 --hidden-size 30 --num-attention-heads 5 --seq-length 32 "
+    "--micro-batch-size 1 --train-iters 2 --eval-iters 0 --check-invariants-interval 0 "
+    "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant "
+    "--vocab-size 5000"
+)
+MICROBATCHES = 3
+Recorded = dict[str, tuple[int, int]]
+"""Name of a collective -> how often it was called, and the bytes of its complete tensors."""
+COMPLETE = {
+    "all_gather_single": "output_tensor",
+    "reduce_scatter_single": "input",
+    "all_reduce": "tensor",
+}
+"""Name of a collective -> the argument that is the complete tensor."""
+
+
+def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Train two steps. Return what the second one sent, and the shapes of blocks and root."""
+    import torch.distributed as dist
+
+    import megatron.training.pretrain as pretrain_module
+    from megatron.config.cli import load_config
+    from megatron.engine.native import NativeEngine
+
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+    names = (
+        *("all_gather_single", "reduce_scatter_single", "all_reduce", "all_gather", "broadcast"),
+        *("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "send", "recv"),
+    )
+    originals = {name: getattr(dist, name) for name in names}
+
+    def watch(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            given = inspect.signature(originals[name]).bind(*arguments, **keywords)
+            tensor = given.arguments[COMPLETE[name]]
+            counts[name] += 1
+            sizes[name] += tensor.numel() * tensor.element_size()
+            return originals[name](*arguments, **keywords)
+
+        return call
+
+    train_batch = NativeEngine.train_batch
+
+    def train(self: NativeEngine, microbatches: Any, *, iteration: int, **options: Any) -> Any:
+        if iteration == 1:
+            return train_batch(self, microbatches, iteration=iteration, **options)
+        for name, parameter in self.stages[0].named_parameters():
+            shapes[not name.startswith("blocks.")].append(tuple(parameter.shape))
+        with ExitStack() as stack:
+            for watched in names:
+                stack.enter_context(mock.patch.object(dist, watched, watch(watched)))
+            return train_batch(self, microbatches, iteration=iteration, **options)
+
+    with mock.patch.object(NativeEngine, "train_batch", train):
+        pretrain_module.pretrain(load_config(argv))
+    return {name: (counts[name], sizes[name]) for name in counts}, *shapes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "stage", "shard_size", "weight", "gradient"),
+    [
+        (4, "--sharding-strategy fsdp", 3, 4, 4, 4),
+        (4, "--sharding-strategy hsdp --hsdp-shard-size 2", 3, 2, 4, 4),
+        (4, "--sharding-strategy hsdp --hsdp-shard-size 2 --bf16", 3, 2, 2, 4),
+        (4, "--hsdp-shard-size 2 --zero-stage 2 --bf16 --grad-reduce-in-bf16", 2, 2, 2, 2),
+        (2, "--zero-stage 1", 1, 2, 4, 4),
+        (2, "--sharding-strategy ddp", 0, 1, 4, 4),
+    ],
+)
+def test_a_step_sends_what_the_formula_counts(
+    ranks: int,
+    flags: str,
+    stage: int,
+    shard_size: int,
+    weight: int,
+    gradient: int,
+    pool: ProcessPool,
+    corpus: str,
+    tmp_path: Path,
+) -> None:
+    copies = ranks // shard_size
+    argv = [
+        *SIZES.split(),
+        *flags.split(),
+        *("--global-batch-size", str(MICROBATCHES * ranks)),
+        *("--data-path", corpus, "--data-cache-path", str(tmp_path)),
+    ]
+    outcomes = pool.run(ranks, record_step, argv)
+    succeed(outcomes)
+    for outcome in outcomes:
+        recorded, blocks, root = outcome.value
+        per_block = len(blocks) // 3
+        traffic = count_traffic(
+            [
+                count_padded(blocks[first : first + per_block], shard_size)
+                for first in range(0, len(blocks), per_block)
+            ],
+            count_padded(root, shard_size),
+            shard_size=shard_size,
+            copies=copies,
+            zero_stage=stage,
+            microbatches=MICROBATCHES,
+            weight_bytes=weight,
+            gradient_bytes=gradient,
+        )
+        # One more all-reduce of three fp64 numbers: loss, gradient norm and number of zeros.
+        expected = {
+            "all_gather_single": traffic.all_gather,
+            "reduce_scatter_single": traffic.reduce_scatter,
+            "all_reduce": Collectives(traffic.all_reduce.count + 1, traffic.all_reduce.bytes + 24),
+        }
+        found = {name: Collectives(*values) for name, values in recorded.items()}
+        assert found == {name: sent for name, sent in expected.items() if sent.count}
+
+
+def test_padding_of_rows() -> None:
+    assert count_padded([(5, 3), (4,)], 4) == 8 * 3 + 4
+    assert count_padded([(5, 3), (4,)], 1) == 19
+
+
+NETWORK = Network(ranks_per_node=8, node_bandwidth=100.0, network_bandwidth=10.0, hop_seconds=0.001)
+TRAFFIC = StepTraffic(Collectives(2, 400), Collectives(1, 800), Collectives(1, 200))
+
+
+@pytest.mark.parametrize(
+    ("shard_size", "copies", "inner", "expected"),
+    [
+        # Everything inside a node: 3 hops of 3 collectives, 1,200 bytes.
+        (4, 1, 1, CommunicationTime(3 * 0.003 + 1200 * 3 / 4 / 100, 0.0)),
+        # The ring of 16 ranks uses the 8 links of a node, 80 bytes per second.
+        (16, 1, 1, CommunicationTime(0.0, 3 * 0.015 + 1200 * 15 / 16 / 80)),
+        # The all-reduce between two nodes uses one link.
+        (8, 2, 1, CommunicationTime(3 * 0.007 + 1050 / 100, 2 * (0.001 + 100 / 10))),
+        # Two copies on a node.
+        (4, 2, 1, CommunicationTime(3 * 0.003 + 900 / 100 + 2 * (0.001 + 100 / 100), 0.0)),
+        # Tensor-parallel ranks fill half of the node.
+        (8, 1, 2, CommunicationTime(0.0, 3 * 0.007 + 1050 / 40)),
+    ],
+)
+def test_time_of_rings(
+    shard_size: int, copies: int, inner: int, expected: CommunicationTime
+) -> None:
+    traffic = TRAFFIC
+    if copies == 1:
+        traffic = StepTraffic(TRAFFIC.all_gather, TRAFFIC.reduce_scatter, Collectives())
+    found = estimate_time(traffic, NETWORK, shard_size=shard_size, copies=copies, inner_ranks=inner)
+    assert found.inside_nodes == pytest.approx(expected.inside_nodes)
+    assert found.between_nodes == pytest.approx(expected.between_nodes)
+    assert found.total == max(found.inside_nodes, found.between_nodes)
