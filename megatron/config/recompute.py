@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
+OPERATORS = ("matmul", "attention")
+"""Values of --checkpoint-keep-operators."""
+
 
 @dataclass(frozen=True)
 class RecomputeConfig:
@@ -14,6 +17,9 @@ class RecomputeConfig:
     checkpoint_fraction: str = "1"
     """Fraction of the layers that --checkpoint-activations applies to, evenly spread over the
     model: 1 for all, 1/3 for the second of every three. They are the layers of fms-fsdp's rule."""
+    checkpoint_keep_operators: tuple[str, ...] = ()
+    """Operators whose results --checkpoint-activations keeps instead of computing them again:
+    matmul, attention or both. They need most of the time. The planner leaves their memory out."""
     recompute_attention_core: bool = False
     """Recompute only the scores and their product with the values. This saves memory where
     attention has no flash kernel (https://arxiv.org/abs/2205.05198, section 5)."""

@@ -23,6 +23,7 @@ from megatron.config.layer_choice import choose_layers
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.profiling import check_profile
 from megatron.config.ranges import check_ranges
+from megatron.config.recompute import OPERATORS
 from megatron.config.time_rules import check_length_by_time, check_one_wsd_decay, check_times
 from megatron.config.tree import Config
 from megatron.config.url import has_secret, is_url, redact
@@ -627,6 +628,24 @@ def check_recompute_fraction(settings: ConfigWithOrigin) -> Iterator[str]:
         )
 
 
+def check_kept_operators(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --checkpoint-keep-operators names operators, and that they can be kept."""
+    kept = settings.config.recompute.checkpoint_keep_operators
+    if not kept:
+        return
+    asked = settings.describe("recompute.checkpoint_keep_operators")
+    if not set(kept) <= set(OPERATORS):
+        yield f"{asked}: an operator must be one of {', '.join(OPERATORS)}."
+    if not settings.config.recompute.checkpoint_activations:
+        yield f"{asked} needs --checkpoint-activations, which recomputes the other operators."
+    for dotted in ("recompute.recompute_attention_core", "kernels.use_torch_compile"):
+        if settings[dotted]:
+            yield (
+                f"{asked} is not possible with {settings.describe(dotted)}, which hides the "
+                "operators; give one of them."
+            )
+
+
 def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that there is data to train on."""
     data = settings.config.data
@@ -676,6 +695,7 @@ ERRORS: tuple[Rule, ...] = (
     check_end_of_document_is_known,
     check_one_partition_method,
     check_recompute_fraction,
+    check_kept_operators,
     check_profile,
 )
 """All rules whose failure is an error, in the order in which their messages are reported."""

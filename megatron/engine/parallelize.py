@@ -123,6 +123,7 @@ def recompute_blocks(model: GPT, execution: Execution) -> None:
                     model.tp,
                     partition=execution.partition_activations,
                     in_cpu=execution.checkpoint_in_cpu,
+                    kept_operators=execution.kept_operators,
                 )
             )
 

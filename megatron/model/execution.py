@@ -25,6 +25,8 @@ class Execution:
     """Dtype in which the blocks compute. None means the dtype of the residual stream."""
     recomputed_part: Fraction = Fraction(0)
     """Share of all blocks. 1 is every block, and 1/3 is the second of every three."""
+    kept_operators: tuple[str, ...] = ()
+    """Operators of recomputed blocks whose results are kept. See `Recomputation`."""
     partition_activations: bool = False
     checkpoint_in_cpu: bool = False
     recompute_attention_core: bool = False
@@ -51,6 +53,7 @@ class Execution:
         return cls(
             dtype=dtype,
             recomputed_part=recompute.recomputed_part,
+            kept_operators=recompute.checkpoint_keep_operators,
             partition_activations=recompute.partition_activations,
             checkpoint_in_cpu=recompute.checkpoint_in_cpu,
             recompute_attention_core=recompute.recompute_attention_core,

@@ -4,21 +4,37 @@ Source: https://arxiv.org/abs/1604.06174. The input of a block is the residual s
 tensor-parallel rank holds all of it unless the sequence is sharded. Each rank may keep a part of
 its own and gather all parts in the backward pass (https://arxiv.org/abs/1910.02054, section 6.1).
 The part is kept on the device or in host memory. It is copied and never rounded, so the numbers do
-not change.
+not change. The results of expensive operators may be kept too, which is torch's selective
+activation checkpointing.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron.parallel.mesh import TensorParallel
+
+_ATEN = torch.ops.aten
+_OPERATORS = {
+    # Linear layers call these two. Attention without a kernel calls the third.
+    "matmul": (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default),
+    "attention": (
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ),
+}
+"""Value of --checkpoint-keep-operators -> torch's operators."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +50,24 @@ class _KeptInput:
 class Recomputation:
     """Computes a block, and computes it again in the backward pass."""
 
-    def __init__(self, tp: TensorParallel, *, partition: bool, in_cpu: bool) -> None:
+    def __init__(
+        self,
+        tp: TensorParallel,
+        *,
+        partition: bool,
+        in_cpu: bool,
+        kept_operators: Sequence[str] = (),
+    ) -> None:
         """Choose what is kept and where.
 
         Args:
             tp: The tensor-parallel ranks.
             partition: Keep only this rank's part of the input.
             in_cpu: Keep it in host memory.
+            kept_operators: Keys of `_OPERATORS`. Their results are kept, and everything else is
+                computed again.
         """
+        self._kept = [operator for name in kept_operators for operator in _OPERATORS[name]]
         self._tp = tp
         # With sequence parallelism each rank has only its own slice already.
         self._partition = partition and tp.size > 1 and not tp.sequence_parallel
@@ -51,7 +77,10 @@ class Recomputation:
         """Return compute(x, *others). Of the arguments only `x` needs a gradient and memory."""
         with self._make_hooks():
             # Each dropout seeds the generator itself, so there is no random state to preserve.
-            return checkpoint(compute, x, *others, use_reentrant=False, preserve_rng_state=False)
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            if self._kept:
+                options["context_fn"] = partial(create_selective_checkpoint_contexts, self._kept)
+            return checkpoint(compute, x, *others, **options)
 
     def _make_hooks(self) -> AbstractContextManager[None]:
         """Return the hooks through which `checkpoint` saves its arguments.

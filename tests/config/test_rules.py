@@ -208,6 +208,19 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"hsdp_shard_size": 4, "zero_stage": 0},
         "--hsdp-shard-size 4 and --zero-stage 0 contradict: stage 0 shards nothing",
     ),
+    (
+        {"checkpoint_activations": True, "checkpoint_keep_operators": ("matmul", "softmax")},
+        "an operator must be one of matmul, attention",
+    ),
+    ({"checkpoint_keep_operators": ("matmul",)}, "matmul needs --checkpoint-activations"),
+    (
+        {
+            "checkpoint_activations": True,
+            "checkpoint_keep_operators": ("matmul",),
+            "recompute_attention_core": True,
+        },
+        "is not possible with --recompute-attention-core",
+    ),
     ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
     (
         {"curriculum_total_step": 9},

@@ -18,6 +18,7 @@ LAYOUTS = {
     "one process": (1, ""),
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "dp4-zero3": (4, "--zero-stage 3"),
+    "dp4-hsdp": (4, "--sharding-strategy hsdp --hsdp-shard-size 2"),
 }
 
 

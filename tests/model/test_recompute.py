@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from model.builders import VOCAB, tiny_config
 from process_pool import ProcessPool, succeed
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.parallel import ParallelConfig
 from megatron.engine.parallelize import recompute_blocks
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.partition import partition
+from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
@@ -117,3 +120,50 @@ def test_inputs_in_host_memory_use_no_device_memory() -> None:
         assert stream.grad is not None
         gradients.append(stream.grad)
     assert torch.equal(*gradients)
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts how often each operator is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_with_kept(kept: tuple[str, ...]) -> tuple[Counter[str], Tensor]:
+    """Run a block forward and backward. Return the operators of the backward, and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 8, generator=generator, requires_grad=True)
+    stream = torch.randn(2, 3, 4, 8, generator=generator, requires_grad=True)
+
+    def compute(x: Tensor) -> Tensor:
+        x = torch.tanh(x @ weight)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x).exp()
+
+    recomputation = Recomputation(
+        TensorParallel(), partition=False, in_cpu=False, kept_operators=kept
+    )
+    y = recomputation(compute, stream)
+    with CountOperators() as counter:
+        y.sum().backward()
+    assert weight.grad is not None
+    return counter.counts, weight.grad
+
+
+@pytest.mark.parametrize("kept", [("matmul",), ("attention",), ("matmul", "attention")])
+def test_kept_operators_are_not_computed_again(kept: tuple[str, ...]) -> None:
+    all_counts, expected = run_with_kept(())
+    counts, gradient = run_with_kept(kept)
+    assert torch.equal(gradient, expected)
+    attention = "_scaled_dot_product_flash_attention_for_cpu.default"
+    again = {"matmul": all_counts["mm.default"] - 1, "attention": all_counts[attention] - 1}
+    found = {"matmul": counts["mm.default"], "attention": counts[attention]}
+    complete = {"matmul": all_counts["mm.default"], "attention": all_counts[attention]}
+    for name in found:
+        assert found[name] == (again[name] if name in kept else complete[name])
+    # Everything else is computed again.
+    assert counts["tanh.default"] == all_counts["tanh.default"] == 1
