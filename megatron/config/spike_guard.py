@@ -18,7 +18,7 @@ class SpikeGuardConfig:
     """What can be a spike. both: loss and gradient norm."""
     spike_guard_threshold: Annotated[float, POSITIVE] = 6.0
     """A value is a spike if it is this many robust standard deviations above its level."""
-    spike_guard_min_rise: Annotated[float, NOT_NEGATIVE] = 0.02
+    spike_guard_min_rise: Annotated[float, NOT_NEGATIVE] = 0.05
     """A loss must also be above its level by this fraction."""
     spike_guard_min_norm_rise: Annotated[float, NOT_NEGATIVE] = 9.0
     """A gradient norm must also be above its level by this fraction. 9: ten times the level. Single
