@@ -163,7 +163,7 @@ def select_removable_entries(
         config: The flags of retention.
         is_on_disk: Return whether a checkpoint is on the disk.
         rollback_distance: Iterations by which a rollback may go back from the last one. The newest
-            checkpoint that is as old is kept too. If none is, the oldest one is.
+            checkpoint that is as old is kept too, and the one that follows it.
     """
     if config.keep_latest_checkpoints is None:
         return []
@@ -178,19 +178,22 @@ def select_removable_entries(
         *islice(iterate_counting(lineage, is_on_disk), config.keep_latest_checkpoints),
     }
     if rollback_distance is not None:
-        newest |= _find_before(lineage, rollback_distance, is_on_disk)
+        newest |= _find_for_rollback(lineage, rollback_distance, is_on_disk)
     return [entry for entry in lineage if entry not in newest and not is_kept(entry)]
 
 
-def _find_before(
+def _find_for_rollback(
     lineage: Sequence[LineageEntry], distance: int, is_on_disk: Callable[[LineageEntry], bool]
 ) -> set[LineageEntry]:
-    """Return the newest checkpoint that is `distance` iterations before the last one or older.
+    """Return the newest checkpoint that is old enough for a rollback, and the one that follows it.
 
-    Without one, the oldest checkpoint is returned. No set is larger than one, and it is empty if
-    nothing is on the disk.
+    The second one will be old enough later. If all those between the first and the last one were
+    removed, the first one would have to stay permanently.
     """
-    before = [entry for entry in lineage if entry.iteration <= lineage[-1].iteration - distance]
-    later = lineage[len(before) :]
-    present = filter(is_on_disk, [*reversed(before), *later])
-    return set(islice(present, 1))
+    oldest = lineage[-1].iteration - distance
+    before = [entry for entry in lineage if entry.iteration <= oldest]
+    later = [entry for entry in lineage if entry.iteration > oldest]
+    return {
+        *islice(filter(is_on_disk, reversed(before)), 1),
+        *islice(filter(is_on_disk, later), 1),
+    }

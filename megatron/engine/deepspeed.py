@@ -269,15 +269,20 @@ class DeepSpeedEngine(EngineBase):
             yield
             return
 
-        def find_overflow(partition_gradients: bool = True) -> None:
+        def find_overflow(**options: bool) -> bool:
             optimizer.overflow = True
+            return True
 
-        optimizer.check_overflow = find_overflow
+        # ZeRO 3 looks for an overflow in the first one. ZeRO 1 and 2 have only the second one.
+        method = "_overflow_check_and_loss_scale_update"
+        if not hasattr(optimizer, method):
+            method = "check_overflow"
+        setattr(optimizer, method, find_overflow)
         try:
             yield
         finally:
             # The method of the class is found again.
-            del optimizer.check_overflow
+            delattr(optimizer, method)
 
     def _reduce_loss_before_update(self) -> float:
         """Return the mean loss over all ranks, when all microbatches have run.

@@ -87,7 +87,7 @@ class GuardRecords:
         Raises:
             OSError: The file cannot be read or written.
         """
-        record = {"action": ACTION, **encode_non_finite(record)}
+        record = {"action": ACTION, **record}
         if self._known is None:
             self._known = self._read_known()
         key = _make_key(record)
@@ -113,7 +113,7 @@ def _make_key(record: dict[str, Any]) -> str:
 
 def build_record(spike: Spike, learning_rate: float) -> dict[str, Any]:
     """Return the record of a spike, without the keys that `GuardRecords` adds."""
-    return {
+    record: dict[str, Any] = {
         "decision": spike.response.value,
         "iteration": spike.iteration,
         "loss": spike.loss,
@@ -124,6 +124,8 @@ def build_record(spike: Spike, learning_rate: float) -> dict[str, Any]:
         "dropped": spike.dropped,
         "reason": spike.reason,
     }
+    encoded: dict[str, Any] = encode_non_finite(record)
+    return encoded
 
 
 # The decision to roll back
