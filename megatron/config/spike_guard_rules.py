@@ -11,7 +11,7 @@ def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[str]
     """Check that a rollback has checkpoints, and that the run then starts from them."""
     config = settings.config
     checkpoint = config.checkpoint
-    if config.spike_guard.spike_guard != "rollback" or config.batch.eval_only:
+    if config.guard.spike_guard != "rollback" or config.batch.eval_only:
         return
     if not checkpoint.resumes_itself:
         yield (
@@ -31,8 +31,8 @@ def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[str]
             f"{_ROLLBACK} needs the optimizer's state in the checkpoints; leave out "
             "--no-save-optim and --no-load-optim."
         )
-    if config.spike_guard.spike_guard_patience > config.batch.max_nan_iterations:
-        both = settings.describe("spike_guard.spike_guard_patience", "batch.max_nan_iterations")
+    if config.guard.spike_guard_patience > config.batch.max_nan_iterations:
+        both = settings.describe("guard.spike_guard_patience", "batch.max_nan_iterations")
         yield (
             f"{both}: the run would end before the guard rolls back; the first must not be larger "
             "than the second."
@@ -41,9 +41,7 @@ def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[str]
 
 def check_spike_guard_sizes(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that the first decision does not need more steps than the window has."""
-    guard = settings.config.spike_guard
+    guard = settings.config.guard
     if guard.spike_guard_min_steps > guard.spike_guard_window:
-        both = settings.describe(
-            "spike_guard.spike_guard_min_steps", "spike_guard.spike_guard_window"
-        )
+        both = settings.describe("guard.spike_guard_min_steps", "guard.spike_guard_window")
         yield f"{both}: the first must not be larger than the second."

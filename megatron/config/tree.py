@@ -42,4 +42,4 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    spike_guard: SpikeGuardConfig = field(default_factory=SpikeGuardConfig)
+    guard: SpikeGuardConfig = field(default_factory=SpikeGuardConfig)

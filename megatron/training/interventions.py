@@ -192,7 +192,7 @@ def decide_rollback(
         OSError: A checkpoint cannot be read, or the record cannot be written.
     """
     root = Path(str(config.checkpoint.save))
-    guard = config.spike_guard
+    guard = config.guard
     target = choose_target(root, lineage, spike, guard.spike_guard_skip_before)
     if target is None:
         return None

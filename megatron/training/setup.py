@@ -419,7 +419,7 @@ def build_saver(
         # A checkpoint that is removed during its export would make the export fail.
         in_use=tuple if exporter is None else exporter.list_iterations_in_use,
         lineage=lineage,
-        rollback_distance=job.plan.config.spike_guard.rollback_distance,
+        rollback_distance=job.plan.config.guard.rollback_distance,
     )
 
 

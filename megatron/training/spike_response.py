@@ -26,17 +26,17 @@ def build_guard(
 ) -> tuple[SpikeGuard | None, GuardRecords | None]:
     """Return the guard and the writer of its records. See `Run`."""
     config = plan.config
-    if not config.spike_guard.is_on or config.batch.eval_only:
+    if not config.guard.is_on or config.batch.eval_only:
         return None, None
     records = None
     if rank == 0 and config.checkpoint.save is not None:
         records = GuardRecords(Path(config.checkpoint.save))
-    return SpikeGuard(config.spike_guard, state.spike_guard), records
+    return SpikeGuard(config.guard, state.spike_guard), records
 
 
 def choose_accept(run: Run) -> Accept | None:
     """Return the function that drops the step of a spike, or None if no step is dropped."""
-    if run.guard is None or not run.plan.config.spike_guard.drops_steps:
+    if run.guard is None or not run.plan.config.guard.drops_steps:
         return None
     return run.guard.accepts
 
@@ -109,7 +109,7 @@ def _decide(run: Run, spike: Spike, record: dict[str, Any]) -> dict[str, Any] | 
         f"spike guard: {spike.reason} at iteration {spike.iteration}. The run goes back to "
         f"global_step{decided['to']} and skips the iterations {first}-{last}. It is rollback "
         f"{run.guard.count_rollbacks(spike.iteration) + 1} of at most "
-        f"{run.plan.config.spike_guard.spike_guard_max_rollbacks}"
+        f"{run.plan.config.guard.spike_guard_max_rollbacks}"
     )
     return decided
 
@@ -126,7 +126,7 @@ def _write(run: Run, record: dict[str, Any]) -> None:
 
 def _explain_stop(run: Run, spike: Spike, learning_rate: float) -> str:
     """Return why the guard ends the run, and what a person can do."""
-    guard = run.plan.config.spike_guard
+    guard = run.plan.config.guard
     assert run.guard is not None, "it has found the spike"
     rollbacks = run.guard.count_rollbacks(spike.iteration)
     if guard.spike_guard == "rollback" and rollbacks >= guard.spike_guard_max_rollbacks:
