@@ -227,8 +227,8 @@ def test_deepspeed_refuses_to_skip_for_the_norm(run: Runner) -> None:
 # Long runs on four processes
 
 ITERATIONS = 300
-FIRST, LAST = 181, 200
-LONG_ROLLBACK = f"{ROLLBACK} --spike-guard-skip-after 50"
+FIRST, LAST = 131, 150
+LONG_ROLLBACK = f"{ROLLBACK} --spike-guard-skip-after 30"
 LAYOUTS = {
     "dp4": "",
     "tp2-dp2": "--tensor-model-parallel-size 2",
@@ -242,36 +242,27 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def clean_tails(
-    pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, float]]:
-    """Return the clean data set, and the last loss of a clean run in each layout."""
+@pytest.fixture(scope="module", params=LAYOUTS)
+def clean_run(
+    request: pytest.FixtureRequest, pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str, float]:
+    """Return a layout, the clean data set, and the last loss of a clean run in this layout."""
     folder = tmp_path_factory.mktemp("clean")
     corpus = write_corpus(folder / "data" / "text", ITERATIONS, lambda iteration: 0.0)
-    tails = {}
-    for name, layout in LAYOUTS.items():
-        argv = make_argv(folder / name, corpus, ITERATIONS, f"{layout} --spike-guard log")
-        succeed(pool.run(4, pretrain, argv))
-        assert read_interventions(folder / name) == []
-        tails[name] = read_tail(folder / name, ITERATIONS)
-    return corpus, tails
+    flags = f"{LAYOUTS[request.param]} --spike-guard log"
+    succeed(pool.run(4, pretrain, make_argv(folder / "run", corpus, ITERATIONS, flags)))
+    assert read_interventions(folder / "run") == []
+    return request.param, corpus, read_tail(folder / "run", ITERATIONS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_run_with_bad_data_ends_as_a_clean_run_on_four_processes(
-    layout: str,
-    shape: str,
-    pool: ProcessPool,
-    clean_tails: tuple[str, dict[str, float]],
-    tmp_path: Path,
+    shape: str, clean_run: tuple[str, str, float], pool: ProcessPool, tmp_path: Path
 ) -> None:
+    layout, corpus, clean = clean_run
     if shape == "nan" and "deepspeed" in layout:
         pytest.skip("the test gives nan to the native engine only")
-    clean, tails = clean_tails
-    corpus = clean
     if shape != "nan":
         corpus = write_corpus(tmp_path / "data" / "text", ITERATIONS, SHAPES[shape])
     found = {}
@@ -285,10 +276,10 @@ def test_run_with_bad_data_ends_as_a_clean_run_on_four_processes(
         else:
             succeed(pool.run(4, pretrain, argv))
         found[folder.name] = read_tail(folder, ITERATIONS)
-    assert found["skip-step"] == pytest.approx(tails[layout], rel=0.01)
-    assert found["rollback"] == pytest.approx(tails[layout], rel=0.01)
+    assert found["skip-step"] == pytest.approx(clean, rel=0.01)
+    assert found["rollback"] == pytest.approx(clean, rel=0.01)
     if shape != "nan":
-        assert found["off"] > 1.01 * tails[layout]
+        assert found["off"] > 1.01 * clean
     decisions = [decision for decision, _ in list_decisions(tmp_path / "rollback")]
     assert "rollback" in decisions
     assert "stop" not in decisions
