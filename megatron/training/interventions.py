@@ -274,6 +274,12 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, say: Callable[[str
                 roll_back(root, _read_request(record), say)
         except OSError as error:
             raise CheckpointError(f"{root} cannot be rolled back: {error}") from error
+        # A person may have edited the file.
+        except (KeyError, TypeError) as damage:
+            raise OperationsError(
+                f"{root / INTERVENTIONS}: the spike guard's last rollback lacks a value: {damage}; "
+                "correct its line, or remove it to start from the newest checkpoint"
+            ) from damage
 
     ranks.call_on_rank_0(finish, f"completing the rollback of {root}", say)
 
@@ -343,6 +349,6 @@ def find_guard_windows(root: Path, checkpoint: Checkpoint) -> list[list[int]] | 
     except OSError as error:
         raise CheckpointError(f"{root / INTERVENTIONS} cannot be read: {error}") from error
     for record in reversed(records):
-        if record.get("digest") == checkpoint.manifest.digest:
+        if record.get("digest") == checkpoint.manifest.digest and "windows" in record:
             return [list(window) for window in record["windows"]]
     return None

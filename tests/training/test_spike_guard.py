@@ -7,9 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.ranks import Ranks
+from megatron.config.batch import BatchConfig
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
 from megatron.config.spike_guard import SpikeGuardConfig
+from megatron.config.tree import Config
 from megatron.engine.base import StepResult
-from megatron.training.interventions import GuardRecords, build_record, read_guard_records
+from megatron.errors import OperationsError
+from megatron.training.interventions import (
+    GuardRecords,
+    build_record,
+    finish_interrupted_rollback,
+    read_guard_records,
+)
 from megatron.training.spike_guard import Response, Spike, SpikeGuard
 
 CONFIG = SpikeGuardConfig(
@@ -183,3 +194,38 @@ def test_record_after_a_torn_line_and_a_rollback_is_written(tmp_path: Path) -> N
         file.write('{"action": "rollback"}\n{"action": "spike-gu')
     GuardRecords(tmp_path).append(record)
     assert len(read_guard_records(tmp_path)) == 2
+
+
+def test_damaged_record_of_a_rollback_is_named(tmp_path: Path) -> None:
+    record = {"action": "spike-guard", "decision": "rollback", "iteration": 7}
+    (tmp_path / "interventions.jsonl").write_text(json.dumps(record) + "\n")
+    # An unfinished rollback, whose plan is compared with the record.
+    aside = tmp_path / "rolled-back" / "now"
+    aside.mkdir(parents=True)
+    plan = {
+        "name": "now",
+        "time": "",
+        "request": {"to": 3},
+        "stood_at": 7,
+        "trained_to": 7,
+        "digest": "",
+        "moment": None,
+        "axes": {},
+        "files": [],
+        "checkpoints": [],
+        "chronicles": None,
+        "pointers": True,
+        "flags": "",
+        "notes": [],
+    }
+    (aside / "plan.json").write_text(json.dumps(plan))
+    text = "rollback now to global_step3 is unfinished; give again: x"
+    (tmp_path / "latest").write_text(text)
+    config = Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8),
+        batch=BatchConfig(micro_batch_size=1),
+        checkpoint=CheckpointConfig(save=str(tmp_path), load=str(tmp_path)),
+    )
+    with pytest.raises(OperationsError, match="lacks a value"):
+        finish_interrupted_rollback(config, Ranks(), print)
+    assert (tmp_path / "latest").read_text() == text
