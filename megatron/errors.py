@@ -62,9 +62,20 @@ def describe_os_error(error: OSError) -> str:
     return f"{os.fsdecode(error.filename)}: {error.strerror}"
 
 
+_SENT = (
+    ConfigError,
+    DataError,
+    CheckpointError,
+    LayoutError,
+    TrainingError,
+    OperationsError,
+)
+"""Classes of the errors that rank 0 sends to the other ranks."""
+
+
 def make_error(kind: str, message: str) -> MegatronError:
     """Return the error that another rank has sent, from the name of its class and its message."""
-    for known in (ConfigError, DataError, CheckpointError, LayoutError, TrainingError):
+    for known in _SENT:
         if known.__name__ == kind:
             return known(message)
     return MegatronError(message)

@@ -151,6 +151,7 @@ def select_removable_entries(
     lineage: Sequence[LineageEntry],
     config: CheckpointConfig,
     is_on_disk: Callable[[LineageEntry], bool] = lambda entry: True,
+    rollback_distance: int | None = None,
 ) -> list[LineageEntry]:
     """Return the checkpoints of a lineage that may be removed when the last one is safe.
 
@@ -161,6 +162,8 @@ def select_removable_entries(
         lineage: Checkpoints in the order in which they were saved.
         config: The flags of retention.
         is_on_disk: Return whether a checkpoint is on the disk.
+        rollback_distance: Iterations by which a rollback may go back from the last one. The newest
+            checkpoint that is as old is kept too, and the one that follows it.
     """
     if config.keep_latest_checkpoints is None:
         return []
@@ -174,4 +177,23 @@ def select_removable_entries(
         *lineage[-1:],
         *islice(iterate_counting(lineage, is_on_disk), config.keep_latest_checkpoints),
     }
+    if rollback_distance is not None:
+        newest |= _find_for_rollback(lineage, rollback_distance, is_on_disk)
     return [entry for entry in lineage if entry not in newest and not is_kept(entry)]
+
+
+def _find_for_rollback(
+    lineage: Sequence[LineageEntry], distance: int, is_on_disk: Callable[[LineageEntry], bool]
+) -> set[LineageEntry]:
+    """Return the newest checkpoint that is old enough for a rollback, and the one that follows it.
+
+    The second one will be old enough later. If all those between the first and the last one were
+    removed, the first one would have to stay permanently.
+    """
+    oldest = lineage[-1].iteration - distance
+    before = [entry for entry in lineage if entry.iteration <= oldest]
+    later = [entry for entry in lineage if entry.iteration > oldest]
+    return {
+        *islice(filter(is_on_disk, reversed(before)), 1),
+        *islice(filter(is_on_disk, later), 1),
+    }

@@ -67,6 +67,7 @@ class Publisher:
         config: CheckpointConfig,
         lease: Lease | None,
         in_use: Callable[[], Collection[int]] = tuple,
+        rollback_distance: int | None = None,
     ) -> None:
         """Create a publisher without an unfinished attempt.
 
@@ -76,8 +77,10 @@ class Publisher:
             lease: The lease of `root`. None in tests and tools.
             in_use: Returns the iterations of checkpoints that must stay for now. It is called from
                 any thread.
+            rollback_distance: See `select_removable_entries`.
         """
         self._root = root
+        self._rollback_distance = rollback_distance
         self._config = config
         self._lease = lease
         self._in_use = in_use
@@ -209,7 +212,9 @@ class Publisher:
                 return False
 
         in_use = self._in_use()
-        for entry in select_removable_entries(lineage, self._config, is_on_disk):
+        for entry in select_removable_entries(
+            lineage, self._config, is_on_disk, self._rollback_distance
+        ):
             # It stays in the lineage, so a later save removes it.
             if entry.iteration in in_use:
                 continue

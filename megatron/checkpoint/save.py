@@ -71,6 +71,7 @@ class Saver:
         saved: Callable[[int], None] = lambda iteration: None,
         in_use: Callable[[], Collection[int]] = tuple,
         lineage: Lineage = (),
+        rollback_distance: int | None = None,
     ) -> None:
         """Create a saver without a save in progress.
 
@@ -84,6 +85,7 @@ class Saver:
             in_use: Returns the iterations of checkpoints that must not be removed for now. It is
                 called on rank 0, from any thread.
             lineage: The checkpoints in `root` that the run came through so far.
+            rollback_distance: See `select_removable_entries`.
         """
         self._root = root
         self._config = config or CheckpointConfig()
@@ -92,7 +94,8 @@ class Saver:
         self._say = say
         self._saved = saved
         self._policy = SavePolicy(self._config)
-        self._stages = SaveStages(root, self._ranks, Publisher(root, self._config, lease, in_use))
+        publisher = Publisher(root, self._config, lease, in_use, rollback_distance)
+        self._stages = SaveStages(root, self._ranks, publisher)
         self._save: SaveInProgress | None = None
         self.saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this process has written and that is safe."""

@@ -24,6 +24,10 @@ from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.profiling import check_profile
 from megatron.config.ranges import check_ranges
 from megatron.config.recompute import OPERATORS
+from megatron.config.spike_guard_rules import (
+    check_spike_guard_can_roll_back,
+    check_spike_guard_sizes,
+)
 from megatron.config.time_rules import check_length_by_time, check_one_wsd_decay, check_times
 from megatron.config.tree import Config
 from megatron.config.url import has_secret, is_url, redact
@@ -688,6 +692,8 @@ ERRORS: tuple[Rule, ...] = (
     check_needed_folders,
     check_eval_tasks,
     check_one_kind_of_start,
+    check_spike_guard_can_roll_back,
+    check_spike_guard_sizes,
     check_deepspeed_optimizers,
     check_sharding_strategy,
     check_grad_reduction,

@@ -17,6 +17,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.recompute import RecomputeConfig
+from megatron.config.spike_guard import SpikeGuardConfig
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,4 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    guard: SpikeGuardConfig = field(default_factory=SpikeGuardConfig)

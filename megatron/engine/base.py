@@ -25,6 +25,13 @@ The phases are `forward-backward` and `optimizer`.
 """
 
 
+Accept = Callable[[float, float | None], bool]
+"""A function from the loss and the gradient norm of a step to whether it may change the weights.
+
+The norm is None if the engine does not know it before the update. The loss is finite.
+"""
+
+
 def skip_timing(phase: str) -> AbstractContextManager[None]:
     """Return a no-op timer, used when timing is disabled."""
     return nullcontext()
@@ -77,11 +84,13 @@ class StepResult:
     """
     layers: LayerStatistics | None = None
     """None if they were not asked for."""
+    rejected: bool = False
+    """Whether the step was finite and was dropped because `accept` returned False."""
 
     @property
     def is_nan(self) -> bool:
         """Whether the step was dropped and no other loss scale would have prevented it."""
-        return not self.applied and not self.overflow
+        return not self.applied and not self.overflow and not self.rejected
 
 
 def build_inputs(
@@ -120,6 +129,7 @@ class Engine(Protocol):
         lr: float,
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
+        accept: Accept | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -129,6 +139,8 @@ class Engine(Protocol):
             lr: The learning rate of this step.
             decoupled_lr: The rate of the word embedding and the output matrix. None: `lr`.
             with_layer_statistics: Fill `StepResult.layers`.
+            accept: Decides whether a finite step changes weights, moments and loss scale. It gets
+                the same numbers on all ranks. None: every finite step does.
         """
         ...
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
+    Accept,
     PhaseTimers,
     StepResult,
     build_inputs,
@@ -99,6 +100,14 @@ class DeepSpeedEngine(EngineBase):
         self._wrapped_stage = StageWrapper(stage.model)
         self._engine = self._initialize()
         self._step_count = 0
+        self._accept: Accept | None = None
+        """Decides on the step that runs. None: every finite step is applied."""
+        self._rejected = False
+        """Whether `_accept` has refused the step that runs."""
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        """Mean loss of this rank's microbatches so far. It stays zero with a pipeline."""
+        self._microbatches = 1
+        """Number of this rank's microbatches in the step that runs."""
         self._shape: tuple[int, ...] | None = None
         self._flats = self._find_flats()
         self._moments = self._make_moments()
@@ -171,7 +180,8 @@ class DeepSpeedEngine(EngineBase):
         def wait_and_update(*args: Any, **kwargs: Any) -> Any:
             self._before_update()
             self._show_infinities()
-            result = update(*args, **kwargs)
+            with self._reject_step():
+                result = update(*args, **kwargs)
             self._forget_dropped_gradients()
             return result
 
@@ -234,6 +244,56 @@ class DeepSpeedEngine(EngineBase):
         if bad:
             for gradient in gradients:
                 gradient[:1].fill_(torch.inf)
+
+    @contextlib.contextmanager
+    def _reject_step(self) -> Iterator[None]:
+        """Let DeepSpeed drop the step within a `with` block if `_accept` refuses it.
+
+        DeepSpeed knows one reason to drop a step, gradients that are not finite.
+        """
+        if self._accept is None:
+            yield
+            return
+        loss = self._reduce_loss_before_update()
+        # A step that is not finite is dropped for that, and is not judged.
+        self._rejected = math.isfinite(loss) and not self._accept(loss, None)
+        if not self._rejected:
+            yield
+            return
+        optimizer = self._engine.optimizer
+        gradients = getattr(optimizer, "fp32_groups_gradient_flat_partition", None)
+        if gradients is not None:
+            # See `_show_infinities`. One infinite element is enough.
+            for gradient in gradients:
+                gradient[:1].fill_(torch.inf)
+            yield
+            return
+
+        def find_overflow(**options: bool) -> bool:
+            optimizer.overflow = True
+            return True
+
+        # ZeRO 3 looks for an overflow in the first one. ZeRO 1 and 2 have only the second one.
+        method = "_overflow_check_and_loss_scale_update"
+        if not hasattr(optimizer, method):
+            method = "check_overflow"
+        setattr(optimizer, method, find_overflow)
+        try:
+            yield
+        finally:
+            # The method of the class is found again.
+            delattr(optimizer, method)
+
+    def _reduce_loss_before_update(self) -> float:
+        """Return the mean loss over all ranks, when all microbatches have run.
+
+        It is one more all-reduce, because DeepSpeed reduces the loss after the update.
+        """
+        total = self._loss_sum.clone()
+        if self._mesh.grid.pipeline > 1 and self.stages[0].head:
+            total = self._engine.total_loss.detach().double() / self._microbatches
+        dist.all_reduce(total)
+        return float(total) / (self._mesh.grid.data * self._mesh.grid.tensor)
 
     def _forget_dropped_gradients(self) -> None:
         """Drop the gradients of a dropped step.
@@ -452,6 +512,7 @@ class DeepSpeedEngine(EngineBase):
         lr: float,
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
+        accept: Accept | None = None,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         assert not with_layer_statistics, "`support.py` refuses statistics of layers"
@@ -466,6 +527,8 @@ class DeepSpeedEngine(EngineBase):
         size = len(microbatches) * self._plan.config.batch.micro_batch_size * self._mesh.grid.data
         if engine.train_batch_size() != size:
             engine.set_train_batch_size(size)
+        self._accept = accept
+        self._rejected = False
         with self._timers("forward-backward"):
             loss = self._train(build_inputs(microbatches, iteration, self._mesh.device))
         applied = engine.was_step_applied()
@@ -475,17 +538,21 @@ class DeepSpeedEngine(EngineBase):
         else:
             norm = math.inf
         self._step_count += applied
-        return self._finish_step(loss, norm, applied=applied, num_zeros=None)
+        return self._finish_step(
+            loss, norm, applied=applied, num_zeros=None, rejected=self._rejected
+        )
 
     def _train(self, inputs: list[Inputs]) -> float:
         """Run forward, backward and the update, and return the mean loss over all ranks."""
         self._wrapped_stage.begin(inputs)
+        self._microbatches = len(inputs)
         if self._mesh.grid.pipeline > 1:
             self._update_activation_shape(inputs)
             return float(self._engine.train_batch(make_empty_batches(len(inputs))))
         self._engine.train()
         # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        self._loss_sum = total
         for number in range(len(inputs)):
             # DeepSpeed counts microbatches since its start and takes the count modulo their present
             # number. After that number has changed, the boundary would be in the wrong place.

@@ -130,17 +130,27 @@ class EngineBase(ABC):
         return self._loss_scale.scale
 
     def _finish_step(
-        self, loss: float, grad_norm: float, *, applied: bool, num_zeros: int | None
+        self,
+        loss: float,
+        grad_norm: float,
+        *,
+        applied: bool,
+        num_zeros: int | None,
+        rejected: bool = False,
     ) -> StepResult:
         """Update the loss scale after a step, and return the result of the step."""
         used_scale = None
         overflow = False
         if self._loss_scale is not None:
             used_scale = self._loss_scale.scale
+        # A rejected step shows nothing about the scale, and leaves all state as it was.
+        if self._loss_scale is not None and not rejected:
             overflow = self._loss_scale.update_after_step(
                 applied=applied, loss_is_finite=math.isfinite(loss)
             )
-        return StepResult(loss, grad_norm, applied, num_zeros, used_scale, overflow)
+        return StepResult(
+            loss, grad_norm, applied, num_zeros, used_scale, overflow, rejected=rejected
+        )
 
     def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         """Return the mean loss of one global batch. See `Engine.eval_batch`."""

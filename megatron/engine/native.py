@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
+    Accept,
     PhaseTimers,
     StepResult,
     build_inputs,
@@ -157,6 +158,7 @@ class NativeEngine(EngineBase):
         lr: float,
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
+        accept: Accept | None = None,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
@@ -175,7 +177,7 @@ class NativeEngine(EngineBase):
                 train=True,
             )
         with self._timers("optimizer"):
-            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder)
+            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept)
             # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
@@ -195,6 +197,7 @@ class NativeEngine(EngineBase):
         scale: float,
         rates: tuple[float, float | None],
         recorder: LayerRecorder | None,
+        accept: Accept | None,
     ) -> StepResult:
         """Reduce, check, unscale and clip the gradients, and update the weights.
 
@@ -203,6 +206,7 @@ class NativeEngine(EngineBase):
             scale: The loss scale, which the gradients still contain.
             rates: `lr` and `decoupled_lr` of `train_batch`.
             recorder: It records the gradients before clipping, and the weights after the update.
+            accept: See `Engine.train_batch`.
         """
         for master in self._masters:
             gradient = master.model.grad
@@ -219,7 +223,9 @@ class NativeEngine(EngineBase):
         else:
             norm = squares
         # All ranks have the same two numbers, so all of them take the same decision.
-        applied = math.isfinite(loss_value) and math.isfinite(norm)
+        finite = math.isfinite(loss_value) and math.isfinite(norm)
+        rejected = finite and accept is not None and not accept(loss_value, norm)
+        applied = finite and not rejected
         if applied:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and norm > self._clip:
@@ -240,7 +246,9 @@ class NativeEngine(EngineBase):
         num_zeros = None
         if self._count_zeros:
             num_zeros = int(zeros)
-        result = self._finish_step(loss_value, norm, applied=applied, num_zeros=num_zeros)
+        result = self._finish_step(
+            loss_value, norm, applied=applied, num_zeros=num_zeros, rejected=rejected
+        )
         if recorder is None:
             return result
         recorder.record_weights(self._list_counted())

@@ -35,6 +35,12 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
             f"--log-layer-stats-interval {config.logging.log_layer_stats_interval}: DeepSpeed does "
             "not expose its gradients; remove this flag or --deepspeed"
         )
+    guard = config.guard
+    if guard.spike_guard == "skip-step" and guard.spike_guard_signals == "both":
+        problems.append(
+            "--spike-guard-signals both: DeepSpeed computes the gradient norm within the update, "
+            "so a step cannot be dropped for it; use --spike-guard-signals loss"
+        )
     if config.kernels.use_torch_compile:
         problems.append(
             "--use-torch-compile is not tested with DeepSpeed; remove this flag or --deepspeed"

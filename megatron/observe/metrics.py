@@ -133,7 +133,7 @@ class MetricsFile:
         """Write one record with the current time. A failure is counted and reported once."""
         record["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = (
-            json.dumps({key: _encode_non_finite(value) for key, value in record.items()}).encode()
+            json.dumps({key: encode_non_finite(value) for key, value in record.items()}).encode()
             + b"\n"
         )
         try:
@@ -219,11 +219,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [entries[number] for number in sorted(entries)]
 
 
-def _encode_non_finite(value: Any) -> Any:
+def encode_non_finite(value: Any) -> Any:
+    """Return a value with the numbers that JSON lacks as strings, in lists and dictionaries too."""
     if isinstance(value, list):
-        return [_encode_non_finite(item) for item in value]
+        return [encode_non_finite(item) for item in value]
     if isinstance(value, dict):
-        return {key: _encode_non_finite(item) for key, item in value.items()}
+        return {key: encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"

@@ -5,6 +5,7 @@ at most one of them.
 """
 
 import re
+from collections.abc import Sequence
 
 from megatron.errors import ConfigError
 
@@ -20,8 +21,13 @@ def parse_ranges(texts: tuple[str, ...]) -> tuple[SkipRange, ...]:
     Raises:
         ConfigError: a text is not FIRST-LAST.
     """
+    return merge_ranges([parse_range(text, "--skip-train-iteration-range") for text in texts])
+
+
+def merge_ranges(ranges: Sequence[SkipRange]) -> tuple[SkipRange, ...]:
+    """Return the iterations of all ranges as sorted ranges that neither overlap nor touch."""
     merged: list[SkipRange] = []
-    for first, last in sorted(parse_range(text, "--skip-train-iteration-range") for text in texts):
+    for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
             # The earlier range may end later, because ranges are sorted by their first iteration.
             merged[-1] = (merged[-1][0], max(merged[-1][1], last))

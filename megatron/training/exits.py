@@ -47,6 +47,8 @@ class StopReason(IntEnum):
     DURATION = 2
     KILL_SWITCH = 3
     SIGNAL = 4
+    ROLLBACK = 5
+    """The spike guard goes back to an earlier checkpoint, and the same processes continue there."""
 
 
 class Exits:

@@ -30,6 +30,7 @@ from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan import Plan, resolve
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer import fetch_missing_tokenizer
+from megatron.training.guard_windows import add_guard_windows, keep_guard_windows
 from megatron.training.refusals import check_plan
 from megatron.training.resume import (
     check_optimizer,
@@ -66,6 +67,7 @@ class Job:
             "shard_size": self.plan.shard_size,
             "data_phases": [asdict(planned) for planned in self.plan.data_phases],
             "checkpoint": describe_checkpoint(self.checkpoint),
+            "guard_windows": self.state.spike_guard.get("windows", []),
             "notes": self.notes,
         }
 
@@ -94,6 +96,8 @@ class Job:
             shard_size=record["shard_size"],
             data_phases=tuple(map(PlannedPhase.from_json, record["data_phases"])),
         )
+        # Only rank 0 reads the file of interventions.
+        keep_guard_windows(state, record["guard_windows"])
         return cls(plan, state, checkpoint, record["notes"])
 
 
@@ -197,6 +201,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     check_optimizer(plan.config, checkpoint)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
+    plan, about_windows = add_guard_windows(plan, state, checkpoint)
     about_tokenizer = check_tokenizer(plan.config, state)
     about_settings = list_changes(plan.config, checkpoint)
     notes = [
@@ -207,6 +212,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         *about_curriculum,
         *about_schedule,
         *about_ranges,
+        *about_windows,
         *about_tokenizer,
         *about_settings,
         *warn_of_new_states(plan.config, checkpoint),

@@ -22,6 +22,7 @@ from megatron.training.exits import StopReason
 from megatron.training.forecast import report_end, report_forecast
 from megatron.training.report import StepRecord
 from megatron.training.run import Run
+from megatron.training.spike_response import choose_accept, respond_to_step
 from megatron.training.state import TrainState
 
 _PAUSE_SECONDS = 5.0
@@ -32,11 +33,12 @@ def train(run: Run) -> StopReason:
     """Train until the end, or until there is a reason to stop. Save when due and at the end.
 
     Returns:
-        The reason to stop. `StopReason.NONE` means that training is complete.
+        The reason to stop. `StopReason.NONE` means that training is complete. With
+        `StopReason.ROLLBACK`, nothing was saved, and the caller makes the rollback.
 
     Raises:
         TrainingError: Too many iterations in a row were not finite, replicas of a parameter differ,
-            or a number to be stored is not finite.
+            a number to be stored is not finite, or the spike guard has intervened too often.
         DataError: A data file or an index has changed since the start, or a batch cannot be read.
         CheckpointError: A checkpoint could not be written.
     """
@@ -46,6 +48,8 @@ def train(run: Run) -> StopReason:
     try:
         with run.profiler:
             stop, evaluated_at = train_until_stop(run)
+        if stop == StopReason.ROLLBACK:
+            return stop
         # If no iteration was trained or skipped, there is nothing new to save.
         if state.iteration != first:
             save_at_end(run)
@@ -105,6 +109,9 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         else:
             with run.profiler.record(before + 1), run.memory_history.record(before + 1):
                 train_iteration(run)
+        # The run goes back, so nothing of this iteration is kept.
+        if run.rollback is not None:
+            return StopReason.ROLLBACK, evaluated_at
         run.clock.finish_step()
         state.elapsed_seconds = run.clock.read()
         check_nan_iterations(plan, state)
@@ -164,11 +171,16 @@ def extend_data(run: Run) -> None:
 
 
 def announce_phase(run: Run) -> None:
-    """Log that the next iteration is the first one of a phase of the data."""
+    """Log that the next iteration is the first one of a phase of the data.
+
+    The losses of the phase have another level, so the spike guard starts again.
+    """
     phases = run.plan.data_phases
     for number, planned in enumerate(phases, 1):
         if planned.first_iteration == run.state.iteration + 1 > 1:
             run.reporter.say(f"data phase {number} of {len(phases)} begins")
+            if run.guard is not None:
+                run.guard.start_phase()
 
 
 def is_finished(plan: Plan, state: TrainState) -> bool:
@@ -209,14 +221,16 @@ def train_iteration(run: Run) -> None:
     # These are the rates that the step uses. The reported rates, below, are those after the step,
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
+    rate = state.compute_learning_rate(plan.lr_schedule)
     result = run.engine.train_batch(
         microbatches,
         iteration=iteration,
-        lr=state.compute_learning_rate(plan.lr_schedule),
+        lr=rate,
         decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
         with_layer_statistics=is_due(
             plan.config.logging.log_layer_stats_interval, state.iteration, iteration
         ),
+        accept=choose_accept(run),
     )
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
@@ -245,6 +259,7 @@ def train_iteration(run: Run) -> None:
         warning = run.divergence.observe(result.loss, state.iteration)
         if warning is not None:
             run.reporter.say(warning)
+    respond_to_step(run, result, rate)
 
 
 def count_step(
@@ -422,6 +437,8 @@ def begin_save(run: Run, saver: Saver) -> None:
     state.data = run.sources.state()
     report_filters(run)
     state.data_digests = run.data_files.record()
+    if run.guard is not None:
+        state.spike_guard = run.guard.state()
     state.elapsed_seconds = run.clock.begin_save()
     with_optimizer = plan.config.checkpoint.save_optim
     contents = CheckpointContents(

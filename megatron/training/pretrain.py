@@ -1,25 +1,29 @@
 """Everything that one rank does, from the command line to the end of training."""
 
+import gc
 from contextlib import ExitStack
 
-from megatron.checkpoint.ranks import build_roll_call
+from megatron.checkpoint.ranks import build_ranks, build_roll_call
 from megatron.config.cli import LoadedConfig
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.agreement import check_agreement
 from megatron.training.eval_tasks import prepare_tasks
 from megatron.training.evaluate import evaluate_only
+from megatron.training.interventions import finish_interrupted_rollback
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
 from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
 from megatron.training.loop import train
 from megatron.training.setup import (
+    build_exits,
     build_timers,
     divide_ranks,
     hold_folder_lease,
     leave,
     start_run,
 )
+from megatron.training.spike_response import roll_back_run
 
 
 def run_loaded(loaded: LoadedConfig) -> None:
@@ -57,6 +61,8 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
     ranks = join_ranks(loaded, world)
     with build_roll_call(ranks, config.parallel.distributed_timeout_minutes) as roll_call:
         check_agreement(config, ranks)
+        # First, because no run starts from a folder that is half rolled back.
+        finish_interrupted_rollback(config, ranks, make_printer(ranks.rank))
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
         tasks = prepare_tasks(job.plan, ranks, make_printer(ranks.rank))
@@ -65,13 +71,26 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         if roll_call is not None:
             roll_call.use_names(mesh.names)
         lease = closing.enter_context(hold_folder_lease(config, mesh))
-        run = start_run(loaded, job, mesh, timers, lease)
-        run.tasks = tasks
-        closing.callback(run.reporter.close)
-        closing.callback(run.sources.close)
-        if run.exporter is not None:
-            closing.callback(run.exporter.stop)
-        if config.batch.eval_only:
-            evaluate_only(run)
-        else:
+        exits = build_exits(config, mesh)
+        # Each pass trains from a checkpoint or from scratch. Only the spike guard begins another.
+        while True:
+            opened = closing.enter_context(ExitStack())
+            run = start_run(loaded, job, mesh, timers, lease, exits)
+            run.tasks = tasks
+            opened.callback(run.reporter.close)
+            opened.callback(run.sources.close)
+            if run.exporter is not None:
+                opened.callback(run.exporter.stop)
+            if config.batch.eval_only:
+                evaluate_only(run)
+                return
             train(run)
+            if run.rollback is None:
+                return
+            rollback = run.rollback
+            # The next run needs as much memory. Reference cycles would keep this one allocated.
+            del run
+            build_ranks(mesh).work(opened.close, "closing the files", make_printer(ranks.rank))
+            gc.collect()
+            roll_back_run(rollback, job.plan, mesh, lease)
+            job = agree_on_job(loaded, ranks, make_printer(ranks.rank))

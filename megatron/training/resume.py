@@ -15,7 +15,7 @@ from megatron.schedule.skip import find_range
 from megatron.tokenizer import compute_tokenizer_digests, find_tokenizer_files
 from megatron.training.state import TrainState
 
-_LISTED_GROUPS = ("batch", "loss", "optimizer", "precision", "data", "tokenizer")
+_LISTED_GROUPS = ("batch", "loss", "optimizer", "precision", "data", "tokenizer", "guard")
 """Groups of settings that can change what is trained. The layout of the ranks is not among them."""
 _LISTED = {
     "model.hidden_dropout",

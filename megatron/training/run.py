@@ -1,6 +1,7 @@
 """Everything that training uses, in one object that is passed as an argument."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from megatron.training.divergence import DivergenceWatch
 from megatron.training.eval_tasks import EvalTasks
 from megatron.training.exits import Exits
 from megatron.training.hf_export import HFExporter
+from megatron.training.interventions import GuardRecords
 from megatron.training.report import Reporter
+from megatron.training.spike_guard import SpikeGuard
 from megatron.training.state import TrainState
 
 
@@ -50,5 +53,11 @@ class Run:
     None until the first check.
     """
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
+    guard: SpikeGuard | None = None
+    """None with --spike-guard off."""
+    guard_records: GuardRecords | None = None
+    """Only on rank 0, with a guard and --save."""
+    rollback: dict[str, Any] | None = None
+    """The guard's rollback, after `train` has returned `StopReason.ROLLBACK`."""
     token_bytes: torch.Tensor | None = None
     """Bytes of each id, int64 [v], or nothing if they are not known. None before an evaluation."""

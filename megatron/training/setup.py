@@ -64,6 +64,7 @@ from megatron.training.profilers import build_profilers
 from megatron.training.report import Reporter
 from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
+from megatron.training.spike_response import build_guard
 from megatron.training.state import TrainState
 
 _BYTES_OF_PARAMETER = 4
@@ -138,8 +139,27 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
             lease.release()
 
 
+def build_exits(config: Config, mesh: Mesh) -> Exits:
+    """Build the reasons to stop, and catch signals.
+
+    Call it before `start_run`, so that a signal during the construction of the run is not lost.
+    """
+    exits = Exits(
+        config.batch, mesh, make_printer(mesh.rank), saves=config.checkpoint.save is not None
+    )
+    # An evaluation has nothing to save, so a signal ends it immediately.
+    if not config.batch.eval_only:
+        exits.catch_signals()
+    return exits
+
+
 def start_run(
-    loaded: LoadedConfig, job: Job, mesh: Mesh, timers: Timers, lease: Lease | None
+    loaded: LoadedConfig,
+    job: Job,
+    mesh: Mesh,
+    timers: Timers,
+    lease: Lease | None,
+    exits: Exits | None = None,
 ) -> Run:
     """Start the job, from scratch or from its checkpoint.
 
@@ -154,11 +174,9 @@ def start_run(
     config = loaded.config
     ranks = build_ranks(mesh)
     say = make_printer(mesh.rank)
-    exits = Exits(config.batch, mesh, say, saves=config.checkpoint.save is not None)
-    # The handlers come first, so that a signal during the construction is not lost. An evaluation
-    # has nothing to save, so a signal ends it immediately.
-    if not config.batch.eval_only:
-        exits.catch_signals()
+    # After a rollback the run goes on with its time limit and its signals.
+    if exits is None:
+        exits = build_exits(config, mesh)
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
@@ -339,6 +357,7 @@ def build_run(
         reporter.say(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
+    guard, guard_records = build_guard(plan, state, mesh.rank)
     run = Run(
         plan,
         mesh,
@@ -353,6 +372,8 @@ def build_run(
         saver,
         *build_profilers(config, mesh.rank, reporter.say),
         exporter=exporter,
+        guard=guard,
+        guard_records=guard_records,
     )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.
@@ -399,6 +420,7 @@ def build_saver(
         # A checkpoint that is removed during its export would make the export fail.
         in_use=tuple if exporter is None else exporter.list_iterations_in_use,
         lineage=lineage,
+        rollback_distance=job.plan.config.guard.rollback_distance,
     )
 
 

@@ -19,6 +19,7 @@ _ADDED_LATER = {
     "warmup_seconds",
     "used_train_time",
     "costs",
+    "spike_guard",
 }
 """Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
 
@@ -65,6 +66,8 @@ class TrainState:
     """
     tokenizer: dict[str, str] = field(default_factory=dict)
     """Role of a file in the tokenizer -> xxh3_128 of its content."""
+    spike_guard: dict[str, Any] = field(default_factory=dict)
+    """State of the spike guard. Empty while it is off, and it is then left out of a checkpoint."""
 
     def advance(self, samples: int, tokens: int) -> None:
         """Count one iteration, whether its step was applied, dropped or skipped."""
@@ -110,7 +113,10 @@ class TrainState:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""
-        return asdict(self)
+        values = asdict(self)
+        if not self.spike_guard:
+            del values["spike_guard"]
+        return values
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainState":

@@ -74,6 +74,39 @@ def test_flags_select_removable_checkpoints(
     assert list_iterations(select_removable_entries(saved, config)) == removed
 
 
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ((10, 20, 30, 40, 50), [10, 20, 50]),
+        ((10, 20, 30, 40, 60), [20, 30, 60]),
+        ((10, 20), [10, 20]),
+        ((10,), [10]),
+        ((10, 100), [10, 100]),
+    ],
+)
+def test_checkpoints_for_a_rollback_are_kept(saved: tuple[int, ...], kept: list[int]) -> None:
+    """One is 40 iterations old, and the next one will be."""
+    lineage = make_lineage(*saved)
+    config = CheckpointConfig(keep_latest_checkpoints=1)
+    removed = select_removable_entries(lineage, config, rollback_distance=40)
+    assert sorted(set(saved) - set(list_iterations(removed))) == kept
+
+
+@pytest.mark.parametrize("interval", [1, 7, 10, 100])
+def test_checkpoint_for_a_rollback_never_becomes_much_older(interval: int) -> None:
+    config = CheckpointConfig(keep_latest_checkpoints=1)
+    lineage: list[LineageEntry] = []
+    for iteration in range(interval, 1000, interval):
+        lineage += make_lineage(iteration)
+        removed = select_removable_entries(lineage, config, rollback_distance=40)
+        lineage = [entry for entry in lineage if entry not in removed]
+        assert len(lineage) <= 3
+        if iteration > 40 + interval:
+            old = [at for at in list_iterations(lineage) if at <= iteration - 40]
+            assert old
+            assert old[-1] >= iteration - 2 * 40 - 2 * interval
+
+
 def test_newest_checkpoints_are_always_kept() -> None:
     for saved in itertools.chain.from_iterable(
         itertools.combinations(range(1, 7), n) for n in range(1, 7)

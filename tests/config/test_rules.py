@@ -12,7 +12,25 @@ from megatron.config.fields import all_fields
 from megatron.config.ranges import check_ranges
 from megatron.config.rules import ERRORS, WARNINGS, check_rules
 
+GUARDED = {"spike_guard": "rollback", "save": "run", "load": "run", "save_interval": 5}
+"""A run whose spike guard may roll back."""
+
 FAILURES: list[tuple[dict[str, object], str]] = [
+    ({"spike_guard": "rollback"}, "needs the same folder for --save and --load"),
+    ({"spike_guard": "rollback", "save": "run", "load": "run"}, "give --save-interval"),
+    (
+        {**GUARDED, "load_iteration": 5},
+        "--load-iteration 5 cannot be combined with --spike-guard rollback",
+    ),
+    ({**GUARDED, "save_optim": False}, "needs the optimizer's state in the checkpoints"),
+    (
+        {**GUARDED, "spike_guard_patience": 20},
+        "the run would end before the guard rolls back",
+    ),
+    (
+        {"spike_guard_min_steps": 200},
+        "--spike-guard-min-steps 200 and --spike-guard-window 128: the first must not be larger",
+    ),
     (
         {"profile_iterations": "12", "profile_dir": "traces"},
         "--profile-iterations '12' is not FIRST-LAST",

@@ -76,21 +76,39 @@ def roll_back(
         say("nothing was changed (--dry-run)")
         _report_how_to_continue(plan, say)
         return
-    if _find_unfinished(root) is None:
+    if find_unfinished(root) is None:
         # Most mistakes show here, before anything is written.
         gather_facts(root, request)
     # While the lease is held, a run that starts here is refused.
     lease = _acquire(root, say)
     try:
-        # The plan is made under the lease. A run may have saved a checkpoint until then.
-        plan, cuts = _plan(root, request)
-        _report_plan(root, plan, say, started=cuts is None)
-        if not plan.is_empty:
-            execute_plan(root, plan, cuts or {}, lease, say)
-            say(f"done: {root} is at global_step{plan.to}")
+        plan = roll_back_within_run(root, request, lease, say)
     finally:
         lease.release()
     _report_how_to_continue(plan, say)
+
+
+def roll_back_within_run(
+    root: Path, request: RollbackRequest, lease: Lease, say: Callable[[str], None]
+) -> RollbackPlan:
+    """Take a run back whose lease is held, or continue the same rollback. Return the plan.
+
+    Args:
+        root: The run's folder. Nothing in it is open for writing.
+        request: What to do.
+        lease: The lease of the folder.
+        say: Function that prints a line.
+
+    Raises:
+        OperationsError, CheckpointError, ConfigError, OSError: See `roll_back`.
+    """
+    # The plan is made under the lease. A run may have saved a checkpoint until then.
+    plan, cuts = _plan(root, request)
+    _report_plan(root, plan, say, started=cuts is None)
+    if not plan.is_empty:
+        execute_plan(root, plan, cuts or {}, lease, say)
+        say(f"done: {root} is at global_step{plan.to}")
+    return plan
 
 
 # Active runs
@@ -157,7 +175,7 @@ def _plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str,
     The second value is None if the rollback was already started. Some files are cut by then, so the
     places have to be found again.
     """
-    started = _find_unfinished(root)
+    started = find_unfinished(root)
     if started is not None:
         # Two rollbacks at once would mix their records, so the unfinished one must be completed
         # first.
@@ -172,7 +190,7 @@ def _plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str,
     return make_plan(root, request)
 
 
-def _find_unfinished(root: Path) -> RollbackPlan | None:
+def find_unfinished(root: Path) -> RollbackPlan | None:
     """Return the plan of the rollback that `latest` calls unfinished, or None if there is none.
 
     Raises:

@@ -1,0 +1,64 @@
+"""What the spike guard does after a jump of the loss or the gradient norm."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
+
+
+@dataclass(frozen=True)
+class SpikeGuardConfig:
+    """Settings of the spike guard. All of them have no effect while it is off."""
+
+    spike_guard: Literal["off", "log", "skip-step", "rollback"] = "off"
+    """What happens to a step whose loss or gradient norm is a spike. log: it is recorded.
+    skip-step: it is also dropped before it changes weights and moments. rollback: after several in
+    a row the run also goes back to an earlier checkpoint and skips the data around the spike."""
+    spike_guard_signals: Literal["loss", "both"] = "both"
+    """What can be a spike. both: loss and gradient norm."""
+    spike_guard_threshold: Annotated[float, POSITIVE] = 6.0
+    """A value is a spike if it is this many robust standard deviations above its level."""
+    spike_guard_min_rise: Annotated[float, NOT_NEGATIVE] = 0.05
+    """A loss must also be above its level by this fraction."""
+    spike_guard_min_norm_rise: Annotated[float, NOT_NEGATIVE] = 9.0
+    """A gradient norm must also be above its level by this fraction. 9: ten times the level. Single
+    batches of clean data often have several times the usual norm."""
+    spike_guard_window: Annotated[int, Range("[8, 100000]")] = 128
+    """Applied steps from which the standard deviation is estimated."""
+    spike_guard_smoothing: Annotated[int, Range("[3, 10000]")] = 16
+    """Applied steps from whose median the level is estimated."""
+    spike_guard_min_steps: Annotated[int, Range("[4, 10000]")] = 16
+    """Applied steps before the noise is known, from the start of the run or of a phase of data.
+    Until then a loss is a spike only if it is far above the first ones, by 20 % and by 1."""
+    spike_guard_reach: Annotated[int, AT_LEAST_ONE] = 1000
+    """Iterations that the guard remembers. The level of the loss is the lowest one within them, so
+    a slow rise is a spike too. --spike-guard-max-skips and -max-rollbacks count within them."""
+    spike_guard_patience: Annotated[int, AT_LEAST_ONE] = 3
+    """Spikes in a row before a rollback. Each of these steps is dropped. They include steps whose
+    loss or gradient is not finite."""
+    spike_guard_skip_before: Annotated[int, NOT_NEGATIVE] = 100
+    """Iterations before a spike that are skipped after a rollback. The checkpoint is the newest one
+    before them."""
+    spike_guard_skip_after: Annotated[int, NOT_NEGATIVE] = 200
+    """Iterations after the first step of a spike that are skipped after a rollback."""
+    spike_guard_max_skips: Annotated[int, AT_LEAST_ONE] = 100
+    """End the run at a spike after this many dropped steps within --spike-guard-reach."""
+    spike_guard_max_rollbacks: Annotated[int, NOT_NEGATIVE] = 3
+    """End the run instead of a further rollback after this many within --spike-guard-reach."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether spikes are looked for."""
+        return self.spike_guard != "off"
+
+    @property
+    def drops_steps(self) -> bool:
+        """Whether the step of a spike is dropped."""
+        return self.spike_guard in ("skip-step", "rollback")
+
+    @property
+    def rollback_distance(self) -> int | None:
+        """Iterations by which a rollback may go back, or None if the guard does not roll back."""
+        if self.spike_guard != "rollback":
+            return None
+        return self.spike_guard_reach + self.spike_guard_skip_before

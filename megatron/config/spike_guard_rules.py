@@ -1,0 +1,47 @@
+"""Rules about the spike guard."""
+
+from collections.abc import Iterator
+
+from megatron.config.config_with_origin import ConfigWithOrigin
+
+_ROLLBACK = "--spike-guard rollback"
+
+
+def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that a rollback has checkpoints, and that the run then starts from them."""
+    config = settings.config
+    checkpoint = config.checkpoint
+    if config.guard.spike_guard != "rollback" or config.batch.eval_only:
+        return
+    if not checkpoint.resumes_itself:
+        yield (
+            f"{_ROLLBACK} needs the same folder for --save and --load, because the run starts from "
+            "its own checkpoints again; give both."
+        )
+    if checkpoint.save_interval is None and checkpoint.save_interval_time is None:
+        yield f"{_ROLLBACK} needs checkpoints to go back to; give --save-interval."
+    for dotted in ("checkpoint.load_iteration", "checkpoint.finetune"):
+        if settings[dotted]:
+            yield (
+                f"{settings.describe(dotted)} cannot be combined with {_ROLLBACK}, because it "
+                "would apply again after each rollback; leave one of them out."
+            )
+    if not (checkpoint.save_optim and checkpoint.load_optim):
+        yield (
+            f"{_ROLLBACK} needs the optimizer's state in the checkpoints; leave out "
+            "--no-save-optim and --no-load-optim."
+        )
+    if config.guard.spike_guard_patience > config.batch.max_nan_iterations:
+        both = settings.describe("guard.spike_guard_patience", "batch.max_nan_iterations")
+        yield (
+            f"{both}: the run would end before the guard rolls back; the first must not be larger "
+            "than the second."
+        )
+
+
+def check_spike_guard_sizes(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the first decision does not need more steps than the window has."""
+    guard = settings.config.guard
+    if guard.spike_guard_min_steps > guard.spike_guard_window:
+        both = settings.describe("guard.spike_guard_min_steps", "guard.spike_guard_window")
+        yield f"{both}: the first must not be larger than the second."

@@ -1,0 +1,163 @@
+"""What the training loop does after a spike: log, record, roll back or end the run."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.ranks import build_ranks
+from megatron.engine.base import Accept, StepResult
+from megatron.errors import CheckpointError, TrainingError
+from megatron.parallel.mesh import Mesh
+from megatron.plan import Plan
+from megatron.training.interventions import (
+    GuardRecords,
+    build_record,
+    decide_rollback,
+    execute_rollback,
+)
+from megatron.training.join import make_printer
+from megatron.training.run import Run
+from megatron.training.spike_guard import Response, Spike, SpikeGuard
+from megatron.training.state import TrainState
+
+
+def build_guard(
+    plan: Plan, state: TrainState, rank: int
+) -> tuple[SpikeGuard | None, GuardRecords | None]:
+    """Return the guard and the writer of its records. See `Run`."""
+    config = plan.config
+    if not config.guard.is_on or config.batch.eval_only:
+        return None, None
+    records = None
+    if rank == 0 and config.checkpoint.save is not None:
+        records = GuardRecords(Path(config.checkpoint.save))
+    return SpikeGuard(config.guard, state.spike_guard), records
+
+
+def choose_accept(run: Run) -> Accept | None:
+    """Return the function that drops the step of a spike, or None if no step is dropped."""
+    if run.guard is None or not run.plan.config.guard.drops_steps:
+        return None
+    return run.guard.accepts
+
+
+def respond_to_step(run: Run, result: StepResult, learning_rate: float) -> None:
+    """Show a step to the guard, and do what follows from it.
+
+    With `Run.rollback` set afterwards, the loop ends and the run goes back.
+
+    Args:
+        run: The run, whose state is that after the step.
+        result: The step.
+        learning_rate: The learning rate of the step.
+
+    Raises:
+        TrainingError: The guard has intervened too often.
+        CheckpointError: A save in progress failed, or the rollback cannot be recorded.
+    """
+    if run.guard is None:
+        return
+    spike = run.guard.observe(result, run.state.iteration)
+    if spike is None:
+        return
+    record = build_record(spike, learning_rate)
+    if spike.response == Response.ROLLBACK:
+        run.rollback = _decide(run, spike, record)
+        if run.rollback is not None:
+            return
+        record["decision"] = (Response.SKIP_STEP if spike.dropped else Response.LOG).value
+    _write(run, record)
+    if spike.response == Response.STOP:
+        raise TrainingError(_explain_stop(run, spike, learning_rate))
+    done = "it was dropped" if spike.dropped else "it was applied"
+    run.reporter.say(
+        f"warning: spike guard: iteration {spike.iteration} is a spike and {done}: {spike.reason}"
+    )
+
+
+def _decide(run: Run, spike: Spike, record: dict[str, Any]) -> dict[str, Any] | None:
+    """Decide on a rollback on all ranks. Return its record, or None if there is no checkpoint."""
+    assert run.saver is not None, "a rule requires --save"
+    assert run.guard is not None, "it has found the spike"
+    # The save of an iteration before the spike may be the checkpoint to go back to.
+    run.saver.complete()
+    lineage = run.saver.lineage
+    windows = run.guard.windows
+
+    def decide() -> dict[str, Any] | None:
+        assert run.guard_records is not None, "rank 0 writes the records"
+        if not lineage:
+            return None
+        try:
+            return decide_rollback(
+                run.plan.config, lineage, spike, windows, record, run.guard_records
+            )
+        except OSError as error:
+            raise CheckpointError(f"the rollback cannot be prepared: {error}") from error
+
+    decided: dict[str, Any] | None = build_ranks(run.mesh).call_on_rank_0(
+        decide, "deciding on a rollback", run.reporter.say
+    )
+    if decided is None:
+        run.reporter.say(
+            f"warning: spike guard: there is no checkpoint from before iteration {spike.first} to "
+            "go back to; the steps of the spike are dropped"
+        )
+        return None
+    first, last = decided["skip"]
+    run.reporter.say(
+        f"spike guard: {spike.reason} at iteration {spike.iteration}. The run goes back to "
+        f"global_step{decided['to']} and skips the iterations {first}-{last}. It is rollback "
+        f"{run.guard.count_rollbacks(spike.iteration) + 1} of at most "
+        f"{run.plan.config.guard.spike_guard_max_rollbacks}"
+    )
+    return decided
+
+
+def _write(run: Run, record: dict[str, Any]) -> None:
+    """Write a record on rank 0. A failure does not end the run, because the log has it too."""
+    if run.guard_records is None:
+        return
+    try:
+        run.guard_records.append(record)
+    except OSError as error:
+        run.reporter.say(f"warning: spike guard: the decision could not be recorded: {error}")
+
+
+def _explain_stop(run: Run, spike: Spike, learning_rate: float) -> str:
+    """Return why the guard ends the run, and what a person can do."""
+    guard = run.plan.config.guard
+    assert run.guard is not None, "it has found the spike"
+    rollbacks = run.guard.count_rollbacks(spike.iteration)
+    if guard.spike_guard == "rollback" and rollbacks >= guard.spike_guard_max_rollbacks:
+        often = (
+            f"after {rollbacks} rollbacks within {guard.spike_guard_reach} iterations "
+            f"(--spike-guard-max-rollbacks {guard.spike_guard_max_rollbacks})"
+        )
+    else:
+        often = (
+            f"after more than {guard.spike_guard_max_skips} dropped steps within "
+            f"{guard.spike_guard_reach} iterations (--spike-guard-max-skips)"
+        )
+    return (
+        f"the spike guard ends the run at iteration {spike.iteration} {often}: {spike.reason}. "
+        "Skipping data does not cure this. The learning rate of this step was "
+        f"{learning_rate:.6g} (--lr {run.plan.lr_schedule.max_lr:g}), and is probably too high. "
+        "Roll back with tools/rollback.py, and continue with a lower --lr and "
+        "--override-lr-scheduler, or correct the data"
+    )
+
+
+def roll_back_run(record: dict[str, Any], plan: Plan, mesh: Mesh, lease: Lease | None) -> None:
+    """Roll the run's folder back. All ranks call it, after the files of the run were closed.
+
+    Raises:
+        MegatronError: On every rank, as `execute_rollback`.
+    """
+    say = make_printer(mesh.rank)
+
+    def execute() -> None:
+        assert lease is not None, "rank 0 holds the lease"
+        execute_rollback(Path(str(plan.config.checkpoint.save)), record, lease, say)
+
+    build_ranks(mesh).call_on_rank_0(execute, "rolling back", say)

@@ -1,0 +1,231 @@
+"""The decisions of the spike guard, and its records, without a run."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.ranks import Ranks
+from megatron.config.batch import BatchConfig
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
+from megatron.config.spike_guard import SpikeGuardConfig
+from megatron.config.tree import Config
+from megatron.engine.base import StepResult
+from megatron.errors import OperationsError
+from megatron.training.interventions import (
+    GuardRecords,
+    build_record,
+    finish_interrupted_rollback,
+    read_guard_records,
+)
+from megatron.training.spike_guard import Response, Spike, SpikeGuard
+
+CONFIG = SpikeGuardConfig(
+    spike_guard="rollback",
+    spike_guard_reach=100,
+    spike_guard_max_skips=10,
+    spike_guard_max_rollbacks=2,
+)
+
+
+def make_step(loss: float = 5.0, grad_norm: float = 1.0, *, overflow: bool = False) -> StepResult:
+    """Return an applied step, or a step that was dropped because it is not finite."""
+    applied = math.isfinite(loss) and math.isfinite(grad_norm) and not overflow
+    return StepResult(loss, grad_norm, applied, None, None, overflow)
+
+
+def run_steps(guard: SpikeGuard, steps: list[StepResult], start: int = 1) -> list[Spike | None]:
+    """Pass steps to the guard as the loop and the engine do."""
+    found = []
+    for iteration, step in enumerate(steps, start):
+        judged = step
+        if step.applied and not guard.accepts(step.loss, step.grad_norm):
+            judged = replace(step, applied=False, rejected=True)
+        found.append(guard.observe(judged, iteration))
+    return found
+
+
+def list_responses(spikes: list[Spike | None]) -> list[str | None]:
+    return [None if spike is None else spike.response.value for spike in spikes]
+
+
+def make_guard(config: SpikeGuardConfig = CONFIG, steps: int = 40) -> SpikeGuard:
+    """Return a guard that has seen clean steps."""
+    guard = SpikeGuard(config, {})
+    assert run_steps(guard, make_clean(steps)) == [None] * steps
+    return guard
+
+
+def make_clean(steps: int) -> list[StepResult]:
+    return [make_step(5 + 0.01 * (at % 3), 1 + 0.02 * (at % 5)) for at in range(steps)]
+
+
+def test_third_spike_in_a_row_is_a_rollback() -> None:
+    guard = make_guard()
+    spikes = run_steps(guard, [make_step(9.0), make_step(math.nan), make_step(9.0)], 41)
+    assert list_responses(spikes) == ["skip-step", "skip-step", "rollback"]
+    last = spikes[-1]
+    assert last is not None
+    assert (last.first, last.last_normal, last.dropped) == (41, 40, True)
+    assert "the loss is 9" in last.reason
+
+
+def test_clean_step_ends_a_row() -> None:
+    guard = make_guard()
+    high = make_step(9.0)
+    spikes = run_steps(guard, [high, high, make_step(), high, high, make_step()], 41)
+    assert list_responses(spikes) == ["skip-step"] * 2 + [None] + ["skip-step"] * 2 + [None]
+
+
+@pytest.mark.parametrize(
+    ("step", "phrase"),
+    [
+        (make_step(9.0), "the loss is 9"),
+        (make_step(5.0, 50.0), "the gradient norm is 50"),
+        (make_step(math.inf), "the loss is inf"),
+        (make_step(5.0, math.nan), "the gradient norm is nan"),
+    ],
+)
+def test_reason_names_the_signal(step: StepResult, phrase: str) -> None:
+    (spike,) = run_steps(make_guard(), [step], 41)
+    assert spike is not None
+    assert phrase in spike.reason
+    assert spike.dropped
+
+
+def test_search_for_a_loss_scale_is_no_spike() -> None:
+    guard = make_guard()
+    spikes = run_steps(guard, [make_step(5.0, math.inf, overflow=True)] * 20, 41)
+    assert spikes == [None] * 20
+
+
+def test_gradient_norm_may_be_left_out() -> None:
+    guard = make_guard(replace(CONFIG, spike_guard_signals="loss"))
+    assert run_steps(guard, [make_step(5.0, 50.0)], 41) == [None]
+
+
+def test_step_without_a_known_norm_is_judged_by_its_loss() -> None:
+    """DeepSpeed computes the norm within the update."""
+    guard = make_guard()
+    assert guard.accepts(5.0, None)
+    assert not guard.accepts(9.0, None)
+    spike = guard.observe(replace(make_step(9.0, math.inf), rejected=True), 41)
+    assert spike is not None
+    assert "norm" not in spike.reason
+
+
+def test_log_drops_nothing_and_follows_a_loss_that_stays_high() -> None:
+    config = replace(CONFIG, spike_guard="log", spike_guard_reach=50)
+    guard = make_guard(config)
+    spikes = [guard.observe(make_step(7.0), at) for at in range(41, 400)]
+    assert {spike.response for spike in spikes if spike is not None} == {Response.LOG}
+    assert spikes[0] is not None
+    assert not spikes[0].dropped
+    assert spikes[-1] is None
+
+
+def test_too_many_dropped_steps_end_the_run() -> None:
+    guard = make_guard(replace(CONFIG, spike_guard="skip-step"))
+    spikes = run_steps(guard, [make_step(9.0)] * 11, 41)
+    assert list_responses(spikes) == ["skip-step"] * 10 + ["stop"]
+
+
+def test_dropped_steps_beyond_the_reach_do_not_count() -> None:
+    guard = make_guard(replace(CONFIG, spike_guard="skip-step"))
+    steps = ([make_step(9.0)] + [make_step(5.0)] * 10) * 30
+    assert "stop" not in list_responses(run_steps(guard, steps, 41))
+
+
+def test_only_rollbacks_within_the_reach_count() -> None:
+    windows = [[10, 20], [30, 60]]
+    state = {**make_guard().state(), "windows": windows}
+    high = [make_step(9.0)] * 3
+    assert list_responses(run_steps(SpikeGuard(CONFIG, state), high, 100))[-1] == "stop"
+    # At iteration 141, the second window is 81 iterations back and the first one 121.
+    assert list_responses(run_steps(SpikeGuard(CONFIG, state), high, 139))[-1] == "rollback"
+
+
+def test_resumed_guard_decides_as_an_uninterrupted_one() -> None:
+    steps = make_clean(30) + [make_step(9.0)] * 2 + make_clean(5) + [make_step(9.0)] * 20
+    for split in range(28, len(steps)):
+        whole = SpikeGuard(CONFIG, {})
+        first = SpikeGuard(CONFIG, {})
+        expected = run_steps(whole, steps)
+        before = run_steps(first, steps[:split])
+        resumed = SpikeGuard(CONFIG, json.loads(json.dumps(first.state())))
+        assert before + run_steps(resumed, steps[split:], split + 1) == expected
+        assert resumed.state() == whole.state()
+
+
+def test_next_phase_of_data_starts_the_estimates_again() -> None:
+    guard = make_guard()
+    assert not guard.accepts(9.0, 1.0)
+    guard.start_phase()
+    assert guard.accepts(9.0, 1.0)
+
+
+def make_spike() -> Spike:
+    (spike,) = run_steps(make_guard(), [make_step(math.nan)], 41)
+    assert spike is not None
+    return spike
+
+
+def test_record_is_written_once(tmp_path: Path) -> None:
+    """A run that is killed repeats its iterations and their decisions."""
+    record = build_record(make_spike(), 1e-3)
+    for _ in range(2):
+        records = GuardRecords(tmp_path)
+        records.append(record)
+        records.append(record)
+    (written,) = read_guard_records(tmp_path)
+    assert written["action"] == "spike-guard"
+    assert written["decision"] == "skip-step"
+    assert (written["iteration"], written["loss"]) == (41, "NaN")
+    assert written["learning_rate"] == 1e-3
+
+
+def test_record_after_a_torn_line_and_a_rollback_is_written(tmp_path: Path) -> None:
+    record = build_record(make_spike(), 1e-3)
+    GuardRecords(tmp_path).append(record)
+    with open(tmp_path / "interventions.jsonl", "a") as file:
+        file.write('{"action": "rollback"}\n{"action": "spike-gu')
+    GuardRecords(tmp_path).append(record)
+    assert len(read_guard_records(tmp_path)) == 2
+
+
+def test_damaged_record_of_a_rollback_is_named(tmp_path: Path) -> None:
+    record = {"action": "spike-guard", "decision": "rollback", "iteration": 7}
+    (tmp_path / "interventions.jsonl").write_text(json.dumps(record) + "\n")
+    # An unfinished rollback, whose plan is compared with the record.
+    aside = tmp_path / "rolled-back" / "now"
+    aside.mkdir(parents=True)
+    plan = {
+        "name": "now",
+        "time": "",
+        "request": {"to": 3},
+        "stood_at": 7,
+        "trained_to": 7,
+        "digest": "",
+        "moment": None,
+        "axes": {},
+        "files": [],
+        "checkpoints": [],
+        "chronicles": None,
+        "pointers": True,
+        "flags": "",
+        "notes": [],
+    }
+    (aside / "plan.json").write_text(json.dumps(plan))
+    text = "rollback now to global_step3 is unfinished; give again: x"
+    (tmp_path / "latest").write_text(text)
+    config = Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8),
+        batch=BatchConfig(micro_batch_size=1),
+        checkpoint=CheckpointConfig(save=str(tmp_path), load=str(tmp_path)),
+    )
+    with pytest.raises(OperationsError, match="lacks a value"):
+        finish_interrupted_rollback(config, Ranks(), print)
+    assert (tmp_path / "latest").read_text() == text
