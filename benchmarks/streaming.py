@@ -47,15 +47,16 @@ class Arguments:
     quick: bool = False
 
 
-# Each reader is a program that packs samples when it gets a line, and prints the seconds.
+# Each reader is a program that packs samples when it gets a line, and prints the seconds and the
+# seconds of CPU of all its threads.
 _LOOP = """
 import sys, time
 iterator = make()
 for line in sys.stdin:
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     for _ in range(int(line)):
         next(iterator)
-    print(time.perf_counter() - begin, flush=True)
+    print(time.perf_counter() - begin, time.process_time() - cpu, flush=True)
 """
 
 _OURS = """
@@ -195,6 +196,7 @@ def main() -> None:
     programs = list_programs(arguments)
     samples = 64 if arguments.quick else arguments.samples
     seconds: dict[str, list[float]] = {name: [] for name in programs}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in programs}
     with tempfile.TemporaryDirectory() as name:
         write_files(Path(name), arguments)
         facts = {"folder": name, "sequence": SEQUENCE, "vocabulary": VOCABULARY}
@@ -216,9 +218,10 @@ def main() -> None:
                 assert process.stdout is not None
                 process.stdin.write(f"{samples}\n")
                 process.stdin.flush()
-                taken = float(process.stdout.readline())
+                taken, of_cpu = map(float, process.stdout.readline().split())
                 if number > 0:
                     seconds[reader].append(taken)
+                    cpu_seconds[reader].append(of_cpu)
         for process in processes.values():
             process.communicate()
     print(describe_machine(arguments))
@@ -229,9 +232,9 @@ def main() -> None:
         median = statistics.median(each)
         rows.append(
             f"| {reader} | {samples * SEQUENCE / median / 1e6:.2f} | {samples / median:,.0f} "
-            f"| {min(each):.2f} to {max(each):.2f} |"
+            f"| {min(each):.2f} to {max(each):.2f} | {statistics.median(cpu_seconds[reader]):.2f} |"
         )
-    table("| reader | million tokens/s | samples/s | seconds a round |", rows)
+    table("| reader | million tokens/s | samples/s | seconds a round | CPU seconds |", rows)
 
 
 if __name__ == "__main__":
