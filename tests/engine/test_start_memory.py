@@ -44,7 +44,11 @@ def build_engine(argv: list[str]) -> tuple[Plan, NativeEngine]:
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
     mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
-    return plan, NativeEngine(plan, mesh)
+    engine = NativeEngine(plan, mesh)
+    # Rank 0 keeps the store through which the others still build their groups.
+    if mesh.control is not None:
+        torch.distributed.barrier(mesh.control)
+    return plan, engine
 
 
 def read_memory(entry: str) -> int:
