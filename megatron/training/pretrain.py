@@ -1,5 +1,6 @@
 """Everything that one rank does, from the command line to the end of training."""
 
+import time
 from contextlib import ExitStack
 
 from megatron.checkpoint.ranks import build_roll_call
@@ -11,8 +12,8 @@ from megatron.training.eval_tasks import prepare_tasks
 from megatron.training.evaluate import evaluate_only
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
+from megatron.training.launch_record import train_and_record
 from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
-from megatron.training.loop import train
 from megatron.training.setup import (
     build_timers,
     divide_ranks,
@@ -52,6 +53,7 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         with ExitStack() as own:
             pretrain(loaded, own)
         return
+    started = time.monotonic()
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
@@ -74,4 +76,4 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         if config.batch.eval_only:
             evaluate_only(run)
         else:
-            train(run)
+            train_and_record(run, time.monotonic() - started)
