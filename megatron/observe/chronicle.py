@@ -10,7 +10,6 @@ Invariants:
 - A chronicle that cannot be written does not end training.
 
 Example:
-
     {"time": "2026-01-31T12:00:00.123+00:00", "kind": "start", "iteration": 0, "details": {...}}
     {"time": ..., "kind": "save", "iteration": 100, "details": {}}
     {"time": ..., "kind": "stop", "iteration": 120, "details": {"reason": "signal"}}
