@@ -114,7 +114,7 @@ def _draw(histories: Sequence[History]) -> "Figure":
         from plotly.subplots import make_subplots
     except ImportError as error:
         raise ConfigError(
-            f"a page needs the package plotly ({error}): pip install 'plotly>=6.1'. "
+            f"a page needs the package plotly ({error}): pip install 'plotly>=7.1'. "
             "Without --html, the report is text"
         ) from error
     traces = [
