@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.operations.chronicle.history import History
+from megatron.operations.chronicle.history import RunHistory
 
 KEPT = "steps that were kept"
 UNDONE = "steps that were undone"
@@ -46,7 +46,7 @@ class _Launch:
     end: float
 
 
-def compute_goodput(history: History) -> Goodput:
+def compute_goodput(history: RunHistory) -> Goodput:
     """Return where the wall time went.
 
     A launch begins when its process reads its configuration. It ends with its last record. If it
@@ -86,7 +86,7 @@ def _add(column: np.ndarray, others: list[object]) -> float:
     )
 
 
-def list_launches(history: History) -> list[_Launch]:
+def list_launches(history: RunHistory) -> list[_Launch]:
     """Return the launches that the chronicle knows, or those of the metrics file without one."""
     starts = [event for event in history.events if event.kind == "start"]
     if starts:
@@ -118,7 +118,7 @@ def _read_seconds(value: object) -> float:
     return 0.0
 
 
-def _list_record_times(history: History) -> np.ndarray:
+def _list_record_times(history: RunHistory) -> np.ndarray:
     """Return the times of everything that a launch itself records, in seconds since the epoch."""
     events = [
         event.time.timestamp()

@@ -51,7 +51,7 @@ Column = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationPoint:
     """One evaluation of a validation or test set."""
 
     name: str
@@ -61,7 +61,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """A run as its files describe it."""
 
     folder: Path
@@ -70,20 +70,20 @@ class History:
     missing is nan. The rows are in the order of time."""
     kept: NDArray[np.bool_]
     """Whether the weights of the run still have the row's iteration, [rows]."""
-    evaluations: list[Evaluation]
+    evaluations: list[EvaluationPoint]
     events: list[Event]
     """Events of the chronicle and interventions, in the order of time."""
     loop_starts: list[float]
     """Seconds since the epoch at which the training loop started, for each launch."""
 
 
-class _Reader:
+class _MetricsReader:
     """Collects the rows of several metrics files."""
 
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in (*FIELDS, "time")}
         self.kept = bytearray()
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[EvaluationPoint] = []
         self.loop_starts: list[float] = []
 
     def read(self, path: Path, *, is_removed: bool) -> None:
@@ -103,7 +103,7 @@ class _Reader:
                 if kind == "validation":
                     loss = _read_number(record.get("lm_loss"))
                     name = str(record.get("name"))
-                    self.evaluations.append(Evaluation(name, iteration, loss, not is_removed))
+                    self.evaluations.append(EvaluationPoint(name, iteration, loss, not is_removed))
                     continue
                 if kind not in ("start", "train"):
                     continue
@@ -134,7 +134,7 @@ class _Reader:
         for number in range(first_evaluation, len(self.evaluations)):
             found = self.evaluations[number]
             if found.kept and found.iteration > keep:
-                undone = Evaluation(found.name, found.iteration, found.loss, kept=False)
+                undone = EvaluationPoint(found.name, found.iteration, found.loss, kept=False)
                 self.evaluations[number] = undone
 
 
@@ -146,7 +146,7 @@ def _read_number(value: Any) -> float:
         return math.nan
 
 
-def read_history(folder: Path) -> History:
+def read_history(folder: Path) -> RunHistory:
     """Read the history of a run.
 
     Args:
@@ -163,7 +163,7 @@ def read_history(folder: Path) -> History:
             f"{folder} has no metrics.jsonl and no {CHRONICLE}; give the --save folder of a run"
         )
     interventions = list(_iterate_interventions(folder / INTERVENTIONS))
-    reader = _Reader()
+    reader = _MetricsReader()
     for record in interventions:
         for part in _list_removed_parts(folder, record):
             reader.read(part, is_removed=True)
@@ -173,7 +173,7 @@ def read_history(folder: Path) -> History:
     order = np.argsort(columns["time"], kind="stable")
     found = [_make_intervention_event(record) for record in interventions]
     events += [event for event in found if event is not None]
-    return History(
+    return RunHistory(
         folder,
         {name: values[order] for name, values in columns.items()},
         np.frombuffer(bytes(reader.kept), dtype=np.bool_)[order],

@@ -17,7 +17,7 @@ import numpy as np
 from megatron.durable import replace_file
 from megatron.errors import ConfigError
 from megatron.operations.chronicle.goodput import compute_goodput
-from megatron.operations.chronicle.history import Column, History
+from megatron.operations.chronicle.history import Column, RunHistory
 from megatron.operations.chronicle.summary import describe_events, list_facts, list_goodput
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Trace:
     style: dict[str, Any]
 
 
-def write_page(histories: Sequence[History], path: Path) -> None:
+def write_page(histories: Sequence[RunHistory], path: Path) -> None:
     """Write the page of one run or of several that are compared.
 
     Raises:
@@ -81,7 +81,7 @@ def write_page(histories: Sequence[History], path: Path) -> None:
     replace_file(path, text)
 
 
-def build_page(histories: Sequence[History]) -> str:
+def build_page(histories: Sequence[RunHistory]) -> str:
     """Return the page as HTML.
 
     Raises:
@@ -108,7 +108,7 @@ def build_page(histories: Sequence[History]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _draw(histories: Sequence[History]) -> "Figure":
+def _draw(histories: Sequence[RunHistory]) -> "Figure":
     try:
         from plotly.graph_objects import Scatter
         from plotly.subplots import make_subplots
@@ -158,7 +158,7 @@ def _draw(histories: Sequence[History]) -> "Figure":
     return figure
 
 
-def _list_traces(history: History, colour: str) -> Iterator[_Trace]:
+def _list_traces(history: RunHistory, colour: str) -> Iterator[_Trace]:
     """Yield the curves of a run, its evaluations, and the markers of its events."""
     run = html.escape(history.folder.name)
     columns = _add_derived_columns(history)
@@ -187,7 +187,7 @@ def _list_traces(history: History, colour: str) -> Iterator[_Trace]:
         yield from _list_event_traces(history, columns, colour, run)
 
 
-def _add_derived_columns(history: History) -> dict[str, Column]:
+def _add_derived_columns(history: RunHistory) -> dict[str, Column]:
     """Return the columns, and with them the hours since the first start and the goodput so far."""
     columns = dict(history.columns)
     times = columns["time"]
@@ -251,7 +251,7 @@ def _find_on_axes(
 
 
 def _list_evaluation_traces(
-    history: History, columns: dict[str, Column], colour: str, run: str
+    history: RunHistory, columns: dict[str, Column], colour: str, run: str
 ) -> Iterator[_Trace]:
     names = list(dict.fromkeys(found.name for found in history.evaluations))
     for name in names:
@@ -280,7 +280,7 @@ def _list_evaluation_traces(
 
 
 def _list_event_traces(
-    history: History, columns: dict[str, Column], colour: str, run: str
+    history: RunHistory, columns: dict[str, Column], colour: str, run: str
 ) -> Iterator[_Trace]:
     """Yield the markers of all events except saves, on the curve of the training loss."""
     described = [found for found in describe_events(history) if found[0].kind != "save"]
@@ -311,7 +311,7 @@ def _list_event_traces(
     )
 
 
-def _format_tables(history: History) -> str:
+def _format_tables(history: RunHistory) -> str:
     """Return the tables of a run: what it is, where its time went, what happened."""
     goodput = compute_goodput(history)
     facts = "".join(

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron.observe.chronicle import Event
 from megatron.operations.chronicle.goodput import compute_goodput
-from megatron.operations.chronicle.history import History
+from megatron.operations.chronicle.history import RunHistory
 
 _SHOWN_OF_START = (
     "version",
@@ -22,7 +22,7 @@ _SHOWN_OF_START = (
 )
 
 
-def list_facts(history: History) -> list[tuple[str, str]]:
+def list_facts(history: RunHistory) -> list[tuple[str, str]]:
     """Return (name, value) of what a run is and how far it is."""
     facts = []
     for event in reversed(history.events):
@@ -49,13 +49,13 @@ def list_facts(history: History) -> list[tuple[str, str]]:
     return facts
 
 
-def _find_last_evaluations(history: History) -> dict[str, tuple[int, float]]:
+def _find_last_evaluations(history: RunHistory) -> dict[str, tuple[int, float]]:
     return {
         found.name: (found.iteration, found.loss) for found in history.evaluations if found.kept
     }
 
 
-def list_goodput(history: History) -> list[tuple[str, float, float]]:
+def list_goodput(history: RunHistory) -> list[tuple[str, float, float]]:
     """Return (cause, seconds, share of the wall time) of each cause that took time."""
     goodput = compute_goodput(history)
     return [
@@ -65,7 +65,7 @@ def list_goodput(history: History) -> list[tuple[str, float, float]]:
     ]
 
 
-def describe_events(history: History) -> list[tuple[Event, str]]:
+def describe_events(history: RunHistory) -> list[tuple[Event, str]]:
     """Return each event with its description. A start lists what changed since the last one."""
     described = []
     settings: Mapping[str, str] | None = None
@@ -83,7 +83,8 @@ def describe_events(history: History) -> list[tuple[Event, str]]:
 
 
 def _describe_start(details: dict[str, Any], before: Mapping[str, str] | None, now: Any) -> str:
-    shown = {name: details[name] for name in ("version", "devices", "layout") if name in details}
+    names = ("version", "devices", "layout")
+    shown: dict[str, Any] = {name: details[name] for name in names if name in details}
     text = _describe_details(shown)
     if before is None or not isinstance(now, dict):
         return text
@@ -113,7 +114,7 @@ def _format_value(value: Any) -> str:
     return "".join(c if c.isprintable() else " " for c in str(value))
 
 
-def format_text(history: History) -> str:
+def format_text(history: RunHistory) -> str:
     """Return the report of a run as text."""
     lines = [str(history.folder), ""]
     lines += [f"  {name}: {value}" for name, value in list_facts(history)]
