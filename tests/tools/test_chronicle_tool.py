@@ -137,6 +137,8 @@ def test_browser_draws_the_traces_without_a_request(run_folder: Path, tmp_path: 
     evaluations = history.evaluations
     assert len(re.findall(r'<path class="point"', dom)) == len(events) + len(evaluations)
     assert "gradient norm" in dom
+    assert 'data-title="Zoom in"' in dom
+    assert 'data-title="Share chart' not in dom
     assert "<title>Report of" in dom
     assert requests == []
 

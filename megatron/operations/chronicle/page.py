@@ -92,7 +92,13 @@ def build_page(histories: Sequence[RunHistory]) -> str:
         full_html=False,
         include_plotlyjs=True,
         div_id="charts",
-        config={"displaylogo": False, "responsive": True},
+        config={
+            "displaylogo": False,
+            "responsive": True,
+            # This button would send the charts to a server of plotly.
+            "modeBarButtonsToRemove": ["sendChartToCloud"],
+            "plotlyServerURL": "",
+        },
     )
     title = html.escape(f"Report of {', '.join(names)}")
     parts = [
