@@ -1,6 +1,7 @@
 """Everything that one rank does, from the command line to the end of training."""
 
 import gc
+import time
 from contextlib import ExitStack
 
 from megatron.checkpoint.ranks import build_ranks, build_roll_call
@@ -13,8 +14,8 @@ from megatron.training.evaluate import evaluate_only
 from megatron.training.interventions import finish_interrupted_rollback
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
+from megatron.training.launch_record import train_and_record
 from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
-from megatron.training.loop import train
 from megatron.training.setup import (
     build_exits,
     build_timers,
@@ -56,6 +57,7 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         with ExitStack() as own:
             pretrain(loaded, own)
         return
+    started = time.monotonic()
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
@@ -84,9 +86,10 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
             if config.batch.eval_only:
                 evaluate_only(run)
                 return
-            train(run)
+            train_and_record(run, time.monotonic() - started)
             if run.rollback is None:
                 return
+            started = time.monotonic()
             rollback = run.rollback
             # The next run needs as much memory. Reference cycles would keep this one allocated.
             del run
