@@ -8,7 +8,7 @@ skipped.
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.errors import LayoutError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
+from megatron.parallel.progress import Progress
 from megatron.parallel.rendezvous import build_control_group
 from megatron.parallel.roll_call import TimeLimit
 
@@ -67,6 +68,8 @@ class Mesh:
     """What `describe()` returns on each rank."""
     time_out: timedelta = timedelta(minutes=10)
     """The time-out of the groups."""
+    progress: Progress = field(default_factory=Progress)
+    """The phase of this rank, for the watchdog."""
 
     def get_data_parallel_mesh(self) -> DeviceMesh:
         """Return the one-dimensional mesh of this rank's data-parallel group."""
@@ -120,6 +123,7 @@ def build_mesh(
     timeout_minutes: float = 10.0,
     comm_timer: CommTimer = nullcontext,
     control: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
 ) -> Mesh:
     """Divide the running world into the grid's groups.
 
@@ -131,6 +135,7 @@ def build_mesh(
         timeout_minutes: The limit that the time-out of every group is derived from.
         comm_timer: Entered around each collective, to time it.
         control: The group for messages, if it exists already. See `build_control_group`.
+        progress: The phase of this rank, if a watchdog reads it.
 
     Raises:
         LayoutError: The world has another size than the grid.
@@ -153,7 +158,17 @@ def build_mesh(
     if world_size == 1:
         tensor_parallel = TensorParallel(comm_timer=comm_timer)
         return Mesh(
-            grid, rank, coordinate, device, None, None, tensor_parallel, None, None, (name,)
+            grid,
+            rank,
+            coordinate,
+            device,
+            None,
+            None,
+            tensor_parallel,
+            None,
+            None,
+            (name,),
+            progress=progress or Progress(),
         )
     time_out = TimeLimit(timeout_minutes).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
@@ -182,6 +197,7 @@ def build_mesh(
         control,
         names,
         time_out,
+        progress or Progress(),
     )
 
 

@@ -1,6 +1,7 @@
 """Everything that one rank does, from the command line to the end of training."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 from megatron.checkpoint.ranks import build_roll_call
 from megatron.config.cli import LoadedConfig
@@ -9,9 +10,14 @@ from megatron.parallel.launcher import read_launcher_world
 from megatron.training.agreement import check_agreement
 from megatron.training.eval_tasks import prepare_tasks
 from megatron.training.evaluate import evaluate_only
-from megatron.training.job import agree_on_job
+from megatron.training.job import agree_on_job, select_checkpoint_config
 from megatron.training.join import join_ranks, make_printer
-from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
+from megatron.training.leaving import (
+    close_after_error,
+    leave_after_crash,
+    leave_with_error,
+    report_hang,
+)
 from megatron.training.loop import train
 from megatron.training.setup import (
     build_timers,
@@ -55,7 +61,14 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
-    with build_roll_call(ranks, config.parallel.distributed_timeout_minutes) as roll_call:
+    saving = select_checkpoint_config(config).save
+    with build_roll_call(
+        ranks,
+        config.parallel.distributed_timeout_minutes,
+        hang_timeout=config.parallel.hang_timeout,
+        folder=None if saving is None else Path(saving),
+        report=report_hang,
+    ) as roll_call:
         check_agreement(config, ranks)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
