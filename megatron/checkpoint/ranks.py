@@ -20,7 +20,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json
 from megatron.parallel.progress import Phase, Progress
 from megatron.parallel.rank_state import FILE_THREAD
-from megatron.parallel.roll_call import RollCall, TimeLimit
+from megatron.parallel.roll_call import RollCall
+from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import Watchdog
 
 PATIENCE_SECONDS = 3600.0

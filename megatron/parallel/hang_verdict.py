@@ -17,11 +17,17 @@ def find_odd_ranks(states: Mapping[int, RankState]) -> dict[int, str]:
     Args:
         states: The states of the ranks that answer.
     """
-    for find in (_find_busy, _find_behind, _find_other_operation, _find_elsewhere):
+    for find in (
+        _find_busy,
+        _find_other_phase,
+        _find_behind,
+        _find_other_operation,
+        _find_elsewhere,
+    ):
         found = find(states)
         if found:
             return found
-    return {}
+    return dict.fromkeys(states, "no sign shows which rank the others wait for")
 
 
 def describe_states(
@@ -61,6 +67,12 @@ def _find_busy(states: Mapping[int, RankState]) -> dict[int, str]:
     return dict.fromkeys(busy, "it is in no collective, and others wait for it in one")
 
 
+def _find_other_phase(states: Mapping[int, RankState]) -> dict[int, str]:
+    """Return the ranks that are in another phase than the others, as after a skipped collective."""
+    rare = _find_rare(states, lambda rank: states[rank].phase)
+    return dict.fromkeys(rare, "the others are in another phase")
+
+
 def _find_behind(states: Mapping[int, RankState]) -> dict[int, str]:
     """Return the ranks that have started fewer collectives of a group than its other members.
 
@@ -80,7 +92,9 @@ def _find_behind(states: Mapping[int, RankState]) -> dict[int, str]:
                         f"{number}, the last one {operation}"
                     )
     most = max(waiting.values(), default=0)
-    return {rank: reasons[rank] for rank, count in sorted(waiting.items()) if count == most}
+    found = {rank: reasons[rank] for rank, count in sorted(waiting.items()) if count == most}
+    # If each rank waits for each other one, the numbers do not show who is the cause.
+    return found if len(found) < len(states) else {}
 
 
 def _find_other_operation(states: Mapping[int, RankState]) -> dict[int, str]:
@@ -105,9 +119,10 @@ def _find_elsewhere(states: Mapping[int, RankState]) -> dict[int, str]:
 
 
 def _find_rare(ranks: Mapping[int, object], key: Callable[[int], Hashable]) -> list[int]:
-    """Return the ranks with the rarest key, or none if all ranks have the same one."""
+    """Return the ranks whose key is rarer than the most common one. There may be none."""
     counts = Counter(key(rank) for rank in ranks)
-    if len(counts) < 2:
-        return []
-    rarest = min(counts.values())
-    return [rank for rank in sorted(ranks) if counts[key(rank)] == rarest]
+    most = max(counts.values(), default=0)
+    rare = [rank for rank in sorted(ranks) if counts[key(rank)] < most]
+    # With several rare keys, the ranks that wait may be among them.
+    fewest = min(counts.values(), default=0)
+    return [rank for rank in rare if counts[key(rank)] == fewest]

@@ -20,7 +20,7 @@ from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
 from megatron.parallel.progress import Progress
 from megatron.parallel.rendezvous import build_control_group
-from megatron.parallel.roll_call import TimeLimit
+from megatron.parallel.time_limit import TimeLimit
 
 CommTimer = Callable[[], AbstractContextManager[None]]
 """A function that returns a context manager, which is entered around a collective to time it."""

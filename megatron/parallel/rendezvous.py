@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron.errors import LayoutError
 from megatron.parallel.launcher import read_meeting_point
-from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
+from megatron.parallel.roll_call import store_is_rank_zeros
+from megatron.parallel.time_limit import TimeLimit
 
 _NAMED = 16
 """Number of missing ranks that a message names."""

@@ -18,13 +18,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.errors import LOST_EXIT_CODE, LostRanksError
 from megatron.parallel.rank_state import find_location, locate_thread
+from megatron.parallel.time_limit import TimeLimit
 
 CALLED = "roll_call/called"
 """The key in the store that is set when the roll is called."""
@@ -32,31 +32,11 @@ _CALLERS = "roll_call/callers"
 """The key that counts callers, so that only the first one evaluates the answers."""
 FINISHED = "roll_call/finished"
 """The key that is set when the caller has read the answers."""
-_LONGEST_SECONDS = 10.0
-"""The longest time for a roll call, for any `--distributed-timeout-minutes`."""
+BEAT_SECONDS = 1.0
+"""The longest time between two looks at the store."""
 _NO_ANSWER = "does not answer: it hangs or has ended, or its host cannot be reached"
 _SHOWN = 8
 """Largest number of lines about ranks in a message."""
-
-
-@dataclass(frozen=True)
-class TimeLimit:
-    """The limit of `--distributed-timeout-minutes`, divided into two parts.
-
-    After a rank is lost, a collective times out first, and then the roll call takes place.
-    """
-
-    minutes: float
-
-    @property
-    def roll_call(self) -> timedelta:
-        """Time for the roll call and the exit: two fifths of the limit, at most ten seconds."""
-        return min(timedelta(seconds=_LONGEST_SECONDS), timedelta(minutes=self.minutes) * 2 / 5)
-
-    @property
-    def collective(self) -> timedelta:
-        """The time-out of every process group."""
-        return timedelta(minutes=self.minutes) - self.roll_call
 
 
 def store_is_rank_zeros() -> bool:
@@ -165,8 +145,8 @@ class RollCall:
         try:
             # The interval must be a fraction of the window, or a rank could answer too late.
             while not store.check([CALLED]):
-                self._beat(store)
-                if self._leaving.wait(min(1.0, self._window / 4)):
+                self.beat(store)
+                if self._leaving.wait(min(BEAT_SECONDS, self._window / 4)):
                     return
             # The main thread is leaving as well, and it answers for this rank.
             if self._leaving.is_set():
@@ -178,7 +158,7 @@ class RollCall:
             return
         self._leave_after_answer(store)
 
-    def _beat(self, store: dist.Store) -> None:
+    def beat(self, store: dist.Store) -> None:
         """Do what is due at each look at the store. It may block if the store hangs."""
 
     def _describe_self(self) -> dict[str, Any]:

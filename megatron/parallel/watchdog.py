@@ -33,12 +33,12 @@ from megatron.parallel.roll_call import (
     FINISHED,
     Found,
     RollCall,
-    TimeLimit,
     call_in_thread,
     store_is_rank_zeros,
 )
+from megatron.parallel.time_limit import TimeLimit
 
-_TICK_SECONDS = 0.25
+TICK_SECONDS = 0.25
 """Seconds between two comparisons of the phase with its limit."""
 _LONGEST_WINDOW_SECONDS = 3.0
 """The longest time in which a rank must answer."""
@@ -80,7 +80,7 @@ class Watchdog(RollCall):
         super().__init__(store, rank, names, limit)
         self._window = min(self._window, _LONGEST_WINDOW_SECONDS)
         self._progress = progress
-        self._stopwatch = Stopwatch(progress, hang_timeout, _TICK_SECONDS)
+        self._stopwatch = Stopwatch(progress, hang_timeout, TICK_SECONDS)
         self._folder = folder
         self._report = report
         self._beats: dict[int, dict[str, Any]] = {}
@@ -100,7 +100,7 @@ class Watchdog(RollCall):
 
     # -- in the thread of the store ---------------------------------------------------------------
 
-    def _beat(self, store: dist.Store) -> None:
+    def beat(self, store: dist.Store) -> None:
         """Publish this rank's state, and remember rank 0's in case its store stops answering."""
         state = read_state(self._main, self._progress, with_collectives=False)
         store.set(_make_beat_key(self._rank), json.dumps(asdict(state)))
@@ -126,7 +126,7 @@ class Watchdog(RollCall):
     def _watch(self) -> None:
         """Call the roll when a phase exceeds its limit, then end this process."""
         while not self._stopwatch.exceeds_limit(time.monotonic()):
-            if self._leaving.wait(_TICK_SECONDS):
+            if self._leaving.wait(TICK_SECONDS):
                 return
         if not self._acting.acquire(blocking=False):
             return

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from faults.launches import Job, Launch, NewJob
 
+from megatron.data import source
 from megatron.error_report import FOLDER_VARIABLE, read_reports
 from megatron.training import evaluate, loop
 from megatron.training.exits import StopReason
@@ -31,6 +32,8 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "count_step": loop.count_step,
     "decide": loop.decide,
     "sum": evaluate._sum_over_ranks,
+    "validation": evaluate.evaluate_validation,
+    "read": source.compute_sample_positions,
 }
 _calls: list[str] = []
 
@@ -62,11 +65,31 @@ def skip_decide(*arguments: Any) -> Any:
     return _ORIGINALS["decide"](*arguments)
 
 
-def skip_sum(*arguments: Any) -> Any:
-    """Skip the collective that sums the results of an evaluation."""
+def skip_validation(*arguments: Any) -> None:
+    """Skip all collectives of an evaluation."""
+    if not _is_third_call_of_victim():
+        _ORIGINALS["validation"](*arguments)
+
+
+def hang_in_train_read(consumed: int, *arguments: Any) -> Any:
+    """Hang as a file system does, when training data are read."""
     if _is_third_call_of_victim():
-        return [0.0, 0.0, 1.0, 1.0]
-    return _ORIGINALS["sum"](*arguments)
+        time.sleep(1000)
+    return _ORIGINALS["read"](consumed, *arguments)
+
+
+def hang_in_evaluation_read(consumed: int, *arguments: Any) -> Any:
+    """Hang when validation data are read. The first read at 0 is that of the training data."""
+    if consumed == 0:
+        _calls.append("")
+        if len(_calls) == 1:
+            # The next call at 0 is then the third one.
+            _calls.append("")
+            return _ORIGINALS["read"](consumed, *arguments)
+        _calls.pop()
+        if _is_third_call_of_victim():
+            time.sleep(1000)
+    return _ORIGINALS["read"](consumed, *arguments)
 
 
 def wait_for_verdict(launch: Launch, victim: int, limit: float, start: float) -> str:
@@ -129,8 +152,12 @@ def test_stopped_rank_is_named_with_its_last_line(victim: int, new_job: NewJob) 
         ("train", 2, skip_decide, ""),
         pytest.param("evaluate", 0, sleep_in_sum, "training/evaluate.py", marks=FULL),
         pytest.param("evaluate", 3, sleep_in_sum, "training/evaluate.py", marks=FULL),
-        pytest.param("evaluate", 0, skip_sum, "", marks=FULL),
-        pytest.param("evaluate", 3, skip_sum, "", marks=FULL),
+        pytest.param("evaluate", 0, skip_validation, "", marks=FULL),
+        pytest.param("evaluate", 3, skip_validation, "", marks=FULL),
+        pytest.param("train", 0, hang_in_train_read, "data/", marks=FULL),
+        pytest.param("train", 3, hang_in_train_read, "data/", marks=FULL),
+        pytest.param("first evaluation", 0, hang_in_evaluation_read, "data/", marks=FULL),
+        pytest.param("first evaluation", 3, hang_in_evaluation_read, "data/", marks=FULL),
     ],
 )
 def test_rank_that_sleeps_or_skips_a_collective_is_named(
@@ -149,6 +176,8 @@ def test_rank_that_sleeps_or_skips_a_collective_is_named(
         "count_step": "megatron.training.loop.count_step",
         "decide": "megatron.training.loop.decide",
         "sum": "megatron.training.evaluate._sum_over_ranks",
+        "validation": "megatron.training.loop.evaluate_validation",
+        "read": "megatron.data.source.compute_sample_positions",
     }
     replaced = next(name for key, name in names.items() if fault.__name__.endswith(key))
     reports = tmp_path / "reports"
@@ -159,7 +188,10 @@ def test_rank_that_sleeps_or_skips_a_collective_is_named(
         environment={VICTIM: str(victim), FOLDER_VARIABLE: str(reports)},
     )
     launch.wait_for(lambda: STARTED in launch.output(victim), "the fault")
-    output = wait_for_verdict(launch, -1, HANG_SECONDS, time.monotonic())
+    limit = HANG_SECONDS
+    if what.startswith("first"):
+        limit *= LONG_FACTOR
+    output = wait_for_verdict(launch, -1, limit, time.monotonic())
     assert f"is at {line}" in find_line(output, victim)
     check_files(job, set(range(4)))
     found, _ = read_reports(reports)
@@ -171,7 +203,10 @@ def test_rank_that_sleeps_or_skips_a_collective_is_named(
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
     ("phase", "function", "line"),
-    [("save", "os.fsync", "durable.py"), ("load", "os.preadv", "checkpoint/")],
+    [
+        ("save", "megatron.checkpoint.shard_file.write_tensors", "checkpoint/"),
+        ("load", "os.preadv", "checkpoint/"),
+    ],
 )
 def test_rank_whose_files_hang_is_named(
     phase: str, function: str, line: str, victim: int, new_job: NewJob
