@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.parallel.progress import Progress, Stopwatch
+from megatron.parallel.progress import RankProgress, Stopwatch
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
 
@@ -32,7 +32,7 @@ def measure_heartbeats(rank: int, port: int) -> None:
         timeout=timedelta(seconds=60),
         wait_for_workers=False,
     )
-    progress = Progress()
+    progress = RankProgress()
     watchdog = Watchdog(
         store,
         rank,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.errors import CheckpointError, HungRanksError, MegatronError, make_error
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json
-from megatron.parallel.progress import Phase, Progress
+from megatron.parallel.progress import Phase, RankProgress
 from megatron.parallel.rank_state import FILE_THREAD
 from megatron.parallel.roll_call import RollCall
 from megatron.parallel.time_limit import TimeLimit
@@ -81,7 +81,7 @@ class Ranks:
     """Group on the CPU for small messages. None for one process."""
     names: tuple[str, ...] = ("rank 0",)
     """Names of all ranks, for messages."""
-    progress: Progress = field(default_factory=Progress, compare=False)
+    progress: RankProgress = field(default_factory=RankProgress, compare=False)
     """The phase of this rank, for the watchdog."""
 
     def gather(self, mine: Any) -> list[Any]:

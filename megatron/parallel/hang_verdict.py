@@ -1,4 +1,4 @@
-"""Which ranks the others wait for, found from the states of all ranks that answer."""
+"""Comparison of the states of all ranks that answer, to find those that the others wait for."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.errors import LayoutError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
-from megatron.parallel.progress import Progress
+from megatron.parallel.progress import RankProgress
 from megatron.parallel.rendezvous import build_control_group
 from megatron.parallel.time_limit import TimeLimit
 
@@ -68,7 +68,7 @@ class Mesh:
     """What `describe()` returns on each rank."""
     time_out: timedelta = timedelta(minutes=10)
     """The time-out of the groups."""
-    progress: Progress = field(default_factory=Progress)
+    progress: RankProgress = field(default_factory=RankProgress)
     """The phase of this rank, for the watchdog."""
 
     def get_data_parallel_mesh(self) -> DeviceMesh:
@@ -123,7 +123,7 @@ def build_mesh(
     timeout_minutes: float = 10.0,
     comm_timer: CommTimer = nullcontext,
     control: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
+    progress: RankProgress | None = None,
 ) -> Mesh:
     """Divide the running world into the grid's groups.
 
@@ -168,7 +168,7 @@ def build_mesh(
             None,
             None,
             (name,),
-            progress=progress or Progress(),
+            progress=progress or RankProgress(),
         )
     time_out = TimeLimit(timeout_minutes).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
@@ -197,7 +197,7 @@ def build_mesh(
         control,
         names,
         time_out,
-        progress or Progress(),
+        progress or RankProgress(),
     )
 
 

@@ -36,14 +36,14 @@ class Phase:
         return LONG_FACTOR
 
 
-class Progress:
+class RankProgress:
     """The phase of this rank. Only the main thread changes it."""
 
     def __init__(self) -> None:
         """Begin with the start of the run."""
         self.phase = Phase("the start of the run")
         self.iteration = 0
-        """The last iteration that has begun. It names the folder of the files about a hang."""
+        """The last iteration that was started. It names the folder of the files about a hang."""
         self.sequence = 0
         """Number of changes of the phase. It stays the same while the main thread hangs."""
         self._seen: set[str] = set()
@@ -84,7 +84,7 @@ class Stopwatch:
     resumed, no phase has exceeded its limit.
     """
 
-    def __init__(self, progress: Progress, hang_timeout: float, interval: float) -> None:
+    def __init__(self, progress: RankProgress, hang_timeout: float, interval: float) -> None:
         """Start at the current phase.
 
         Args:

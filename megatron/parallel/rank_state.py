@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from megatron.parallel.progress import Progress
+from megatron.parallel.progress import RankProgress
 
 FILE_THREAD = "files"
 """Name of the threads in which a rank works on files while the ranks wait together."""
@@ -61,7 +61,7 @@ def locate_thread(thread: int) -> str:
     return find_location(reversed(list(traceback.walk_stack(frame))))
 
 
-def read_state(main: int, progress: Progress, *, with_collectives: bool) -> RankState:
+def read_state(main: int, progress: RankProgress, *, with_collectives: bool) -> RankState:
     """Return what this rank does.
 
     Args:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.durable import replace_file
 from megatron.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
 from megatron.parallel.hang_verdict import describe_states
-from megatron.parallel.progress import Progress, Stopwatch
+from megatron.parallel.progress import RankProgress, Stopwatch
 from megatron.parallel.rank_state import RankState, read_state, write_state
 from megatron.parallel.roll_call import (
     CALLED,
@@ -60,7 +60,7 @@ class Watchdog(RollCall):
         names: Sequence[str],
         limit: TimeLimit,
         *,
-        progress: Progress,
+        progress: RankProgress,
         hang_timeout: float,
         folder: Path | None,
         report: Callable[[HungRanksError, str], None],
@@ -228,6 +228,12 @@ class Watchdog(RollCall):
                 f"{self._folder / FOLDER / self._call_name}"
             )
         return f"{text}\ncheck the hosts that are named, and start again with the same command"
+
+    def _describe_exit(self) -> str:
+        return (
+            f"{self._names[self._rank]} exits, because the run hangs or a collective has failed; "
+            "another rank reports which ranks the others wait for"
+        )
 
     def _describe_missing(self, rank: int) -> str:
         text = super()._describe_missing(rank)
