@@ -168,8 +168,9 @@ class Watchdog(RollCall):
     def _build_error(self, error: BaseException) -> LostRanksError:
         if self._acting.acquire(blocking=False):
             return super()._build_error(error)
-        # Another thread is about to end this process.
-        self._watcher.join(6 * self._window)
+        # Another thread is about to report the hang and to end this process. A collective fails here
+        # as soon as another rank has ended.
+        time.sleep(6 * self._window)
         return LostRanksError(self._describe_exit())
 
     def _end(self) -> NoReturn:
