@@ -142,8 +142,10 @@ class Watchdog(RollCall):
             # The process of the store has ended, and with it the verdict.
             self._report(HungRanksError(self._describe_exit()), self._describe_exit())
             os._exit(LOST_EXIT_CODE)
+        # A silent store has not asked for the name.
+        name = self._call_name or self._describe_call()
         verdict = self._verdict or self._describe_hang(found)
-        self._write_files(self._call_name or self._describe_call())
+        self._write_files(name)
         self._write_verdict(verdict)
         self._report(HungRanksError(verdict), verdict)
         self._end()
@@ -168,8 +170,8 @@ class Watchdog(RollCall):
     def _build_error(self, error: BaseException) -> LostRanksError:
         if self._acting.acquire(blocking=False):
             return super()._build_error(error)
-        # Another thread is about to report the hang and to end this process. A collective fails here
-        # as soon as another rank has ended.
+        # Another thread is about to report the hang and to end this process. A collective fails as
+        # soon as another rank has ended.
         time.sleep(6 * self._window)
         return LostRanksError(self._describe_exit())
 
@@ -229,6 +231,13 @@ class Watchdog(RollCall):
                 f"{self._folder / FOLDER / self._call_name}"
             )
         return f"{text}\ncheck the hosts that are named, and start again with the same command"
+
+    def _describe(self, found: Found, error: BaseException) -> str:
+        """Return the message after a failed collective, and write this rank's files as well."""
+        text = super()._describe(found, error)
+        self._write_files(self._call_name or self._describe_call())
+        self._write_verdict(text)
+        return text
 
     def _describe_exit(self) -> str:
         return (
