@@ -221,3 +221,18 @@ def test_rank_whose_files_hang_is_named(
     found = find_line(output, victim)
     assert f"is at {line}" in found
     assert {"save": "saving", "load": "loading"}[phase] in found
+
+
+@pytest.mark.full
+def test_hang_of_a_single_process_is_named(new_job: NewJob) -> None:
+    """A process without other ranks has no store, and its watchdog still ends it."""
+    job = new_job("job", f"--hang-timeout {HANG_SECONDS:g} --train-iters 1000000")
+    launch = job.launch(
+        constants={**CONSTANTS, "megatron.training.loop.count_step": sleep_in_count_step},
+        environment={VICTIM: "0"},
+    )
+    launch.wait_for(lambda: STARTED in launch.output(), "the fault")
+    output = wait_for_verdict(launch, -1, HANG_SECONDS, time.monotonic())
+    assert "is at training/loop.py" in find_line(output, 0)
+    (folder,) = (job.folder / "hangs").iterdir()
+    assert "File" in (folder / "rank_000000_stacks.txt").read_text()
