@@ -3,13 +3,16 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.launches import Job, Launch, NewJob
+from faults.launches import BOUND_SECONDS, Job, Launch, NewJob
+from faults.test_silent_ranks import children
 
 from megatron.data import source
 from megatron.error_report import FOLDER_VARIABLE, read_reports
@@ -17,6 +20,7 @@ from megatron.training import evaluate, loop
 from megatron.training.exits import StopReason
 
 FULL = pytest.mark.full
+ROOT = Path(__file__).resolve().parents[2]
 HANG_SECONDS = 4.0
 LONG_FACTOR = 2.5
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
@@ -236,3 +240,33 @@ def test_hang_of_a_single_process_is_named(new_job: NewJob) -> None:
     assert "is at training/loop.py" in find_line(output, 0)
     (folder,) = (job.folder / "hangs").iterdir()
     assert "File" in (folder / "rank_000000_stacks.txt").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 3])
+def test_stopped_rank_under_torchrun_is_named(victim: int, new_job: NewJob, tmp_path: Path) -> None:
+    """torchrun's agent keeps the store, so rank 0 is like the others."""
+    log = tmp_path / "log.txt"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [*launcher, "4", "pretrain_gpt.py", *new_job("job", FLAGS, 4).argv]
+    with (
+        open(log, "w") as file,
+        subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as process,
+    ):
+        try:
+            end = time.monotonic() + BOUND_SECONDS
+            while "iteration        3/" not in log.read_text():
+                assert time.monotonic() < end, log.read_text()
+                time.sleep(0.05)
+            time.sleep(2.0)
+            start = time.monotonic()
+            os.kill(children(process.pid)[victim], signal.SIGSTOP)
+            while "the run hangs" not in log.read_text():
+                assert time.monotonic() < start + HANG_SECONDS + 5, log.read_text()
+                time.sleep(0.05)
+            # torchrun waits 30 s before it kills the stopped rank.
+            code = process.wait(BOUND_SECONDS)
+        finally:
+            process.kill()
+    assert code != 0
+    assert "does not answer" in find_line(log.read_text(), victim)
