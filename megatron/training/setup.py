@@ -94,6 +94,7 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         timeout_minutes=parallel.distributed_timeout_minutes,
         comm_timer=lambda: timers(COMMUNICATION),
         control=ranks.group,
+        progress=ranks.progress,
     )
 
 
