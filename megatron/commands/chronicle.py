@@ -77,6 +77,7 @@ def add_note(arguments: NoteArguments) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Do what `argv` asks for and return the exit code."""
     given = sys.argv[1:] if argv is None else argv
+    # A folder of the name `note` can be given as ./note.
     if given[:1] == ["note"]:
         note = tyro.cli(NoteArguments, args=given[1:], description=__doc__)
         return run_tool(lambda: add_note(note))

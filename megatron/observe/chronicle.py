@@ -92,6 +92,7 @@ def append_event(path: Path, kind: str, iteration: int | None, details: Mapping[
         "iteration": iteration,
         "details": dict(details),
     }
+    # One call writes the line, so that a kill cannot mix two events.
     append_lines(path, [json.dumps(record)])
 
 
@@ -128,6 +129,7 @@ def parse_time(text: Any) -> datetime | None:
     except ValueError:
         return None
     if moment.tzinfo is None:
+        # Times without a zone could not be compared with the others.
         return moment.replace(tzinfo=UTC)
     return moment
 

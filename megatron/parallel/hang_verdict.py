@@ -62,6 +62,7 @@ def describe_states(
 def _find_busy(states: Mapping[int, RankState]) -> dict[int, str]:
     """Return the ranks that are not in a collective although others are."""
     busy = [rank for rank, state in states.items() if not state.waits]
+    # No rank waits in a collective, so this difference says nothing.
     if len(busy) == len(states):
         return {}
     return dict.fromkeys(busy, "it is in no collective, and others wait for it in one")

@@ -119,6 +119,7 @@ class Stopwatch:
             self._sequence = self._progress.sequence
             self.seconds = 0.0
         else:
+            # A long gap between two calls means that this process was suspended.
             self.seconds += min(now - self._last, self._longest_tick)
         self._last = now
         return self.seconds > phase.factor * self._hang_timeout

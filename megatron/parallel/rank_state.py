@@ -50,6 +50,7 @@ def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
     here = "outside of this program"
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
+        # Lines inside torch say little. The caller in this package says what was done.
         if path.is_relative_to(_PACKAGE):
             here = f"{path.relative_to(_PACKAGE)}:{line} {frame.f_code.co_name}"
     return here

@@ -40,6 +40,7 @@ def train_and_record(run: Run, start_seconds: float) -> None:
         reason = "complete"
     else:
         reason = stop.name.lower().replace("_", " ")
+    # The last save and evaluation come after the last iteration.
     phases = run.timers.take()
     # The metrics file has these seconds for each iteration. No iteration follows the last ones.
     seconds = {f"{name}_seconds": round(phases.get(name, 0.0), 3) for name in (SAVE, EVALUATE)}

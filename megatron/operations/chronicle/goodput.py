@@ -101,11 +101,13 @@ def list_launches(history: RunHistory) -> list[_Launch]:
     earlier_end = -np.inf
     for number, (at, seconds) in enumerate(zip(known, before, strict=True)):
         following = known[number + 1] if number + 1 < len(known) else np.inf
+        # A record belongs to the launch that was active at its time.
         own = records[(records >= at) & (records < following)]
         end = float(own.max(initial=at))
         loops = loop_starts[(loop_starts >= at) & (loop_starts < following)]
         # A launch that never reached its loop has only a start.
         loop_start = float(loops.min(initial=end))
+        # The clocks of two hosts may differ, and launches cannot overlap.
         begin = max(at - seconds, earlier_end)
         launches.append(_Launch(begin, loop_start, end))
         earlier_end = end

@@ -82,6 +82,7 @@ class _MetricsReader:
 
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in (*FIELDS, "time")}
+        # Arrays of numbers, because objects for a million rows would take gigabytes.
         self.kept = bytearray()
         self.evaluations: list[EvaluationPoint] = []
         self.loop_starts: list[float] = []
@@ -98,6 +99,7 @@ class _MetricsReader:
                 iteration = record.get("iteration")
                 moment = parse_time(record.get("time"))
                 kind = record.get("kind")
+                # A torn line gives an empty object, which has neither.
                 if type(iteration) is not int or moment is None:
                     continue
                 if kind == "validation":
@@ -164,12 +166,14 @@ def read_history(folder: Path) -> RunHistory:
         )
     interventions = list(_iterate_interventions(folder / INTERVENTIONS))
     reader = _MetricsReader()
+    # The parts that rollbacks removed come first, because they are older than the present file.
     for record in interventions:
         for part in _list_removed_parts(folder, record):
             reader.read(part, is_removed=True)
     if metrics.is_file():
         reader.read(metrics, is_removed=False)
     columns = {name: np.array(values) for name, values in reader.columns.items()}
+    # A stable sort keeps the order of rows with the same millisecond.
     order = np.argsort(columns["time"], kind="stable")
     found = [_make_intervention_event(record) for record in interventions]
     events += [event for event in found if event is not None]

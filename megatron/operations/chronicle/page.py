@@ -89,6 +89,7 @@ def build_page(histories: Sequence[RunHistory]) -> str:
     """
     names = [str(history.folder) for history in histories]
     charts = _draw(histories).to_html(
+        # The page has its own head, with the policy that forbids requests.
         full_html=False,
         include_plotlyjs=True,
         div_id="charts",
@@ -217,6 +218,7 @@ def select_points(values: Column) -> np.ndarray:
     finite = np.flatnonzero(np.isfinite(values))
     if len(finite) <= POINTS:
         return finite
+    # Two points are taken from each stretch.
     stretches = np.array_split(finite, POINTS // 2)
     chosen = [
         stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)
@@ -267,6 +269,7 @@ def _list_evaluation_traces(
                 for each in history.evaluations
                 if each.name == name and each.kept == is_kept and np.isfinite(each.loss)
             ]
+            # Evaluations are smooth, so every n-th one is enough.
             found = found[:: 1 + len(found) // POINTS]
             if not found:
                 continue
@@ -290,6 +293,7 @@ def _list_event_traces(
 ) -> Iterator[_Trace]:
     """Yield the markers of all events except saves, on the curve of the training loss."""
     described = [found for found in describe_events(history) if found[0].kind != "save"]
+    # The latest events matter most if there are too many.
     described = described[-POINTS:]
     kept = history.kept & np.isfinite(columns["lm_loss"])
     if not described or not kept.any():

@@ -25,6 +25,7 @@ _SHOWN_OF_START = (
 def list_facts(history: RunHistory) -> list[tuple[str, str]]:
     """Return (name, value) of what a run is and how far it is."""
     facts = []
+    # The last launch may have another version or layout than the first one.
     for event in reversed(history.events):
         if event.kind == "start":
             facts = [
@@ -36,6 +37,7 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
     kept = history.kept
     undone = int((~kept).sum())
     if kept.any():
+        # Undone rows may have a later time than kept ones, so they are left out.
         last = {name: values[kept][-1] for name, values in history.columns.items()}
         facts += [
             ("iteration", f"{int(last['iteration']):,}"),
@@ -72,6 +74,7 @@ def describe_events(history: RunHistory) -> list[tuple[Event, str]]:
     for event in history.events:
         details = dict(event.details)
         if event.kind == "start":
+            # All settings would be too long for one line. Only the changed ones are shown.
             now = details.pop("settings", None)
             text = _describe_start(details, settings, now)
             if isinstance(now, dict):
@@ -111,6 +114,7 @@ def _format_value(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, list):
         return " ".join(map(_format_value, value))
+    # A note is text of a user, and may contain escape sequences.
     return "".join(c if c.isprintable() else " " for c in str(value))
 
 
