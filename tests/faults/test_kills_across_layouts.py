@@ -22,6 +22,7 @@ LAUNCHES = (
 BOUND = 1e-5
 
 
+@pytest.mark.full
 def test_kills_between_strategies_lose_nothing(new_job: NewJob) -> None:
     alone = new_job("alone", f"{FLAGS} --save-interval 100", 1)
     alone.succeed()
