@@ -68,6 +68,10 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
         # The arity of the flag decides how many tokens it takes. A further value is reported as a
         # stray one.
         values += _take(tokens, _get_arity(flag), len(values))
+        if not values and "_" in typed and tokens and tokens[0].lower() in ("true", "false"):
+            # fms-fsdp reads its flags with Python Fire, where a boolean may have its value attached
+            # or behind it. All its booleans have underscores.
+            values.append(tokens.popleft())
         before = [typed, *values]
         _read_flag(line, typed, flag, values)
     # Equal warnings, as of a flag that is given twice, are kept once. A dict keeps the order.
@@ -90,7 +94,7 @@ def list_known_flags() -> dict[str, Field]:
 def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> None:
     """Read one flag with its values into `line`."""
     if flag == "--config":
-        if len(values) == 1:
+        if len(values) == 1 and values[0]:
             line.config_file = values[0]
         else:
             line.errors.append("--config needs the name of a YAML file.")

@@ -15,6 +15,7 @@ import yaml
 from megatron.config.compat import find_rows
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
+from megatron.errors import ConfigError
 
 # YAML resolves plain scalars to these tags by itself. Any other tag was written by the user.
 _PLAIN_TAGS = {
@@ -128,6 +129,9 @@ def read_flat_flags(path: str) -> list[str] | None:
 
     llm-baselines keeps its flags in such files: `n_layer: 10`. At least one key must be a flag of
     another system. Otherwise the user has probably forgotten a group, and `read_file` reports it.
+
+    Raises:
+        ConfigError: A file of flags gives a key twice.
     """
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -137,9 +141,11 @@ def read_flat_flags(path: str) -> list[str] | None:
     if not isinstance(root, yaml.MappingNode):
         return None
     words: list[str] = []
+    errors: list[str] = []
     foreign = False
-    for key, value in root.value:
-        if not isinstance(key, yaml.ScalarNode):
+    for key, value in read_items(root, path, "the file", errors):
+        # A tag such as !include is no value of a flag.
+        if value.tag not in _PLAIN_TAGS:
             return None
         # A file of flags cannot name another file, so this is an ordinary file with an error.
         if key.value == "config":
@@ -155,9 +161,11 @@ def read_flat_flags(path: str) -> list[str] | None:
             return None
         words += texts
         foreign = foreign or bool(find_rows("--" + key.value.replace("_", "-")))
-    if foreign:
-        return words
-    return None
+    if not foreign:
+        return None
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return words
 
 
 def dump_yaml(config: Config) -> str:

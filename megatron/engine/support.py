@@ -71,13 +71,17 @@ def _list_unsupported_layouts(plan: Plan) -> list[str]:
             "shards optimizer states only; use --zero-stage 1, or remove --deepspeed"
         )
     if plan.copies > 1:
-        if parallel.hsdp_shard_size is None:
-            asked = f"--sharding-strategy {parallel.sharding_strategy}"
-        else:
-            asked = f"--hsdp-shard-size {parallel.hsdp_shard_size}"
+        asked = []
+        fixes = []
+        if parallel.hsdp_shard_size is not None:
+            asked.append(f"--hsdp-shard-size {parallel.hsdp_shard_size}")
+            fixes.append("leave out --hsdp-shard-size")
+        if parallel.sharding_strategy is not None:
+            asked.append(f"--sharding-strategy {parallel.sharding_strategy}")
+            fixes.append("use --sharding-strategy fsdp")
         problems.append(
-            f"{asked}: DeepSpeed shards over all data-parallel ranks here; use --sharding-strategy "
-            "fsdp, or remove --deepspeed"
+            f"{' with '.join(asked)}: DeepSpeed shards over all data-parallel ranks here; "
+            f"{' and '.join(fixes)}, or remove --deepspeed"
         )
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(

@@ -425,9 +425,18 @@ def test_a_zero_stage_replaces_the_default_strategy_of_fms_fsdp():
     assert (parallel.sharding_strategy, parallel.zero_stage) == (None, 1)
 
 
-@pytest.mark.parametrize("value", ["=True", "=true", ""])
+def test_a_boolean_of_fms_fsdp_may_have_its_value_behind_it():
+    attached = "--fsdp_activation_checkpointing=True --mixed_precision=False --low_cpu_fsdp=True "
+    attached += "--use_torch_compile=False --sharding_strategy=fsdp"
+    apart = attached.replace("=", " ")
+    assert load_fms(*apart.split()).config == load_fms(*attached.split()).config
+    with pytest.raises(ConfigError, match=r"^'maybe' after --mixed_precision belongs to no flag"):
+        load_fms("--mixed_precision", "maybe")
+
+
+@pytest.mark.parametrize("value", ["=True", "=true", " True", ""])
 def test_dummy_data_is_mock_data(value: str):
-    loaded = load_fms(f"--use_dummy_dataset{value}")
+    loaded = load_fms(*f"--use_dummy_dataset{value}".split())
     assert loaded.config.data.mock_data
     _, warnings = check_rules(loaded.config, loaded.origin)
     assert any("has no effect with --mock-data" in warning for warning in warnings)

@@ -174,6 +174,7 @@ def test_last_of_several_flags_for_a_field_wins(flags: str, field: str, value: o
         ("--seed None", "--seed None must be a whole number"),
         ("--fp16=maybe", "--fp16 maybe must be true or false."),
         ("--config", "--config needs the name of a YAML file."),
+        ("--config=", "--config needs the name of a YAML file."),
     ],
 )
 def test_invalid_command_lines_are_errors(flags: str, message: str):

@@ -355,6 +355,8 @@ def test_the_table_names_deepspeed_and_the_log_is_clean(
         (f"{PP2} --zero-stage 2", 2, "shards optimizer states only"),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "one stage per rank"),
         ("--hsdp-shard-size 1", 2, "--hsdp-shard-size 1: DeepSpeed shards over all"),
+        ("--hsdp-shard-size 1 --zero-stage 2", 2, "leave out --hsdp-shard-size, or remove"),
+        ("--hsdp-shard-size 1 --sharding-strategy hsdp", 2, "use --sharding-strategy fsdp, or"),
         ("--log-num-zeros-in-grad", 1, "does not expose its gradients"),
         ("--log-layer-stats-interval 5", 1, "--log-layer-stats-interval 5"),
         ("--use-torch-compile", 1, "not tested with DeepSpeed"),

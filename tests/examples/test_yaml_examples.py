@@ -113,12 +113,12 @@ def test_the_smallest_file_trains_without_a_launcher(clone: Path) -> None:
     # Values of the flags win, and the file gives the rest.
     losses = [
         entry["lm_loss"]
-        for entry in read_metrics(clone / "runs" / "laptop" / "metrics.jsonl")
+        for entry in read_metrics(clone / "runs" / "laptop-llama" / "metrics.jsonl")
         if "lm_loss" in entry
     ]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.3
-    assert (clone / "runs" / "laptop" / "global_step20").is_dir()
+    assert (clone / "runs" / "laptop-llama" / "global_step20").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,58 @@ def test_overflow_on_one_rank_drops_the_step_on_all(
     assert run.losses()[4] != other.losses()[4]
 
 
+COPIES = "--sharding-strategy hsdp --hsdp-shard-size 2 --micro-batch-size 1"
+
+
+def pretrain_with_overflowing_copy(argv: list[str], victims: tuple[int, ...]) -> list[bool]:
+    """Train, with infinite gradients from the backward pass of some ranks in the third step.
+
+    Returns:
+        For each step, whether it changed the masters or the moments of this rank.
+    """
+    import os
+    from unittest import mock
+
+    import torch
+
+    from megatron.engine.native import NativeEngine
+
+    changed: list[bool] = []
+    original = NativeEngine.train_batch
+
+    def train_batch(engine: NativeEngine, *arguments, **keywords):
+        run_passes = engine.runner.run
+
+        def run_and_overflow(inputs, scale, **options):
+            if len(changed) + 1 == OVERFLOW_AT and int(os.environ["RANK"]) in victims:
+                scale = torch.inf
+            return run_passes(inputs, scale, **options)
+
+        states = [shard.tensor for shard in engine.shards(optimizer=True)]
+        before = [state.clone() for state in states]
+        with mock.patch.object(engine.runner, "run", run_and_overflow):
+            result = original(engine, *arguments, **keywords)
+        after = [shard.tensor for shard in engine.shards(optimizer=True)]
+        changed.append(not all(map(torch.equal, before, after)))
+        return result
+
+    with mock.patch.object(NativeEngine, "train_batch", train_batch):
+        pretrain(argv)
+    return changed
+
+
+@pytest.mark.parametrize("victims", [(0, 1), (2,), (2, 3)])
+def test_overflow_on_one_copy_of_the_model_drops_the_step_on_all(
+    run: Runner, victims: tuple[int, ...]
+) -> None:
+    flags = f"{FP16} --hysteresis 1 --check-invariants-interval 1 {COPIES}"
+    outcomes = run.pool.run(4, pretrain_with_overflowing_copy, run.argv(flags), victims)
+    succeed(outcomes)
+    for outcome in outcomes:
+        assert outcome.value == [step != OVERFLOW_AT for step in range(1, 9)]
+    assert get_metric(run, "loss_scale") == [65536.0] * 3 + [32768.0] * 5
+
+
 def test_search_for_a_scale_starts_at_2_to_the_32(run: Runner) -> None:
     output = run("--fp16 --train-iters 40 --loss-scale-window 1000")
     scales = get_metric(run, "loss_scale")
