@@ -47,6 +47,10 @@ class LostRanksError(MegatronError):
     """A collective failed. The message names the ranks that do not answer or have ended."""
 
 
+class HungRanksError(LostRanksError):
+    """A phase exceeded `--hang-timeout`. The message names the ranks that the others wait for."""
+
+
 class TrainingError(MegatronError):
     """Training cannot continue, because of too many NaN losses or a violated invariant."""
 

@@ -8,16 +8,21 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from megatron.errors import CheckpointError, MegatronError, make_error
+from megatron.errors import CheckpointError, HungRanksError, MegatronError, make_error
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json
-from megatron.parallel.roll_call import RollCall, TimeLimit
+from megatron.parallel.progress import Phase, RankProgress
+from megatron.parallel.rank_state import FILE_THREAD
+from megatron.parallel.roll_call import RollCall
+from megatron.parallel.time_limit import TimeLimit
+from megatron.parallel.watchdog import Watchdog
 
 PATIENCE_SECONDS = 3600.0
 """Seconds that ranks wait for the slowest one's work on files."""
@@ -42,7 +47,7 @@ class Work(Generic[Result]):
         self._thread: threading.Thread | None = None
         if in_thread:
             # A daemon thread does not keep the process alive when a file system hangs.
-            self._thread = threading.Thread(target=self._run, name="save", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=FILE_THREAD, daemon=True)
             self._thread.start()
         else:
             self._run()
@@ -76,6 +81,8 @@ class Ranks:
     """Group on the CPU for small messages. None for one process."""
     names: tuple[str, ...] = ("rank 0",)
     """Names of all ranks, for messages."""
+    progress: RankProgress = field(default_factory=RankProgress, compare=False)
+    """The phase of this rank, for the watchdog."""
 
     def gather(self, mine: Any) -> list[Any]:
         """Return every rank's value, on every rank. See `gather_json` for what a value may be."""
@@ -178,6 +185,13 @@ class Ranks:
             CheckpointError: On every rank, if a rank needs longer than PATIENCE_SECONDS. The
                 message names it.
         """
+        with self.progress.enter(Phase(what, in_threads=True)):
+            self._wait_in_rounds(work, what, say, until_failure=until_failure)
+
+    def _wait_in_rounds(
+        self, work: Work[Any], what: str, say: Callable[[str], None], *, until_failure: bool
+    ) -> None:
+        """Wait as `wait_for` does."""
         start = time.monotonic()
         reported = 0.0
         while True:
@@ -222,7 +236,12 @@ class Ranks:
 
 
 def build_roll_call(
-    ranks: Ranks, timeout_minutes: float
+    ranks: Ranks,
+    timeout_minutes: float,
+    *,
+    hang_timeout: float | None = None,
+    folder: Path | None = None,
+    report: Callable[[HungRanksError, str], None] = lambda error, message: None,
 ) -> contextlib.AbstractContextManager[RollCall | None]:
     """Return a context that names the missing ranks when a collective fails within it.
 
@@ -231,14 +250,34 @@ def build_roll_call(
     Args:
         ranks: All ranks.
         timeout_minutes: The value of `--distributed-timeout-minutes`.
+        hang_timeout: The value of `--hang-timeout`. See `Watchdog`.
+        folder: See `Watchdog`.
+        report: See `Watchdog`.
     """
-    if ranks.group is None:
+    if ranks.group is None and hang_timeout is None:
         return contextlib.nullcontext()
-    # PyTorch has no public way to get the store of the default process group.
-    store = dist.distributed_c10d._get_default_store()
-    return RollCall(store, ranks.rank, ranks.names, TimeLimit(timeout_minutes))
+    store: dist.Store
+    if ranks.group is None:
+        # One process has no store, and needs one only to use the same code.
+        store = dist.HashStore()
+    else:
+        # PyTorch has no public way to get the store of the default process group.
+        store = dist.distributed_c10d._get_default_store()
+    limit = TimeLimit(timeout_minutes)
+    if hang_timeout is None:
+        return RollCall(store, ranks.rank, ranks.names, limit)
+    return Watchdog(
+        store,
+        ranks.rank,
+        ranks.names,
+        limit,
+        progress=ranks.progress,
+        hang_timeout=hang_timeout,
+        folder=folder,
+        report=report,
+    )
 
 
 def build_ranks(mesh: Mesh) -> Ranks:
     """Return the ranks that write and read checkpoints together."""
-    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
+    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names, mesh.progress)

@@ -45,6 +45,7 @@ class FlagValues:
             return default
         try:
             return float(self._typed[flag][0])
+        # Another rule reports the wrong value.
         except (IndexError, ValueError):
             return math.nan
 

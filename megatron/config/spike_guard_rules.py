@@ -20,6 +20,7 @@ def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[str]
         )
     if checkpoint.save_interval is None and checkpoint.save_interval_time is None:
         yield f"{_ROLLBACK} needs checkpoints to go back to; give --save-interval."
+    # These flags choose the checkpoint of a start. A rollback is a start too.
     for dotted in ("checkpoint.load_iteration", "checkpoint.finetune"):
         if settings[dotted]:
             yield (
@@ -31,6 +32,7 @@ def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[str]
             f"{_ROLLBACK} needs the optimizer's state in the checkpoints; leave out "
             "--no-save-optim and --no-load-optim."
         )
+    # A loss of nan is a spike, and both limits count it.
     if config.guard.spike_guard_patience > config.batch.max_nan_iterations:
         both = settings.describe("guard.spike_guard_patience", "batch.max_nan_iterations")
         yield (

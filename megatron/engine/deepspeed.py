@@ -60,8 +60,8 @@ from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.roll_call import TimeLimit
 from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
+from megatron.parallel.time_limit import TimeLimit
 from megatron.plan import Plan
 
 _LOGGING_KEYS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")

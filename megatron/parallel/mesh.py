@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.errors import LayoutError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
+from megatron.parallel.progress import RankProgress
 from megatron.parallel.rendezvous import build_control_group
-from megatron.parallel.roll_call import TimeLimit
+from megatron.parallel.time_limit import TimeLimit
 
 CommTimer = Callable[[], AbstractContextManager[None]]
 """A function that returns a context manager, which is entered around a collective to time it."""
@@ -91,6 +92,8 @@ class Mesh:
     """The time-out of the groups."""
     sharding: DataSharding = field(default_factory=DataSharding)
     """How the data-parallel ranks share the copies of the model."""
+    progress: RankProgress = field(default_factory=RankProgress)
+    """The phase of this rank, for the watchdog."""
 
     def build_stage_group(self) -> dist.ProcessGroup | None:
         """Return a new group of the ranks that share one copy of this rank's stages.
@@ -134,6 +137,7 @@ def build_mesh(
     timeout_minutes: float = 10.0,
     comm_timer: CommTimer = nullcontext,
     control: dist.ProcessGroup | None = None,
+    progress: RankProgress | None = None,
 ) -> Mesh:
     """Divide the running world into the grid's groups.
 
@@ -147,6 +151,7 @@ def build_mesh(
         timeout_minutes: The limit that the time-out of every group is derived from.
         comm_timer: Entered around each collective, to time it.
         control: The group for messages, if it exists already. See `build_control_group`.
+        progress: The phase of this rank, if a watchdog reads it.
 
     Raises:
         LayoutError: The world has another size than the grid.
@@ -169,7 +174,17 @@ def build_mesh(
     if world_size == 1:
         tensor_parallel = TensorParallel(comm_timer=comm_timer)
         return Mesh(
-            grid, rank, coordinate, device, None, None, tensor_parallel, None, None, (name,)
+            grid,
+            rank,
+            coordinate,
+            device,
+            None,
+            None,
+            tensor_parallel,
+            None,
+            None,
+            (name,),
+            progress=progress or RankProgress(),
         )
     time_out = TimeLimit(timeout_minutes).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
@@ -200,6 +215,7 @@ def build_mesh(
         names,
         time_out,
         sharding,
+        progress or RankProgress(),
     )
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron.errors import LayoutError
 from megatron.parallel.launcher import read_meeting_point
-from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
+from megatron.parallel.roll_call import store_is_rank_zeros
+from megatron.parallel.time_limit import TimeLimit
 
 _NAMED = 16
 """Number of missing ranks that a message names."""
@@ -62,6 +63,9 @@ def start_process_group(
     store = _meet(rank, world_size, timedelta(minutes=timeout_minutes), _name_gpu(device))
     sharing = store.get(_SHARED_GPU).decode() if store.check([_SHARED_GPU]) else ""
     if backend == "nccl" and sharing:
+        if rank == 0:
+            # The store ends with this rank. The others still read from it that a GPU is shared.
+            time.sleep(_STORE_SECONDS)
         raise LayoutError(
             f"--distributed-backend nccl needs a GPU for each rank, but {sharing}; start fewer "
             "ranks on a host, or use --distributed-backend gloo"

@@ -16,47 +16,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron.errors import LOST_EXIT_CODE, LostRanksError
+from megatron.parallel.rank_state import find_location, locate_thread
+from megatron.parallel.time_limit import TimeLimit
 
-_CALLED = "roll_call/called"
+CALLED = "roll_call/called"
 """The key in the store that is set when the roll is called."""
 _CALLERS = "roll_call/callers"
 """The key that counts callers, so that only the first one evaluates the answers."""
-_FINISHED = "roll_call/finished"
+FINISHED = "roll_call/finished"
 """The key that is set when the caller has read the answers."""
-_LONGEST_SECONDS = 10.0
-"""The longest time for a roll call, for any `--distributed-timeout-minutes`."""
+BEAT_SECONDS = 1.0
+"""The longest time between two looks at the store."""
+_NO_ANSWER = "does not answer: it hangs or has ended, or its host cannot be reached"
 _SHOWN = 8
 """Largest number of lines about ranks in a message."""
-_PACKAGE = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class TimeLimit:
-    """The limit of `--distributed-timeout-minutes`, divided into two parts.
-
-    After a rank is lost, a collective times out first, and then the roll call takes place.
-    """
-
-    minutes: float
-
-    @property
-    def roll_call(self) -> timedelta:
-        """Time for the roll call and the exit: two fifths of the limit, at most ten seconds."""
-        return min(timedelta(seconds=_LONGEST_SECONDS), timedelta(minutes=self.minutes) * 2 / 5)
-
-    @property
-    def collective(self) -> timedelta:
-        """The time-out of every process group."""
-        return timedelta(minutes=self.minutes) - self.roll_call
 
 
 def store_is_rank_zeros() -> bool:
@@ -129,19 +109,19 @@ class RollCall:
             left = "it finished"
         else:
             left = f"{type(error).__name__}: {error}"
-        _call_in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
+        call_in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
 
     def _build_error(self, error: BaseException) -> LostRanksError:
         """Call the roll, unless another rank has called it. Return the error to raise.
 
         The rank that called first names the missing ranks. The errors of the others are short.
         """
-        found = _Found()
-        where = _find_location(traceback.walk_tb(error.__traceback__))
+        found = Found()
+        where = find_location(traceback.walk_tb(error.__traceback__))
         if not self._answered.is_set():
             # A request to a store whose process hangs never returns. In a thread it can be
             # abandoned.
-            call = _call_in_thread(lambda: self._call(where, found))
+            call = call_in_thread(lambda: self._call(where, found))
             call.join(self._window)
             # A store that has answered once is only slow, so it gets more time.
             if found.reached:
@@ -152,7 +132,7 @@ class RollCall:
             return LostRanksError(self._describe(found, error))
         # The store ends with rank 0, and the caller still needs it.
         if self._rank == 0 and store_is_rank_zeros():
-            self._wait_until({_FINISHED}, 2 * self._window)
+            self._wait_until({FINISHED}, 2 * self._window)
         return LostRanksError(self._describe_exit())
 
     # -- through the store ------------------------------------------------------------------------
@@ -164,18 +144,29 @@ class RollCall:
         """
         try:
             # The interval must be a fraction of the window, or a rank could answer too late.
-            while not store.check([_CALLED]):
-                if self._leaving.wait(min(1.0, self._window / 4)):
+            while not store.check([CALLED]):
+                self.beat(store)
+                if self._leaving.wait(min(BEAT_SECONDS, self._window / 4)):
                     return
             # The main thread is leaving as well, and it answers for this rank.
             if self._leaving.is_set():
                 return
-            stack = traceback.walk_stack(sys._current_frames()[self._main])
-            _post_answer(store, self._rank, at=_find_location(reversed(list(stack))))
+            _post_answer(store, self._rank, **self._describe_self())
             self._answered.set()
         # The store has ended. The main thread notices it in its next collective.
         except RuntimeError:
             return
+        self._leave_after_answer(store)
+
+    def beat(self, store: dist.Store) -> None:
+        """Do what is due at each look at the store. It may block if the store hangs."""
+
+    def _describe_self(self) -> dict[str, Any]:
+        """Return the answer of this rank."""
+        return {"at": locate_thread(self._main)}
+
+    def _leave_after_answer(self, store: dist.Store) -> None:
+        """End this process, unless the main thread does that in time."""
         # A main thread that waits in a collective may never return. `os._exit` ends the process
         # without it. The message is flushed first, because `os._exit` flushes nothing.
         if not self._leaving.wait(self._limit.roll_call.total_seconds()):
@@ -198,7 +189,7 @@ class RollCall:
         if last and self._rank == 0 and store_is_rank_zeros():
             self._wait_until(set(map(_make_key, range(len(self._names)))), self._window)
 
-    def _call(self, where: str, found: "_Found") -> None:
+    def _call(self, where: str, found: "Found") -> None:
         """Call the roll and put the answers into `found`. Only the first caller waits for them.
 
         Args:
@@ -209,10 +200,10 @@ class RollCall:
         # soon as all ranks have answered.
         found.first = self._store.add(_CALLERS, 1) == 1
         found.reached = True
-        _post_answer(self._store, self._rank, at=where)
+        _post_answer(self._store, self._rank, **self._describe_self() | {"at": where})
         if not found.first:
             return
-        self._store.set(_CALLED, "1")
+        self._store.set(CALLED, self._describe_call())
         self._wait_until(set(map(_make_key, range(len(self._names)))), self._window)
         keys = {
             rank: _make_key(rank)
@@ -223,12 +214,20 @@ class RollCall:
         found.answers = {
             rank: json.loads(answer) for rank, answer in zip(keys, answers, strict=True)
         }
-        self._store.set(_FINISHED, "1")
+        self._store.set(FINISHED, self._conclude(found))
 
-    def _wait_until(self, keys: set[str], seconds: float) -> None:
+    def _describe_call(self) -> str:
+        """Return what the ranks that answer must know about the call."""
+        return "1"
+
+    def _conclude(self, found: "Found") -> str:
+        """Return what the ranks that have answered must know about the result."""
+        return "1"
+
+    def _wait_until(self, keys: set[str], seconds: float, store: dist.Store | None = None) -> None:
         """Wait until the store has all keys, at most for `seconds`."""
         end = time.monotonic() + seconds
-        while not self._store.check(list(keys)) and time.monotonic() < end:
+        while not (store or self._store).check(list(keys)) and time.monotonic() < end:
             time.sleep(0.05)
 
     # -- messages ---------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class RollCall:
             "another rank reports which ranks are missing"
         )
 
-    def _describe(self, found: "_Found", error: BaseException) -> str:
+    def _describe(self, found: "Found", error: BaseException) -> str:
         """Return the message of the rank that called first."""
         lines = [*self._list_missing(found), *self._list_left(found)] or self._list_locations(found)
         more = len(lines) - _SHOWN
@@ -253,30 +252,33 @@ class RollCall:
             "check the hosts that are named, and start the run again with the same command"
         )
 
-    def _list_missing(self, found: "_Found") -> list[str]:
+    def _list_missing(self, found: "Found") -> list[str]:
         """Return a line for each rank that has not answered.
 
         Without any answer it is the store that cannot be reached, so the line names its keeper.
         """
-        why = "does not answer: it hangs or has ended, or its host cannot be reached"
         if found.answers:
             return [
-                f"{name} {why}"
-                for rank, name in enumerate(self._names)
+                self._describe_missing(rank)
+                for rank in range(len(self._names))
                 if rank not in found.answers
             ]
         if store_is_rank_zeros():
             return [
-                f"{self._names[0]} {why}; it hosts the store of all ranks, "
+                f"{self._describe_missing(0)}; it hosts the store of all ranks, "
                 "so that no other rank could be asked"
             ]
         host = os.environ.get("MASTER_ADDR", "?")
         return [
-            f"the launcher on {host} {why}; it hosts the store of all ranks, "
+            f"the launcher on {host} {_NO_ANSWER}; it hosts the store of all ranks, "
             "so that no rank could be asked"
         ]
 
-    def _list_left(self, found: "_Found") -> list[str]:
+    def _describe_missing(self, rank: int) -> str:
+        """Return the name of a rank that does not answer, and what is known about it."""
+        return f"{self._names[rank]} {_NO_ANSWER}"
+
+    def _list_left(self, found: "Found") -> list[str]:
         """Return a line for each rank that has left the run, with the reason."""
         answers = sorted(found.answers.items())
         return [
@@ -285,7 +287,7 @@ class RollCall:
             if "left" in answer
         ]
 
-    def _list_locations(self, found: "_Found") -> list[str]:
+    def _list_locations(self, found: "Found") -> list[str]:
         """Return the lines of code at which the main threads are, if all ranks answer.
 
         The rank that the others wait for is at another line than they are.
@@ -301,10 +303,10 @@ class RollCall:
 
 
 @dataclass
-class _Found:
+class Found:
     """What a roll call has found so far. It remains empty while the store does not answer."""
 
-    answers: dict[int, dict[str, str]] = field(default_factory=dict)
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The answer of each rank that has answered: `at` a line of code, or `left` with a reason."""
     reached: bool = False
     """Whether the store has answered."""
@@ -326,7 +328,7 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def _call_in_thread(act: Callable[[], None]) -> threading.Thread:
+def call_in_thread(act: Callable[[], None]) -> threading.Thread:
     """Call `act` in a thread, because it may never return.
 
     A request to the store does not return if the process that keeps the store hangs.
@@ -346,7 +348,7 @@ def _make_key(rank: int) -> str:
     return f"roll_call/answer/{rank}"
 
 
-def _post_answer(store: dist.Store, rank: int, **answer: str) -> None:
+def _post_answer(store: dist.Store, rank: int, **answer: Any) -> None:
     store.set(_make_key(rank), json.dumps(answer))
 
 
@@ -354,17 +356,3 @@ def _count_others(ranks: Sequence[int]) -> str:
     if len(ranks) > 1:
         return f" and {len(ranks) - 1} more"
     return ""
-
-
-def _find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost frame of this package, like `training/loop.py:102 train_iteration`.
-
-    Args:
-        frames: Frames and their line numbers, the outermost first.
-    """
-    here = "outside of this program"
-    for frame, line in frames:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGE):
-            here = f"{path.relative_to(_PACKAGE)}:{line} {frame.f_code.co_name}"
-    return here

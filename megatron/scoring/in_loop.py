@@ -106,6 +106,7 @@ class EngineScorer:
             return requests.tokens[end - length : end].tolist(), following
 
         for length, chosen in self._divide([size - 1 for size, _ in sizes]):
+            self._mesh.progress.begin_step("evaluation batch of tasks", chosen[0])
             rows = [read(request) for request in chosen]
             scored = self._engine.score_batch(self._make_microbatches(rows, length))
             found[chosen] = scored[: len(chosen)]

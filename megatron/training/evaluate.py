@@ -114,7 +114,8 @@ def _evaluate_set(
     tally = Tally()
     losses = 0.0
     text_bytes = 0
-    for _ in range(iterations):
+    for number in range(1, iterations + 1):
+        run.mesh.progress.begin_step("evaluation batch", number)
         microbatches = source.read_batch(batch_size)
         losses += run.engine.eval_batch(microbatches, tally)
         if len(token_bytes):

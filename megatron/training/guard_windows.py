@@ -42,6 +42,7 @@ def add_guard_windows(
     if windows is not None:
         keep_guard_windows(state, windows)
     ranges = [(first, last) for first, last in state.spike_guard.get("windows", [])]
+    # Ranges that the run has passed need no message.
     ahead = [f"{first}-{last}" for first, last in ranges if last > state.iteration]
     if not ahead:
         return plan, []

@@ -11,6 +11,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.ranges import check_ranges
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.messages import gather_json
+from megatron.parallel.rank_state import FLIGHT_RECORDER_ENTRIES
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
 
 
@@ -32,6 +33,9 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
         raise combine_errors(wrong)
     parallel = loaded.config.parallel
     minutes = parallel.distributed_timeout_minutes
+    if parallel.hang_timeout is not None:
+        # torch reads it when the first group starts.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_ENTRIES))
     start_process_group(parallel.distributed_backend, minutes, device)
     rank = dist.get_rank()
     if (

@@ -21,7 +21,7 @@ from megatron.error_report import (
     parse_rank,
     write_report,
 )
-from megatron.errors import LOST_EXIT_CODE, LostRanksError, MegatronError
+from megatron.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError, MegatronError
 from megatron.training.closing import close_within_limit
 
 
@@ -94,6 +94,12 @@ def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> 
     close_after_error(closing)
     # Nothing is reported to the launcher. A report means an error that a person must correct.
     os._exit(LOST_EXIT_CODE)
+
+
+def report_hang(error: HungRanksError, message: str) -> None:
+    """Report a hang to the launcher, and print a message. The watchdog then ends the process."""
+    report_error(error, f"{type(error).__name__}: {error}")
+    print(f"{type(error).__name__}: {message}", file=sys.stderr, flush=True)
 
 
 def leave_after_crash(error: Exception, closing: ExitStack) -> NoReturn:

@@ -15,6 +15,7 @@ from megatron.errors import TrainingError
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
+from megatron.parallel.progress import Phase
 from megatron.plan import Plan
 from megatron.schedule.skip import find_range
 from megatron.training.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
@@ -74,7 +75,8 @@ def train(run: Run) -> StopReason:
     evaluate_test(run)
     evaluate_tasks(run)
     if run.exporter is not None:
-        run.exporter.finish()
+        with run.mesh.progress.enter(Phase("the export", is_limited=False)):
+            run.exporter.finish()
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
     report_end(run)
     return stop
@@ -99,6 +101,8 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
     run.reporter.start(state.iteration)
     while stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
+        run.mesh.progress.iteration = before + 1
+        run.mesh.progress.begin_step("training iteration", before + 1)
         announce_phase(run)
         extend_data(run)
         # A skipped range counts as one step of the loop, but passes several iterations. Everything

@@ -1,7 +1,9 @@
 """Everything that one rank does, from the command line to the end of training."""
 
 import gc
+import time
 from contextlib import ExitStack
+from pathlib import Path
 
 from megatron.checkpoint.ranks import build_ranks, build_roll_call
 from megatron.config.cli import LoadedConfig
@@ -11,10 +13,15 @@ from megatron.training.agreement import check_agreement
 from megatron.training.eval_tasks import prepare_tasks
 from megatron.training.evaluate import evaluate_only
 from megatron.training.interventions import finish_interrupted_rollback
-from megatron.training.job import agree_on_job
+from megatron.training.job import agree_on_job, select_checkpoint_config
 from megatron.training.join import join_ranks, make_printer
-from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
-from megatron.training.loop import train
+from megatron.training.launch_record import train_and_record
+from megatron.training.leaving import (
+    close_after_error,
+    leave_after_crash,
+    leave_with_error,
+    report_hang,
+)
 from megatron.training.setup import (
     build_exits,
     build_timers,
@@ -56,10 +63,18 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         with ExitStack() as own:
             pretrain(loaded, own)
         return
+    started = time.monotonic()
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
-    with build_roll_call(ranks, config.parallel.distributed_timeout_minutes) as roll_call:
+    saving = select_checkpoint_config(config).save
+    with build_roll_call(
+        ranks,
+        config.parallel.distributed_timeout_minutes,
+        hang_timeout=config.parallel.hang_timeout,
+        folder=None if saving is None else Path(saving),
+        report=report_hang,
+    ) as roll_call:
         check_agreement(config, ranks)
         # First, because no run starts from a folder that is half rolled back.
         finish_interrupted_rollback(config, ranks, make_printer(ranks.rank))
@@ -85,9 +100,11 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
             if config.batch.eval_only:
                 evaluate_only(run)
                 return
-            train(run)
+            train_and_record(run, time.monotonic() - started)
             if run.rollback is None:
                 return
+            started = time.monotonic()
+            mesh.progress.begin_start()
             rollback = run.rollback
             # The next pass needs as much memory as this one. Reference cycles would keep the memory
             # of this one allocated.

@@ -1,4 +1,4 @@
-"""Reports of a run while it trains: log line, TensorBoard, metrics file and emissions.
+"""Reports of a run while it trains: log line, TensorBoard, metrics, chronicle and emissions.
 
 Only rank 0 reports. The methods do nothing on the other ranks.
 """
@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.data.stream.filters import FilterReport
 from megatron.engine.base import StepResult
 from megatron.model.flops import count_iteration_flops
+from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
     format_measures_line,
@@ -104,6 +106,9 @@ class Reporter:
         self._bar = ProgressBar(total=plan.train_iters, show=False)
         self._tensorboard: TensorBoard | None = None
         self._metrics: MetricsFile | None = None
+        self._chronicle: Chronicle | None = None
+        self._last_event: tuple[str, Mapping[str, Any]] | None = None
+        self._iteration: int | None = None
         self._emissions: Emissions | None = None
         self._pipeline_schedule: str | None = None
         # Data sets of which the filters leave out more than half.
@@ -138,6 +143,8 @@ class Reporter:
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             if path:
                 self._metrics = MetricsFile(path, say=self.say)
+            if save and not self._plan.config.batch.eval_only:
+                self._chronicle = Chronicle(Path(save) / CHRONICLE, say=self._bar.say)
             self._emissions = Emissions(
                 logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say
             )
@@ -162,13 +169,34 @@ class Reporter:
         ]
 
     def say(self, line: str) -> None:
-        """Print a line of the log above the progress bar."""
+        """Print a line of the log above the progress bar. A warning is also in the chronicle."""
         if self._is_rank_zero:
             self._bar.say(line)
+            prefix, _, text = line.partition("warning: ")
+            if text and not prefix:
+                self.record("alert", {"text": text})
+
+    def record(self, kind: str, details: Mapping[str, Any], iteration: int | None = None) -> None:
+        """Record an event in the chronicle. See `Event`.
+
+        Args:
+            kind: Kind of the event.
+            details: What else is known.
+            iteration: Iteration of the event. Default: the last one that was trained or skipped.
+        """
+        if self._chronicle is not None:
+            self._chronicle.record(
+                kind, self._iteration if iteration is None else iteration, details
+            )
+
+    def record_at_close(self, kind: str, details: Mapping[str, Any]) -> None:
+        """Record an event when the outputs are closed."""
+        self._last_event = (kind, details)
 
     def start(self, iteration: int) -> None:
         """Start the reports of a run that continues after `iteration`."""
         self._bar.update(iteration)
+        self._iteration = iteration
         if self._metrics is not None:
             self._metrics.start(iteration)
 
@@ -183,8 +211,11 @@ class Reporter:
             self.say(schedule.describe(batch_size))
 
     def jump(self, iterations: int) -> None:
-        """Move the progress bar over iterations that were skipped."""
+        """Move the progress bar over iterations that were skipped, and record them."""
         self._bar.update(iterations)
+        first = (self._iteration or 0) + 1
+        self._iteration = first + iterations - 1
+        self.record("skip", {"first": first, "last": self._iteration})
 
     def report_step(self, state: TrainState, step: StepRecord) -> None:
         """Report one iteration, and print the log line when it is due.
@@ -195,6 +226,7 @@ class Reporter:
         """
         if not self._is_rank_zero:
             return
+        self._iteration = state.iteration
         config = self._plan.config
         recompute = config.recompute.recomputed_part
         # TFLOPs count what the devices computed, and MFU only what the model needs. Recomputation
@@ -337,6 +369,8 @@ class Reporter:
             self._tensorboard.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._last_event is not None:
+            self.record(*self._last_event)
         if self._emissions is not None:
             self._emissions.stop()
         self._bar.close()

@@ -94,6 +94,7 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         timeout_minutes=parallel.distributed_timeout_minutes,
         comm_timer=lambda: timers(COMMUNICATION),
         control=ranks.group,
+        progress=ranks.progress,
     )
 
 
@@ -407,6 +408,7 @@ def build_saver(
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
+        reporter.record("save", {}, iteration)
         if exporter is not None:
             exporter.record_checkpoint(iteration)
 

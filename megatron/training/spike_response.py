@@ -61,12 +61,14 @@ def respond_to_step(run: Run, result: StepResult, learning_rate: float) -> None:
     spike = run.guard.observe(result, run.state.iteration)
     if spike is None:
         return
+    # All ranks reach this point with the same numbers, so they decide alike.
     record = build_record(spike, learning_rate)
     if spike.response == Response.ROLLBACK:
         run.rollback = _decide(run, spike, record)
         if run.rollback is not None:
             return
         record["decision"] = (Response.SKIP_STEP if spike.dropped else Response.LOG).value
+    # The reason is on the disk before an error ends the run.
     _write(run, record)
     if spike.response == Response.STOP:
         raise TrainingError(_explain_stop(run, spike, learning_rate))
@@ -87,6 +89,7 @@ def _decide(run: Run, spike: Spike, record: dict[str, Any]) -> dict[str, Any] | 
 
     def decide() -> dict[str, Any] | None:
         assert run.guard_records is not None, "rank 0 writes the records"
+        # Nothing was saved yet, so there is nothing to go back to.
         if not lineage:
             return None
         try:

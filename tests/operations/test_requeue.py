@@ -60,6 +60,47 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def run_hanging_step(slurm: Path, *reports: str) -> tuple[TaskOutcome, str, list[str]]:
+    """Run an array task whose ranks report these errors. Return outcome, log and alerts."""
+    lines = [
+        f"echo '{report}' > $MEGATRON_ERROR_FOLDER/rank_{rank}.json"
+        for rank, report in enumerate(reports)
+    ]
+    (slurm / "srun").write_text("\n".join(["#!/bin/sh", *lines, "exit 1", ""]))
+    alerts: list[str] = []
+    task = ArrayTask(
+        save=slurm.parent / "checkpoints",
+        main_log=slurm.parent / "main_log.txt",
+        command=("pretrain_gpt.py",),
+        kill_switch=None,
+        max_failed_starts=3,
+        nodes=None,
+        srun=(),
+        alert=alerts.append,
+    )
+    return run_array_task(task), task.main_log.read_text(), alerts
+
+
+HANG = '{"rank": 1, "host": "n2", "kind": "HungRanksError", "message": "rank 3 on n4 is at x.py:5"}'
+OTHER = '{"rank": 0, "host": "n1", "kind": "DataError", "message": "an id is too large"}'
+
+
+@pytest.mark.usefixtures("_signal_handlers")
+def test_hang_counts_as_a_crash_and_is_in_the_log(slurm: Path) -> None:
+    (slurm / "failures").write_text("0")
+    outcome, log, _ = run_hanging_step(slurm, HANG, HANG)
+    assert outcome == TaskOutcome.CRASHED
+    assert "rank 3 on n4 is at x.py:5" in log
+
+
+@pytest.mark.usefixtures("_signal_handlers")
+def test_error_beside_a_hang_still_needs_a_person(slurm: Path) -> None:
+    (slurm / "failures").write_text("0")
+    outcome, _, alerts = run_hanging_step(slurm, HANG, OTHER)
+    assert outcome == TaskOutcome.NEEDS_PEOPLE
+    assert "an id is too large" in alerts[0]
+
+
 def run_with_failures(slurm: Path, failures: int) -> tuple[list[str], list[str]]:
     """Run an array task whose `scontrol show job` fails so often. Return updates and alerts."""
     (slurm / "failures").write_text(str(failures))

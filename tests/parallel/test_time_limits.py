@@ -45,7 +45,7 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
 def test_every_group_has_the_limit(
     layout: str, at_least: int, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    from megatron.parallel.roll_call import TimeLimit
+    from megatron.parallel.time_limit import TimeLimit
 
     run = Runner(pool, corpus, tmp_path / "run")
     flags = f"{layout} --num-layers 2 --train-iters 2 --distributed-timeout-minutes {MINUTES}"

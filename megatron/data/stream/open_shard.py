@@ -28,6 +28,7 @@ class OpenShard:
         with self._lock:
             if number < self.number:
                 raise ValueError(f"sample {number} is before the position {self.number}")
+            # Two threads may ask for samples of the same shard in any order.
             if number not in self._ahead:
                 self._go_to(number, seq_length)
                 self._ahead[number] = self._reader.read_sample(seq_length)
@@ -39,11 +40,13 @@ class OpenShard:
         with self._lock:
             self.cursor = self._ahead[number].after
             self.number = number + 1
+            # Samples after the confirmed one were read ahead and are still wanted.
             self._ahead = {later: s for later, s in self._ahead.items() if later > number}
 
     def _go_to(self, number: int, seq_length: int) -> None:
         """Let the reader continue with a sample."""
         if number < self._next_number:
+            # The reader only moves forward, so it starts again at the position.
             self._reader.seek(self.cursor)
             self._next_number = self.number
         if number > self._next_number:

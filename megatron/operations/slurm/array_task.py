@@ -25,7 +25,7 @@ from types import FrameType
 
 from megatron.durable import append_lines
 from megatron.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
-from megatron.errors import OperationsError
+from megatron.errors import HungRanksError, OperationsError
 from megatron.observe.log_line import format_training_complete_line
 from megatron.operations.monitor.alerts import format_time
 from megatron.operations.slurm import attempts, node_report
@@ -278,9 +278,11 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
             "error reports that cannot be read, probably because their ranks were killed: "
             f"{', '.join(unreadable[:10])}",
         )
+    hangs = [report for report in reports if report.kind == HungRanksError.__name__]
+    others = [report for report in reports if report.kind != HungRanksError.__name__]
     # Reports come before the exit code. The code does not show which host failed, or why.
-    if reports:
-        return _follow_reports(array_task, reports, signals)
+    if others:
+        return _follow_reports(array_task, others, signals)
     # Code 0 means complete, or saved and stopped. Only the log shows which of the two.
     if code == 0:
         if format_training_complete_line() in _read_log_end(array_task.main_log, where):
@@ -292,6 +294,10 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
     if signals.received or _is_cancelled():
         _say(array_task, f"Slurm ended the job before the training could save (code {code})")
         return TaskOutcome.ENDED_BY_SLURM, {}
+    if hangs:
+        # No flag is wrong, and a new start may help.
+        _say(array_task, hangs[0].message)
+        return TaskOutcome.CRASHED, {}
     _say(array_task, f"the training ended with code {code}, and no rank reported an error")
     return TaskOutcome.CRASHED, {}
 

@@ -1,0 +1,89 @@
+r"""Report what happened to a run, or add a note to its chronicle.
+
+    python tools/chronicle.py RUN                              # text
+    python tools/chronicle.py RUN OTHER --html report.html     # a page that compares two runs
+    python tools/chronicle.py note RUN "the data of node 7 were damaged"
+
+RUN is a --save folder. The page needs no network, and the package plotly (the extra `report`).
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megatron.commands.run_tool import run_tool
+from megatron.errors import DataError
+from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.operations.chronicle.history import read_history
+from megatron.operations.chronicle.page import write_page
+from megatron.operations.chronicle.summary import format_text
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """The command line of a report."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """The --save folders of the runs."""
+    html: Path | None = None
+    """Write a page with charts to this file. Default: print text."""
+
+
+@dataclass(frozen=True)
+class NoteArguments:
+    """The command line of a note."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The --save folder of the run. It may be training."""
+    text: Annotated[str, tyro.conf.Positional]
+    """The note."""
+
+
+def write_report(arguments: ReportArguments) -> int:
+    """Print the report of the runs, or write its page, and return the exit code.
+
+    Raises:
+        DataError: No run was given, or a folder is not that of a run.
+        ConfigError: plotly is not installed.
+        OSError: A file cannot be read or written.
+    """
+    if not arguments.runs:
+        raise DataError("no run was given; give the --save folder of one run or more")
+    histories = [read_history(folder) for folder in arguments.runs]
+    if arguments.html is None:
+        print("\n\n".join(map(format_text, histories)))
+        return 0
+    write_page(histories, arguments.html)
+    print(f"wrote {arguments.html}")
+    return 0
+
+
+def add_note(arguments: NoteArguments) -> int:
+    """Append a note to a run's chronicle and return the exit code.
+
+    Raises:
+        DataError: The folder does not exist.
+        OSError: The chronicle cannot be written.
+    """
+    if not arguments.run.is_dir():
+        raise DataError(f"{arguments.run} is not a folder; give the --save folder of a run")
+    append_event(arguments.run / CHRONICLE, "note", None, {"text": arguments.text})
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what `argv` asks for and return the exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    # A folder of the name `note` can be given as ./note.
+    if given[:1] == ["note"]:
+        note = tyro.cli(NoteArguments, args=given[1:], description=__doc__)
+        return run_tool(lambda: add_note(note))
+    report = tyro.cli(ReportArguments, args=given, description=__doc__)
+    return run_tool(lambda: write_report(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

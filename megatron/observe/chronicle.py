@@ -1,0 +1,148 @@
+"""The chronicle: what happened to a run over all its launches, one JSON line for each event.
+
+It has what no other file of the run has. Iterations and evaluations are in the metrics file, and
+rollbacks are in `interventions.jsonl`.
+
+Invariants:
+- A line is written by one call and ends in a newline. A killed run tears at most its last line, and
+  the next event starts a new one.
+- No line is ever changed or removed, also not by a rollback.
+- A chronicle that cannot be written does not end training.
+
+Example:
+    {"time": "2026-01-31T12:00:00.123+00:00", "kind": "start", "iteration": 0, "details": {...}}
+    {"time": ..., "kind": "save", "iteration": 100, "details": {}}
+    {"time": ..., "kind": "stop", "iteration": 120, "details": {"reason": "signal"}}
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.durable import append_lines
+
+CHRONICLE = "chronicle.jsonl"
+"""File name of the chronicle, in the run's --save folder."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run."""
+
+    time: datetime
+    """When it happened. It has a time zone."""
+    kind: str
+    """One of start, stop, save, skip, alert and note. `read_history` adds further kinds."""
+    iteration: int | None
+    """The run's last iteration at that time. None if it is not known, as for a note."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known, by name. The names depend on the kind."""
+
+
+class Chronicle:
+    """Writer of the chronicle. Use it from one rank only.
+
+    If the file cannot be written, this is reported once. Each further event is attempted again.
+    When one succeeds, the number of lost events is reported.
+    """
+
+    def __init__(self, path: Path, *, say: Callable[[str], None] = print) -> None:
+        """Store the path. The file is created with the first event.
+
+        Args:
+            path: The file to append to.
+            say: Prints a line of the log.
+        """
+        self._path = path
+        self._say = say
+        self._lost_events = 0
+
+    def record(self, kind: str, iteration: int | None, details: Mapping[str, Any]) -> None:
+        """Append one event with the current time. See `Event`."""
+        try:
+            append_event(self._path, kind, iteration, details)
+        except OSError as error:
+            self._lost_events += 1
+            if self._lost_events == 1:
+                self._say(
+                    f"cannot write the chronicle {self._path}: {error.strerror}; training "
+                    "continues, and each event is tried again"
+                )
+            return
+        if self._lost_events:
+            self._say(
+                f"the chronicle {self._path} is written again; {self._lost_events} events were lost"
+            )
+            self._lost_events = 0
+
+
+def append_event(path: Path, kind: str, iteration: int | None, details: Mapping[str, Any]) -> None:
+    """Append one event with the current time to a chronicle. The line is on the disk afterwards.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "kind": kind,
+        "iteration": iteration,
+        "details": dict(details),
+    }
+    # One call writes the line, so that a kill cannot mix two events.
+    append_lines(path, [json.dumps(record)])
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read a chronicle in the order of the file. Lines that are no event are left out.
+
+    The list is empty if the file does not exist.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        found = [parse_event(parse_object(line)) for line in file]
+    return [event for event in found if event is not None]
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line, or an empty one if the line is torn or something else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if isinstance(record, dict):
+        return record
+    return {}
+
+
+def parse_time(text: Any) -> datetime | None:
+    """Return a time with its time zone, or None if the text is no such time."""
+    try:
+        moment = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        # Times without a zone could not be compared with the others.
+        return moment.replace(tzinfo=UTC)
+    return moment
+
+
+def parse_event(record: Mapping[str, Any]) -> Event | None:
+    """Return the event of a record, or None if it is not a complete event."""
+    time = parse_time(record.get("time"))
+    kind = record.get("kind")
+    iteration = record.get("iteration")
+    details = record.get("details")
+    if time is None or not isinstance(kind, str) or not isinstance(details, dict):
+        return None
+    # A boolean is an integer in Python.
+    if type(iteration) is not int:
+        iteration = None
+    return Event(time, kind, iteration, details)

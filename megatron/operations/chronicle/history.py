@@ -1,0 +1,239 @@
+"""Everything that a run's folder records about the run, read into arrays.
+
+Sources: the metrics file, the parts that rollbacks moved out of it, the chronicle and
+`interventions.jsonl`.
+
+Invariant: an iteration that was trained several times has several rows, and at most one of them is
+kept. The others are those of an abandoned lineage.
+"""
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.errors import DataError
+from megatron.observe.chronicle import (
+    CHRONICLE,
+    Event,
+    parse_object,
+    parse_time,
+    read_events,
+)
+from megatron.operations.rollback.execution import INTERVENTIONS
+from megatron.operations.rollback.plan import ROLLED_BACK
+
+FIELDS = (
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "global_batch_size",
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "seconds",
+    "save_seconds",
+    "evaluate_seconds",
+    "skipped_iterations",
+)
+"""Fields of the metrics file that are read, in its units."""
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class EvaluationPoint:
+    """One evaluation of a validation or test set."""
+
+    name: str
+    iteration: int
+    loss: float
+    kept: bool
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run as its files describe it."""
+
+    folder: Path
+    columns: dict[str, Column]
+    """Field -> its value in each row, [rows]. `time` has seconds since the epoch. A value that is
+    missing is nan. The rows are in the order of time."""
+    kept: NDArray[np.bool_]
+    """Whether the weights of the run still have the row's iteration, [rows]."""
+    evaluations: list[EvaluationPoint]
+    events: list[Event]
+    """Events of the chronicle and interventions, in the order of time."""
+    loop_starts: list[float]
+    """Seconds since the epoch at which the training loop started, for each launch."""
+
+
+class _MetricsReader:
+    """Collects the rows of several metrics files."""
+
+    def __init__(self) -> None:
+        self.columns = {name: array("d") for name in (*FIELDS, "time")}
+        # Arrays of numbers, because objects for a million rows would take gigabytes.
+        self.kept = bytearray()
+        self.evaluations: list[EvaluationPoint] = []
+        self.loop_starts: list[float] = []
+
+    def read(self, path: Path, *, is_removed: bool) -> None:
+        """Read a metrics file. The rows of a part that a rollback removed are not kept."""
+        # Rows and evaluations that no later line has undone.
+        present: list[int] = []
+        first_evaluation = len(self.evaluations)
+        last = 0
+        with open(path, "rb") as file:
+            for line in file:
+                record = parse_object(line)
+                iteration = record.get("iteration")
+                moment = parse_time(record.get("time"))
+                kind = record.get("kind")
+                # A torn line gives an empty object, which has neither.
+                if type(iteration) is not int or moment is None:
+                    continue
+                if kind == "validation":
+                    loss = _read_number(record.get("lm_loss"))
+                    name = str(record.get("name"))
+                    self.evaluations.append(EvaluationPoint(name, iteration, loss, not is_removed))
+                    continue
+                if kind not in ("start", "train"):
+                    continue
+                # A start at an iteration, or an iteration that comes again, undoes all later ones.
+                if kind == "start":
+                    keep = iteration
+                else:
+                    keep = iteration - 1
+                if keep < last:
+                    self._undo(keep, present, first_evaluation)
+                if kind == "start":
+                    self.loop_starts.append(moment.timestamp())
+                else:
+                    present.append(len(self.kept))
+                    self._append(record, moment.timestamp(), kept=not is_removed)
+                last = iteration
+
+    def _append(self, record: dict[str, Any], time: float, *, kept: bool) -> None:
+        for name in FIELDS:
+            self.columns[name].append(_read_number(record.get(name)))
+        self.columns["time"].append(time)
+        self.kept.append(kept)
+
+    def _undo(self, keep: int, present: list[int], first_evaluation: int) -> None:
+        iterations = self.columns["iteration"]
+        while present and iterations[present[-1]] > keep:
+            self.kept[present.pop()] = False
+        for number in range(first_evaluation, len(self.evaluations)):
+            found = self.evaluations[number]
+            if found.kept and found.iteration > keep:
+                undone = EvaluationPoint(found.name, found.iteration, found.loss, kept=False)
+                self.evaluations[number] = undone
+
+
+def _read_number(value: Any) -> float:
+    """Return a value of the metrics file as a number. None and other values are nan."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def read_history(folder: Path) -> RunHistory:
+    """Read the history of a run.
+
+    Args:
+        folder: The run's --save folder.
+
+    Raises:
+        DataError: The folder has neither metrics nor a chronicle.
+        OSError: A file cannot be read.
+    """
+    events = read_events(folder / CHRONICLE)
+    metrics = _find_metrics_file(folder, events)
+    if not events and not metrics.is_file():
+        raise DataError(
+            f"{folder} has no metrics.jsonl and no {CHRONICLE}; give the --save folder of a run"
+        )
+    interventions = list(_iterate_interventions(folder / INTERVENTIONS))
+    reader = _MetricsReader()
+    # The parts that rollbacks removed come first, because they are older than the present file.
+    for record in interventions:
+        for part in _list_removed_parts(folder, record):
+            reader.read(part, is_removed=True)
+    if metrics.is_file():
+        reader.read(metrics, is_removed=False)
+    columns = {name: np.array(values) for name, values in reader.columns.items()}
+    # A stable sort keeps the order of rows with the same millisecond.
+    order = np.argsort(columns["time"], kind="stable")
+    found = [_make_intervention_event(record) for record in interventions]
+    events += [event for event in found if event is not None]
+    return RunHistory(
+        folder,
+        {name: values[order] for name, values in columns.items()},
+        np.frombuffer(bytes(reader.kept), dtype=np.bool_)[order],
+        reader.evaluations,
+        sorted(events, key=lambda event: event.time),
+        sorted(reader.loop_starts),
+    )
+
+
+def _find_metrics_file(folder: Path, events: list[Event]) -> Path:
+    """Return the path of the metrics file, which the settings of the last start may name."""
+    for event in reversed(events):
+        settings = event.details.get("settings")
+        if event.kind == "start" and isinstance(settings, dict):
+            given = json.loads(settings.get("--metrics-file", "null"))
+            if given:
+                return Path(given)
+            break
+    return folder / "metrics.jsonl"
+
+
+def _iterate_interventions(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            record = parse_object(line)
+            if record:
+                yield record
+
+
+def _list_removed_parts(folder: Path, record: dict[str, Any]) -> Iterator[Path]:
+    """Yield the parts of the metrics file that a rollback removed."""
+    files = record.get("files")
+    if not isinstance(files, list):
+        return
+    for file in files:
+        if isinstance(file, dict) and file.get("kind") == "metrics":
+            # Only names are used, so that no record leads out of the folder.
+            parts = Path(str(record.get("parts"))).name
+            path = folder / ROLLED_BACK / parts / Path(str(file.get("part"))).name
+            if path.is_file():
+                yield path
+
+
+def _make_intervention_event(record: dict[str, Any]) -> Event | None:
+    """Return the event of a line of `interventions.jsonl`, or None without a time."""
+    moment = parse_time(record.get("time"))
+    if moment is None:
+        return None
+    details = {
+        name: record[name]
+        for name in ("decision", "to", "skip", "lr", "reason")
+        if record.get(name)
+    }
+    iteration = record.get("trained_to", record.get("iteration"))
+    if type(iteration) is not int:
+        iteration = None
+    return Event(moment, str(record.get("action")), iteration, details)

@@ -1,0 +1,351 @@
+"""The report of one run or several as a page with charts, by plotly.
+
+Invariants:
+- The page is one file. Its content-security policy forbids every request to a network.
+- Text from a run is escaped. No text of a note, an error or a setting becomes HTML or a script.
+- Its size does not depend on the number of iterations, because each curve is downsampled.
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.durable import replace_file
+from megatron.errors import ConfigError
+from megatron.operations.chronicle.goodput import compute_goodput
+from megatron.operations.chronicle.history import Column, RunHistory
+from megatron.operations.chronicle.summary import describe_events, list_facts, list_goodput
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+POINTS = 1500
+"""Largest number of points of a curve."""
+_PANELS = {
+    "lm_loss": "loss",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "global_batch_size": "batch size",
+    "tokens_per_second": "tokens/s",
+    "tflops": "TFLOPs of a device",
+    "mfu": "MFU",
+    "goodput": "goodput",
+}
+"""Column of a panel -> its title."""
+_AXES = {
+    "iteration": "iterations",
+    "consumed_samples": "samples",
+    "consumed_tokens": "tokens",
+    "hours": "hours since the first start",
+}
+"""Column of the x axis -> its title."""
+_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf")
+_FAINT = 0.3
+"""Opacity of an abandoned lineage."""
+_INTERVENTIONS = "events"
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+_STYLE = (
+    "body{font-family:sans-serif;margin:1em auto;max-width:1200px}"
+    "table{border-collapse:collapse}td,th{padding:2px 10px 2px 0;text-align:left;"
+    "vertical-align:top;overflow-wrap:anywhere}"
+    ".bar{background:#1f77b4;height:0.8em}"
+)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """One curve or one set of markers. Its x values are known for each axis."""
+
+    panel: str
+    name: str
+    x: dict[str, list[float | None]]
+    y: list[float | None]
+    style: dict[str, Any]
+
+
+def write_page(histories: Sequence[RunHistory], path: Path) -> None:
+    """Write the page of one run or of several that are compared.
+
+    Raises:
+        ConfigError: plotly is not installed.
+        OSError: The page cannot be written.
+    """
+    text = build_page(histories)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text)
+
+
+def build_page(histories: Sequence[RunHistory]) -> str:
+    """Return the page as HTML.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    names = [str(history.folder) for history in histories]
+    charts = _draw(histories).to_html(
+        # The page has its own head, with the policy that forbids requests.
+        full_html=False,
+        include_plotlyjs=True,
+        div_id="charts",
+        config={
+            "displaylogo": False,
+            "responsive": True,
+            # This button would send the charts to a server of plotly.
+            "modeBarButtonsToRemove": ["sendChartToCloud"],
+            "plotlyServerURL": "",
+        },
+    )
+    title = html.escape(f"Report of {', '.join(names)}")
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{title}</h1>",
+        charts,
+        *map(_format_tables, histories),
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _draw(histories: Sequence[RunHistory]) -> "Figure":
+    try:
+        from plotly.graph_objects import Scatter
+        from plotly.subplots import make_subplots
+    except ImportError as error:
+        raise ConfigError(
+            f"a page needs the package plotly ({error}): pip install 'plotly>=7.1'. "
+            "Without --html, the report is text"
+        ) from error
+    traces = [
+        trace
+        for number, history in enumerate(histories)
+        for trace in _list_traces(history, _COLOURS[number % len(_COLOURS)])
+    ]
+    # A panel without values, such as MFU on a CPU, is left out.
+    panels = [panel for panel in _PANELS if any(trace.panel == panel for trace in traces)]
+    figure = make_subplots(
+        rows=max(1, len(panels)), cols=1, shared_xaxes=True, vertical_spacing=0.02
+    )
+    for trace in traces:
+        row = panels.index(trace.panel) + 1
+        figure.add_trace(
+            Scatter(name=trace.name, x=trace.x["iteration"], y=trace.y, **trace.style),
+            row=row,
+            col=1,
+        )
+    for number, panel in enumerate(panels, 1):
+        figure.update_yaxes(title_text=_PANELS[panel], row=number, col=1)
+    last = f"xaxis{len(panels) if len(panels) > 1 else ''}"
+    buttons = [
+        {
+            "label": title.partition(" ")[0],
+            "method": "update",
+            "args": [{"x": [trace.x[axis] for trace in traces]}, {f"{last}.title.text": title}],
+        }
+        for axis, title in _AXES.items()
+    ]
+    figure.update_layout(
+        {f"{last}_title_text": _AXES["iteration"]},
+        height=200 * max(2, len(panels)),
+        template="plotly_white",
+        margin={"t": 60, "r": 20},
+        legend={"orientation": "h", "y": 1.01, "yanchor": "bottom"},
+        updatemenus=[
+            {"buttons": buttons, "type": "buttons", "direction": "right", "x": 0, "y": 1.04}
+        ],
+    )
+    return figure
+
+
+def _list_traces(history: RunHistory, colour: str) -> Iterator[_Trace]:
+    """Yield the curves of a run, its evaluations, and the markers of its events."""
+    run = html.escape(history.folder.name)
+    columns = _add_derived_columns(history)
+    kept = history.kept
+    for panel in _PANELS:
+        values = columns[panel]
+        for rows, is_kept in ((np.flatnonzero(kept), True), (np.flatnonzero(~kept), False)):
+            chosen = rows[select_points(values[rows])]
+            if not len(chosen):
+                continue
+            name = f"{run}: {_PANELS[panel]}" if is_kept else f"{run}: abandoned"
+            yield _Trace(
+                panel,
+                name,
+                {axis: _list_with_gaps(columns, columns[axis], chosen) for axis in _AXES},
+                _list_with_gaps(columns, values, chosen),
+                {
+                    "mode": "lines",
+                    "line": {"color": colour, "width": 1.2},
+                    "opacity": 1.0 if is_kept else _FAINT,
+                    "showlegend": is_kept and panel == "lm_loss",
+                },
+            )
+    if kept.any():
+        yield from _list_evaluation_traces(history, columns, colour, run)
+        yield from _list_event_traces(history, columns, colour, run)
+
+
+def _add_derived_columns(history: RunHistory) -> dict[str, Column]:
+    """Return the columns, and with them the hours since the first start and the goodput so far."""
+    columns = dict(history.columns)
+    times = columns["time"]
+    first = min([*times[:1], *(event.time.timestamp() for event in history.events)], default=0.0)
+    columns["hours"] = (times - first) / 3600
+    steps = np.where(history.kept, np.nan_to_num(columns["seconds"]), 0.0)
+    columns["goodput"] = np.cumsum(steps) / np.maximum(times - first, 1e-9)
+    # The clock of the first step began before the first record of a run without a chronicle.
+    columns["goodput"] = np.minimum(columns["goodput"], 1.0)
+    return columns
+
+
+def select_points(values: Column) -> np.ndarray:
+    """Return the positions of at most `POINTS` finite values, in order.
+
+    Each stretch of a long curve keeps its smallest and its largest value, so no spike disappears.
+
+    Args:
+        values: The values of a curve, [n].
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    if len(finite) <= POINTS:
+        return finite
+    # Two points are taken from each stretch.
+    stretches = np.array_split(finite, POINTS // 2)
+    chosen = [
+        stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)
+    ]
+    return np.unique(chosen)
+
+
+def _list_with_gaps(columns: dict[str, Column], values: Column, rows: np.ndarray) -> list[Any]:
+    """Return the values of rows as a list, with None where the iterations go back.
+
+    The chart then has no line between two branches.
+    """
+    iterations = columns["iteration"][rows]
+    # Seven digits suffice on a screen. Counters stay exact.
+    shown: list[Any] = [_shorten(value) for value in values[rows].tolist()]
+    for position in reversed(np.flatnonzero(np.diff(iterations) <= 0) + 1):
+        shown.insert(int(position), None)
+    return shown
+
+
+def _shorten(value: float) -> float | None:
+    if not np.isfinite(value):
+        return None
+    if value.is_integer():
+        return int(value)
+    return float(f"{value:.7g}")
+
+
+def _find_on_axes(
+    columns: dict[str, Column], kept: np.ndarray, iterations: Sequence[float]
+) -> dict[str, list[float | None]]:
+    """Return the position of iterations on each x axis, by the rows that were kept."""
+    known = columns["iteration"][kept]
+    return {
+        axis: [_shorten(value) for value in np.interp(iterations, known, columns[axis][kept])]
+        for axis in _AXES
+    }
+
+
+def _list_evaluation_traces(
+    history: RunHistory, columns: dict[str, Column], colour: str, run: str
+) -> Iterator[_Trace]:
+    names = list(dict.fromkeys(found.name for found in history.evaluations))
+    for name in names:
+        for is_kept in (True, False):
+            found = [
+                each
+                for each in history.evaluations
+                if each.name == name and each.kept == is_kept and np.isfinite(each.loss)
+            ]
+            # Evaluations are smooth, so every n-th one is enough.
+            found = found[:: 1 + len(found) // POINTS]
+            if not found:
+                continue
+            yield _Trace(
+                "lm_loss",
+                f"{run}: {html.escape(name)}" + ("" if is_kept else " (abandoned)"),
+                _find_on_axes(columns, history.kept, [each.iteration for each in found]),
+                [_shorten(each.loss) for each in found],
+                {
+                    "mode": "lines+markers" if is_kept else "markers",
+                    "line": {"color": colour, "dash": "dot"},
+                    "marker": {"size": 5},
+                    "opacity": 1.0 if is_kept else _FAINT,
+                    "showlegend": is_kept,
+                },
+            )
+
+
+def _list_event_traces(
+    history: RunHistory, columns: dict[str, Column], colour: str, run: str
+) -> Iterator[_Trace]:
+    """Yield the markers of all events except saves, on the curve of the training loss."""
+    described = [found for found in describe_events(history) if found[0].kind != "save"]
+    # The latest events matter most if there are too many.
+    described = described[-POINTS:]
+    kept = history.kept & np.isfinite(columns["lm_loss"])
+    if not described or not kept.any():
+        return
+    times = columns["time"]
+    # The iteration of a note is the last one before it.
+    iterations = [
+        float(np.interp(event.time.timestamp(), times, columns["iteration"]))
+        if event.iteration is None
+        else float(event.iteration)
+        for event, _ in described
+    ]
+    losses = np.interp(iterations, columns["iteration"][kept], columns["lm_loss"][kept])
+    yield _Trace(
+        "lm_loss",
+        f"{run}: {_INTERVENTIONS}",
+        _find_on_axes(columns, kept, iterations),
+        [_shorten(loss) for loss in losses],
+        {
+            "mode": "markers",
+            "marker": {"color": colour, "size": 10, "symbol": "diamond-open"},
+            "text": [html.escape(f"{event.kind}: {text}"[:300]) for event, text in described],
+            "hoverinfo": "text",
+        },
+    )
+
+
+def _format_tables(history: RunHistory) -> str:
+    """Return the tables of a run: what it is, where its time went, what happened."""
+    goodput = compute_goodput(history)
+    facts = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        for name, value in list_facts(history)
+    )
+    causes = "".join(
+        f"<tr><th>{html.escape(cause)}</th><td>{share:.1%}</td><td>{seconds:,.1f} s</td>"
+        f'<td><div class="bar" style="width:{300 * share:.0f}px"></div></td></tr>'
+        for cause, seconds, share in list_goodput(history)
+    )
+    described = describe_events(history)
+    left_out = max(0, len(described) - POINTS)
+    events = "".join(
+        f"<tr><td>{event.time.isoformat(sep=' ', timespec='seconds')}</td>"
+        f"<td>{'' if event.iteration is None else f'{event.iteration:,}'}</td>"
+        f"<td>{html.escape(event.kind)}</td><td>{html.escape(text)}</td></tr>"
+        for event, text in described[left_out:]
+    )
+    shortened = f"<p>{left_out:,} earlier events are left out.</p>" if left_out else ""
+    hours = goodput.wall_seconds / 3600
+    return (
+        f"<h2>{html.escape(str(history.folder))}</h2><table>{facts}</table>"
+        f"<h3>Goodput {goodput.share:.1%} of {hours:.2f} hours</h3><table>{causes}</table>"
+        f"<h3>Events</h3>{shortened}<table><tr><th>time</th><th>iteration</th><th>kind</th>"
+        f"<th>details</th></tr>{events}</table>"
+    )

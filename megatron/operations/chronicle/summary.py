@@ -1,0 +1,136 @@
+"""The report of a run as text. The page has the same lines."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron.observe.chronicle import Event
+from megatron.operations.chronicle.goodput import compute_goodput
+from megatron.operations.chronicle.history import RunHistory
+
+_SHOWN_OF_START = (
+    "version",
+    "torch",
+    "devices",
+    "layout",
+    "parameters",
+    "layers",
+    "hidden_size",
+    "attention_heads",
+    "seq_length",
+)
+
+
+def list_facts(history: RunHistory) -> list[tuple[str, str]]:
+    """Return (name, value) of what a run is and how far it is."""
+    facts = []
+    # The last launch may have another version or layout than the first one.
+    for event in reversed(history.events):
+        if event.kind == "start":
+            facts = [
+                (name.replace("_", " "), _format_value(event.details[name]))
+                for name in _SHOWN_OF_START
+                if name in event.details
+            ]
+            break
+    kept = history.kept
+    undone = int((~kept).sum())
+    if kept.any():
+        # Undone rows may have a later time than kept ones, so they are left out.
+        last = {name: values[kept][-1] for name, values in history.columns.items()}
+        facts += [
+            ("iteration", f"{int(last['iteration']):,}"),
+            ("samples", f"{int(np.nan_to_num(last['consumed_samples'])):,}"),
+            ("tokens", f"{int(np.nan_to_num(last['consumed_tokens'])):,}"),
+            ("training loss", f"{last['lm_loss']:.4f}"),
+        ]
+    for name, (iteration, loss) in _find_last_evaluations(history).items():
+        facts.append((f"loss of {name}", f"{loss:.4f} after iteration {iteration:,}"))
+    facts.append(("iterations that were undone", f"{undone:,}"))
+    return facts
+
+
+def _find_last_evaluations(history: RunHistory) -> dict[str, tuple[int, float]]:
+    return {
+        found.name: (found.iteration, found.loss) for found in history.evaluations if found.kept
+    }
+
+
+def list_goodput(history: RunHistory) -> list[tuple[str, float, float]]:
+    """Return (cause, seconds, share of the wall time) of each cause that took time."""
+    goodput = compute_goodput(history)
+    return [
+        (cause, seconds, goodput.compute_share(cause))
+        for cause, seconds in goodput.seconds.items()
+        if seconds > 0
+    ]
+
+
+def describe_events(history: RunHistory) -> list[tuple[Event, str]]:
+    """Return each event with its description. A start lists what changed since the last one."""
+    described = []
+    settings: Mapping[str, str] | None = None
+    for event in history.events:
+        details = dict(event.details)
+        if event.kind == "start":
+            # All settings would be too long for one line. Only the changed ones are shown.
+            now = details.pop("settings", None)
+            text = _describe_start(details, settings, now)
+            if isinstance(now, dict):
+                settings = now
+        else:
+            text = _describe_details(details)
+        described.append((event, text))
+    return described
+
+
+def _describe_start(details: dict[str, Any], before: Mapping[str, str] | None, now: Any) -> str:
+    names = ("version", "devices", "layout")
+    shown: dict[str, Any] = {name: details[name] for name in names if name in details}
+    text = _describe_details(shown)
+    if before is None or not isinstance(now, dict):
+        return text
+    changes = [
+        f"{flag} {before.get(flag, 'default')} -> {now.get(flag, 'default')}"
+        for flag in sorted({*before, *now})
+        if before.get(flag) != now.get(flag)
+    ]
+    if changes:
+        return f"{text}; changed: {', '.join(changes)}"
+    return text
+
+
+def _describe_details(details: Mapping[str, Any]) -> str:
+    # A note and an alert have only their text.
+    if set(details) == {"text"}:
+        return _format_value(details["text"])
+    return ", ".join(f"{name} {_format_value(value)}" for name, value in details.items())
+
+
+def _format_value(value: Any) -> str:
+    """Return a value on one line, without control characters that a terminal would obey."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return " ".join(map(_format_value, value))
+    # A note is text of a user, and may contain escape sequences.
+    return "".join(c if c.isprintable() else " " for c in str(value))
+
+
+def format_text(history: RunHistory) -> str:
+    """Return the report of a run as text."""
+    lines = [str(history.folder), ""]
+    lines += [f"  {name}: {value}" for name, value in list_facts(history)]
+    goodput = compute_goodput(history)
+    lines += ["", f"  goodput: {goodput.share:.1%} of {goodput.wall_seconds / 3600:.2f} hours"]
+    lines += [
+        f"    {share:6.1%}  {seconds:12.1f} s  {cause}"
+        for cause, seconds, share in list_goodput(history)
+    ]
+    lines += ["", "  events:"]
+    for event, text in describe_events(history):
+        at = "-" if event.iteration is None else f"{event.iteration:,}"
+        time = event.time.isoformat(sep=" ", timespec="seconds")
+        lines.append(f"    {time}  {at:>10}  {_format_value(event.kind):<8}  {text}".rstrip())
+    return "\n".join(lines)

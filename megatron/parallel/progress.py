@@ -1,0 +1,125 @@
+"""What the main thread of this rank does, and how long it may take.
+
+The watchdog (`parallel/watchdog.py`) reads it from another thread. Entering a phase is a few
+assignments, so it costs less than a microsecond, also without a watchdog.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+LONG_FACTOR = 10.0
+"""Phases other than a repeated step may take this many times `--hang-timeout`."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run that has a time limit of its own."""
+
+    name: str
+    """The phase in words, such as "training iteration 5"."""
+    is_repeated: bool = False
+    """Whether it is a step like the one before. Every other phase may take LONG_FACTOR as long."""
+    is_limited: bool = True
+    """Whether it has a limit at all."""
+    in_threads: bool = False
+    """Whether a thread works on files while the main threads of all ranks wait together."""
+
+    @property
+    def factor(self) -> float:
+        """The time limit as a multiple of `--hang-timeout`."""
+        if not self.is_limited:
+            return math.inf
+        if self.is_repeated:
+            return 1.0
+        return LONG_FACTOR
+
+
+_START = Phase("the start of the run")
+
+
+class RankProgress:
+    """The phase of this rank. Only the main thread changes it."""
+
+    def __init__(self) -> None:
+        """Begin with the start of the run."""
+        self.phase = _START
+        self.iteration = 0
+        """The last iteration that was started. It names the folder of the files about a hang."""
+        self.sequence = 0
+        """Number of changes of the phase. It stays the same while the main thread hangs."""
+        self._seen: set[str] = set()
+
+    def begin_start(self) -> None:
+        """Begin the start of the run again, after a rollback inside the job."""
+        self._seen.clear()
+        self._change(_START)
+
+    def begin_step(self, kind: str, number: int) -> None:
+        """Begin a step, which lasts until the next one. The first of its kind may take long.
+
+        Args:
+            kind: What the step does, such as "training iteration".
+            number: Its number.
+        """
+        self._change(Phase(f"{kind} {number}", is_repeated=kind in self._seen))
+        self._seen.add(kind)
+
+    @contextmanager
+    def enter(self, phase: Phase) -> Iterator[None]:
+        """Enter a phase within the current one. The time of the outer phase starts again after it.
+
+        Args:
+            phase: The phase.
+        """
+        outer = self.phase
+        self._change(phase)
+        try:
+            yield
+        finally:
+            self._change(outer)
+
+    def _change(self, phase: Phase) -> None:
+        self.phase = phase
+        self.sequence += 1
+
+
+class Stopwatch:
+    """Measures how long the phase has lasted, in the thread that watches it.
+
+    The time in which this process did not run at all does not count. After a job was suspended and
+    resumed, no phase has exceeded its limit.
+    """
+
+    def __init__(self, progress: RankProgress, hang_timeout: float, interval: float) -> None:
+        """Start at the current phase.
+
+        Args:
+            progress: The phases of this rank.
+            hang_timeout: Seconds that a step may take.
+            interval: Seconds between two calls of `exceeds_limit`.
+        """
+        self._progress = progress
+        self._hang_timeout = hang_timeout
+        self._longest_tick = 4 * interval
+        self._sequence = progress.sequence
+        self._last: float | None = None
+        self.seconds = 0.0
+        """Seconds for which the phase has lasted."""
+
+    def exceeds_limit(self, now: float) -> bool:
+        """Return whether the current phase has lasted longer than it may.
+
+        Args:
+            now: The time of a monotonic clock, in seconds.
+        """
+        phase = self._progress.phase
+        if self._last is None or self._sequence != self._progress.sequence:
+            self._sequence = self._progress.sequence
+            self.seconds = 0.0
+        else:
+            # A long gap between two calls means that this process was suspended.
+            self.seconds += min(now - self._last, self._longest_tick)
+        self._last = now
+        return self.seconds > phase.factor * self._hang_timeout

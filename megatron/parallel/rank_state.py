@@ -1,0 +1,140 @@
+"""What this rank does at an instant: lines of code, collectives, and the files that record them."""
+
+import faulthandler
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from megatron.parallel.progress import RankProgress
+
+FILE_THREAD = "files"
+"""Name of the threads in which a rank works on files while the ranks wait together."""
+FLIGHT_RECORDER_ENTRIES = 1000
+"""Number of collectives that torch's flight recorder keeps, with a watchdog."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_DISTRIBUTED = str(Path(dist.__file__).parent)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank does. It is sent as JSON through the store."""
+
+    at: str
+    """The line of this package, like `training/loop.py:102 train_iteration`."""
+    waits: bool
+    """Whether it waits for other ranks in a collective."""
+    phase: str
+    sequence: int
+    """Number of changes of the phase so far."""
+    collectives: dict[str, list[Any]] = field(default_factory=dict)
+    """The last collective of each group: its number in the group, and the operation with sizes."""
+    collective: str = ""
+    """The last collective of all groups in words, or nothing if it is not known."""
+
+
+def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the innermost frame of this package, like `training/loop.py:102 train_iteration`.
+
+    Args:
+        frames: Frames and their line numbers, the outermost first.
+    """
+    here = "outside of this program"
+    for frame, line in frames:
+        path = Path(frame.f_code.co_filename)
+        # Lines inside torch say little. The caller in this package says what was done.
+        if path.is_relative_to(_PACKAGE):
+            here = f"{path.relative_to(_PACKAGE)}:{line} {frame.f_code.co_name}"
+    return here
+
+
+def locate_thread(thread: int) -> str:
+    """Return the line of this package at which a thread is."""
+    frame = sys._current_frames().get(thread)
+    return find_location(reversed(list(traceback.walk_stack(frame))))
+
+
+def read_state(main: int, progress: RankProgress, *, with_collectives: bool) -> RankState:
+    """Return what this rank does.
+
+    Args:
+        main: Identifier of the main thread.
+        progress: The phases of this rank.
+        with_collectives: Whether to read the flight recorder, which takes milliseconds.
+    """
+    frame = sys._current_frames().get(main)
+    at = find_location(reversed(list(traceback.walk_stack(frame))))
+    waits = frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED)
+    if progress.phase.in_threads:
+        # The main thread alternates between its thread and short collectives.
+        busy = [each for each in threading.enumerate() if each.name == FILE_THREAD]
+        waits = not busy
+        for each in busy:
+            if each.ident is not None:
+                at = locate_thread(each.ident)
+    collectives: dict[str, list[Any]] = {}
+    collective = ""
+    if with_collectives:
+        collectives, collective = find_last_collectives(read_flight_recorder())
+    phase = progress.phase.name
+    return RankState(at, waits, phase, progress.sequence, collectives, collective)
+
+
+def read_flight_recorder() -> list[dict[str, Any]]:
+    """Return the entries of torch's flight recorder, the oldest first.
+
+    There are none without TORCH_FR_BUFFER_SIZE. On gloo, each entry stays "scheduled", also after
+    its collective has finished.
+    """
+    entries: list[dict[str, Any]] = []
+    # These functions have no public names. NCCL has a recorder of its own.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump()).get("entries", [])
+    return entries
+
+
+def find_last_collectives(entries: list[dict[str, Any]]) -> tuple[dict[str, list[Any]], str]:
+    """Return the last collective of each group, and the last one of all. See `RankState`.
+
+    Args:
+        entries: What `read_flight_recorder` returned.
+    """
+    last: dict[str, list[Any]] = {}
+    text = ""
+    for entry in entries:
+        # Two ranks may have sent each other a different number of messages.
+        if entry["is_p2p"]:
+            continue
+        group = entry["process_group"][0]
+        sizes = " ".join(str(size) for size in entry["input_sizes"])
+        operation = f"{entry['profiling_name']} {sizes}"
+        last[group] = [entry["collective_seq_id"], operation]
+        text = f"{operation}, number {entry['collective_seq_id']} of group {group}"
+    return last, text
+
+
+def write_state(folder: Path, rank: int) -> None:
+    """Write the stacks of all threads and the flight recorder of this rank.
+
+    Args:
+        folder: It is created if it does not exist.
+        rank: This rank.
+
+    Raises:
+        OSError: The files cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"rank_{rank:06d}_stacks.txt", "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    text = json.dumps(read_flight_recorder())
+    (folder / f"rank_{rank:06d}_collectives.json").write_text(text)

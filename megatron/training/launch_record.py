@@ -1,0 +1,86 @@
+"""What the chronicle records about a launch: its start, its stop, and the reason of the stop."""
+
+import json
+import platform
+from typing import Any
+
+import torch
+
+from megatron.code_version import get_code_version
+from megatron.config.fields import all_fields, flatten
+from megatron.config.tree import Config
+from megatron.observe.timers import EVALUATE, SAVE
+from megatron.training.exits import StopReason
+from megatron.training.loop import train
+from megatron.training.run import Run
+
+_LONGEST_ERROR = 2000
+"""Characters of an error's message that are recorded."""
+
+
+def train_and_record(run: Run, start_seconds: float) -> None:
+    """Train, and record the start of the launch and the reason of its stop.
+
+    Args:
+        run: The run.
+        start_seconds: Seconds from the start of this launch until now.
+
+    Raises:
+        MegatronError: See `train`.
+    """
+    run.reporter.record("start", describe_start(run, start_seconds), run.state.iteration)
+    try:
+        stop = train(run)
+    except BaseException as error:
+        # The event is written when the files are closed, after the error was printed. A file system
+        # that does not respond must not delay the message.
+        run.reporter.record_at_close("stop", describe_error(error))
+        raise
+    if stop == StopReason.NONE:
+        reason = "complete"
+    else:
+        reason = stop.name.lower().replace("_", " ")
+    # The last save and evaluation come after the last iteration.
+    phases = run.timers.take()
+    # The metrics file has these seconds for each iteration. No iteration follows the last ones.
+    seconds = {f"{name}_seconds": round(phases.get(name, 0.0), 3) for name in (SAVE, EVALUATE)}
+    run.reporter.record_at_close("stop", {"reason": reason, **seconds})
+
+
+def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:
+    """Return versions, shape, layout and settings of a launch, for its event."""
+    plan = run.plan
+    model = plan.config.model
+    return {
+        "seconds": round(start_seconds, 3),
+        "version": get_code_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "devices": plan.world_size,
+        "layout": str(run.mesh.grid),
+        "parameters": plan.parameters,
+        "layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "attention_heads": model.num_attention_heads,
+        "seq_length": model.seq_length,
+        "train_iterations": plan.train_iters,
+        "settings": list_settings(plan.config),
+    }
+
+
+def list_settings(config: Config) -> dict[str, str]:
+    """Return the settings that differ from their defaults, as flag -> value in JSON."""
+    table = all_fields()
+    shown = {dotted: json.dumps(value) for dotted, value in flatten(config).items()}
+    return {
+        table[dotted].flag: value
+        for dotted, value in shown.items()
+        if value != json.dumps(table[dotted].default, default=str)
+    }
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return the details of a stop by an error."""
+    text = f"{type(error).__name__}: {error}"
+    return {"reason": "error", "error": text[:_LONGEST_ERROR]}

@@ -1,0 +1,157 @@
+"""Tests of the limits of phases, and of the comparison of the ranks after a hang."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron.config.cli import load_config
+from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
+from megatron.parallel.progress import LONG_FACTOR, Phase, RankProgress, Stopwatch
+from megatron.parallel.rank_state import RankState, find_last_collectives
+from megatron.plan import resolve
+
+LIMIT = 10.0
+TICK = 0.25
+
+
+def make_state(
+    at: str = "loop.py:1 train", phase: str = "training iteration 5", **other: Any
+) -> RankState:
+    return RankState(at=at, waits=other.pop("waits", True), phase=phase, sequence=7, **other)
+
+
+def run_until_exceeded(stopwatch: Stopwatch, act: Callable[[int], None], seconds: float) -> float:
+    """Return the time at which the limit is exceeded, or infinity."""
+    for tick in range(int(seconds / TICK)):
+        act(tick)
+        if stopwatch.exceeds_limit(tick * TICK):
+            return tick * TICK
+    return float("inf")
+
+
+def ignore(tick: int) -> None:
+    """Make no progress."""
+
+
+def test_repeated_step_has_the_limit_and_the_first_one_ten_times_as_long() -> None:
+    progress = RankProgress()
+    progress.begin_step("training iteration", 1)
+    first = run_until_exceeded(Stopwatch(progress, LIMIT, TICK), ignore, 200)
+    progress.begin_step("training iteration", 2)
+    second = run_until_exceeded(Stopwatch(progress, LIMIT, TICK), ignore, 200)
+    progress.begin_step("evaluation batch", 1)
+    other = run_until_exceeded(Stopwatch(progress, LIMIT, TICK), ignore, 200)
+    assert first == other == LONG_FACTOR * LIMIT + TICK
+    assert second == LIMIT + TICK
+
+
+def test_step_that_follows_in_time_exceeds_no_limit() -> None:
+    progress = RankProgress()
+
+    def begin_now_and_then(tick: int) -> None:
+        if tick % 20 == 0:
+            progress.begin_step("training iteration", tick)
+
+    stopwatch = Stopwatch(progress, LIMIT, TICK)
+    assert run_until_exceeded(stopwatch, begin_now_and_then, 500) == float("inf")
+
+
+def test_time_of_an_outer_phase_starts_again_after_an_inner_one() -> None:
+    progress = RankProgress()
+    for number in (1, 2):
+        progress.begin_step("training iteration", number)
+    stopwatch = Stopwatch(progress, LIMIT, TICK)
+    assert run_until_exceeded(stopwatch, ignore, LIMIT) == float("inf")
+    with progress.enter(Phase("saving iteration 2")):
+        assert progress.phase.factor == LONG_FACTOR
+        assert not stopwatch.exceeds_limit(LIMIT)
+    assert progress.phase.name == "training iteration 2"
+    assert not stopwatch.exceeds_limit(LIMIT + TICK)
+    assert stopwatch.seconds == 0
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
+    progress = RankProgress()
+    for number in (1, 2):
+        progress.begin_step("training iteration", number)
+    stopwatch = Stopwatch(progress, LIMIT, TICK)
+    for now in (0.0, TICK, 3600.0, 3600.0 + TICK):
+        assert not stopwatch.exceeds_limit(now)
+    assert stopwatch.seconds <= 2
+
+
+def test_phase_without_a_limit_is_never_exceeded() -> None:
+    progress = RankProgress()
+    with progress.enter(Phase("the export", is_limited=False)):
+        assert run_until_exceeded(Stopwatch(progress, LIMIT, TICK), ignore, 5000) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("odd", "others", "reason"),
+    [
+        (make_state(waits=False), make_state(), "in no collective"),
+        # It is ahead in one group because it skipped a collective of another one.
+        (
+            make_state(collectives={"0": [17, "sum [4]"], "1": [9, "max [1]"]}),
+            make_state(collectives={"0": [18, "sum [4]"], "1": [8, "max [1]"]}),
+            "started 17 collectives of group 0, and others 18",
+        ),
+        (make_state(phase="training iteration 6"), make_state(), "another phase"),
+        (
+            make_state(collectives={"0": [18, "max [1]"]}),
+            make_state(collectives={"0": [18, "sum [4]"]}),
+            "max [1]",
+        ),
+        (make_state(at="evaluate.py:3 run"), make_state(), "another line"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_odd_rank_is_found(odd: RankState, others: RankState, reason: str, rank: int) -> None:
+    states = {each: odd if each == rank else others for each in range(4)}
+    found = find_odd_ranks(states)
+    assert list(found) == [rank]
+    assert reason in found[rank]
+    lines = describe_states(states, [f"rank {each} on a" for each in range(4)], with_odd=True)
+    assert lines[0].startswith(f"rank {rank} on a is at {odd.at} in {odd.phase}")
+    assert "3 of the other ranks" in lines[1]
+
+
+def test_every_rank_is_described_if_no_sign_shows_the_cause() -> None:
+    assert sorted(find_odd_ranks({0: make_state(), 1: make_state()})) == [0, 1]
+
+
+def test_ranks_of_a_large_run_are_not_all_listed() -> None:
+    states = {rank: make_state(waits=rank > 99) for rank in range(1000)}
+    lines = describe_states(states, [f"rank {rank}" for rank in states], with_odd=True)
+    assert len(lines) == 10
+    assert "and 92 more" in lines
+
+
+def test_messages_between_two_ranks_are_left_out_of_the_collectives() -> None:
+    def make_entry(number: int, group: str, *, is_p2p: bool = False) -> dict[str, Any]:
+        return {
+            "is_p2p": is_p2p,
+            "process_group": [group, ""],
+            "collective_seq_id": number,
+            "profiling_name": "gloo:all_reduce",
+            "input_sizes": [[4]],
+        }
+
+    entries = [make_entry(1, "0"), make_entry(1, "1"), make_entry(2, "0")]
+    found, last = find_last_collectives([*entries, make_entry(3, "0", is_p2p=True)])
+    assert found == {"0": [2, "gloo:all_reduce [4]"], "1": [1, "gloo:all_reduce [4]"]}
+    assert "number 2 of group 0" in last
+
+
+@pytest.mark.parametrize(("seconds", "processes"), [("590", 2), ("600", 2), ("900", 1)])
+def test_limit_of_a_step_must_be_below_that_of_the_collectives(
+    seconds: str, processes: int
+) -> None:
+    argv = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+        "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 "
+        f"--lr 1e-3 --mock-data --vocab-size 100 --hang-timeout {seconds}"
+    ).split()
+    errors = resolve(load_config(argv).config, processes).errors
+    assert any("--hang-timeout" in error for error in errors) == (processes > 1)

@@ -1,0 +1,219 @@
+"""Tests of tools/chronicle.py on tiny runs that were killed, resumed and rolled back."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_corpus import ROOT, command
+from training.runs import SIZES
+
+from megatron.commands import chronicle, rollback
+from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.operations.chronicle.goodput import (
+    KEPT,
+    SAVES,
+    STARTS,
+    UNDONE,
+    WAITING,
+    compute_goodput,
+)
+from megatron.operations.chronicle.history import read_history
+from megatron.operations.chronicle.page import POINTS, select_points
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NOTE = '<script>document.title="owned"</script><img src="http://example.com/x.png">'
+
+
+def wait_for_iteration(metrics: Path, iteration: int) -> None:
+    """Wait until a launch has trained an iteration."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if metrics.is_file() and f'"iteration": {iteration},' in metrics.read_text():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"iteration {iteration} was not trained")
+
+
+@pytest.fixture(scope="module")
+def run_folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was killed, resumed, rolled back to 4 and continued."""
+    folder = tmp_path_factory.mktemp("chronicle") / "run"
+    flags = [
+        *SIZES.replace("--eval-interval 1000 --eval-iters 0", "").split(),
+        *("--data-path", corpus, "--data-cache-path", str(folder / "cache")),
+        *("--save", str(folder), "--load", str(folder), "--split", "9,1,0"),
+        *("--eval-interval", "5", "--eval-iters", "1", "--save-interval", "4"),
+    ]
+    killed = command("pretrain_gpt.py", *flags, "--train-iters", "100000")
+    try:
+        wait_for_iteration(folder / "metrics.jsonl", 6)
+    finally:
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.communicate()
+    newest = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    end = str(newest + 8)
+    launch(*flags, "--train-iters", end)
+    assert rollback.main([str(folder), "--to", str(newest), "--reason", "a spike"]) == 0
+    launch(*flags, "--train-iters", end, "--lr", "1e-3", "--override-lr-scheduler")
+    assert chronicle.main(["note", str(folder), NOTE]) == 0
+    return folder
+
+
+def launch(*flags: str) -> None:
+    """Train in a process of its own."""
+    process = command("pretrain_gpt.py", *flags)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+
+
+def test_abandoned_lineages_are_not_kept(run_folder: Path) -> None:
+    history = read_history(run_folder)
+    iterations = history.columns["iteration"]
+    kept = iterations[history.kept].astype(int).tolist()
+    assert kept == list(range(1, len(kept) + 1))
+    # The rollback removed eight iterations, and the kill lost at least one.
+    assert (~history.kept).sum() >= 8
+    assert sorted(set(iterations[~history.kept][-8:])) == kept[-8:]
+    assert {found.kept for found in history.evaluations} == {True, False}
+    kinds = [event.kind for event in history.events]
+    assert kinds.count("start") == 3
+    # The killed launch has no stop.
+    assert kinds.count("stop") == 2
+    assert kinds.index("rollback") < len(kinds) - 1
+    assert kinds[-1] == "note"
+
+
+def test_goodput_divides_the_wall_time(run_folder: Path) -> None:
+    history = read_history(run_folder)
+    goodput = compute_goodput(history)
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.wall_seconds)
+    steps = history.columns["seconds"]
+    assert goodput.seconds[KEPT] == pytest.approx(steps[history.kept].sum())
+    assert goodput.seconds[UNDONE] == pytest.approx(steps[~history.kept].sum())
+    assert goodput.seconds[SAVES] > 0
+    assert goodput.seconds[STARTS] > 0
+    # Imports take seconds, and they come before the start of a launch.
+    assert goodput.seconds[WAITING] > 1
+    assert 0 < goodput.share < 1
+
+
+def test_text_names_changes_and_interventions(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chronicle.main([str(run_folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "goodput:" in printed
+    assert "--lr 0.002 -> 0.001" in printed
+    assert "reason a spike" in printed
+    assert NOTE in printed
+
+
+def test_page_is_safe_and_complete_without_a_browser(run_folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert chronicle.main([str(run_folder), str(run_folder), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<script>document.title" not in text
+    assert "&lt;script&gt;document.title" in text
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", text)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_browser_draws_the_traces_without_a_request(run_folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert chronicle.main([str(run_folder), "--html", str(page)]) == 0
+    dom, requests = open_page(page, tmp_path)
+    history = read_history(run_folder)
+    # Traces in the DOM: seven panels with two lineages, two of evaluations, one of events.
+    assert len(re.findall(r'<g class="trace scatter', dom)) >= 14
+    events = [event for event in history.events if event.kind != "save"]
+    evaluations = history.evaluations
+    assert len(re.findall(r'<path class="point"', dom)) == len(events) + len(evaluations)
+    assert "gradient norm" in dom
+    assert 'data-title="Zoom in"' in dom
+    assert 'data-title="Share chart' not in dom
+    assert "<title>Report of" in dom
+    assert requests == []
+
+
+def open_page(page: Path, folder: Path) -> tuple[str, list[str]]:
+    """Return the DOM of a page in headless Chromium, and the URLs that it requested."""
+    log = folder / "net.json"
+    done = subprocess.run(
+        [
+            str(CHROMIUM),
+            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+            *("--disable-component-update", "--no-first-run", f"--user-data-dir={folder}/profile"),
+            *("--virtual-time-budget=5000", f"--log-net-log={log}", "--dump-dom", page.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    urls = re.findall(r'"url":"((?:https?|wss?)://[^"]*)', log.read_text())
+    # Chromium itself looks for updates and dictionaries.
+    own = re.compile(r"https?://([a-z0-9-]+\.)*(google\.com|googleapis\.com|gvt1\.com)/")
+    return done.stdout, [url for url in urls if own.match(url) is None]
+
+
+def test_spike_stays_after_downsampling() -> None:
+    values = np.ones(100_000)
+    values[54_321] = 9.0
+    values[70_000] = np.nan
+    chosen = select_points(values)
+    assert 54_321 in chosen
+    assert 70_000 not in chosen
+    assert len(chosen) <= POINTS
+
+
+@pytest.mark.full
+def test_page_of_a_million_iterations_is_below_10_mb(tmp_path: Path) -> None:
+    folder = tmp_path / "long"
+    folder.mkdir()
+    began = datetime(2026, 1, 1, tzinfo=UTC)
+    with open(folder / "metrics.jsonl", "w") as file:
+        for iteration in range(1, 1_000_001):
+            record = {
+                "kind": "train",
+                "iteration": iteration,
+                "consumed_samples": 512 * iteration,
+                "consumed_tokens": 512 * 2048 * iteration,
+                "global_batch_size": 512,
+                "learning_rate": 1e-4 * (1 - iteration / 1e6),
+                "lm_loss": 2 + 9 / iteration + 0.01 * (iteration % 97),
+                "grad_norm": 0.3 + 0.001 * (iteration % 89),
+                "seconds": 2.0,
+                "tokens_per_second": 5e5 + iteration % 83,
+                "tflops": 150.0,
+                "mfu": 0.4 + 0.0001 * (iteration % 79),
+                "time": (began + timedelta(seconds=2 * iteration)).isoformat(),
+            }
+            file.write(json.dumps(record) + "\n")
+    for number in range(2000):
+        append_event(folder / CHRONICLE, "alert", number, {"text": f"warning {number} " * 5})
+    page = tmp_path / "long.html"
+    assert chronicle.main([str(folder), "--html", str(page)]) == 0
+    assert page.stat().st_size < 10_000_000
+
+
+def test_tool_refuses_a_folder_that_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chronicle.main([str(tmp_path)]) == 2
+    assert "--save folder" in capsys.readouterr().err
+    assert chronicle.main(["note", str(tmp_path / "none"), "text"]) == 2
+
+
+def test_script_prints_its_help() -> None:
+    process = command(ROOT / "tools" / "chronicle.py", "--help")
+    printed, _ = process.communicate()
+    assert process.returncode == 0
+    assert "--html" in printed
