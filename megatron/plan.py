@@ -56,7 +56,7 @@ from megatron.tokenizer import (
 )
 
 RANKS_PER_NODE = 8
-"""Ranks of a node where nothing else is known."""
+"""Ranks of a node, if nothing else is known."""
 
 
 @dataclass(frozen=True)

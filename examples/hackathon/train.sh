@@ -2,7 +2,7 @@
 # Train the hackathon's Llama against the clock, and print a report at the end.
 #
 #     bash examples/hackathon/train.sh texts                       # 3 hours, on the Parquet files in the folder texts
-#     bash examples/hackathon/train.sh texts --train-time 30m      # flags at the end win
+#     bash examples/hackathon/train.sh texts --train-time 30m      # flags at the end have priority
 #
 # The column `text` has the texts. A folder or file of JSON lines works too: put DATASET_FORMAT=jsonl before the command.
 # A second call resumes with the time that is left. The tokenizer is GPT-2's: set VOCAB_FILE and MERGE_FILE to its two
@@ -17,7 +17,7 @@ TOKENIZER_ARGS=(
     --merge-file "${MERGE_FILE:?set it to the merges.txt of GPT-2}"
 )
 
-# ---- Data: the files are read as they are, and tokenized during training ----
+# ---- Data: the files need no preparation, and are tokenized during training ----
 DATA_ARGS=(--dataset-format "${DATASET_FORMAT:-parquet}" --data-path "$texts" --col-name text --split 98,1,1)
 
 mkdir -p "$EXAMPLE_DIR"

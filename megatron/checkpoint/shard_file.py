@@ -104,7 +104,8 @@ def copy_to_host(
         ready: CUDA event that was recorded when the save started. None if no tensor is on a GPU.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    # A thread starts with GPU 0. Pinned memory would open a context there on every rank.
+    # The current device of a new thread is GPU 0. Without this, pinned memory would create a CUDA
+    # context on GPU 0 for every rank.
     if device.type == "cuda":
         torch.cuda.set_device(device)
     copies = {}

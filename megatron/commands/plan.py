@@ -68,8 +68,8 @@ class PlanArguments:
     hardware: Literal["a100", "h100", "gh200"] = "a100"
     """Kind of the devices, for the estimate of communication. Nodes have 8 of them (gh200: 4)."""
     ranks_per_node: int | None = None
-    """Ranks of a node, which --sharding-strategy hsdp shards over. Default: those that the script
-    starts on a node, otherwise those of --hardware."""
+    """Ranks of a node, over which --sharding-strategy hsdp shards. Default: the ranks that the
+    script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
 

@@ -222,7 +222,8 @@ def _describe_copies(plan: Plan) -> str:
     """Describe how the data-parallel ranks share several copies of the model."""
     if plan.copies == 1:
         return ""
-    return f" in {plan.copies} copies of the model, each on {plan.shard_size} data-parallel ranks"
+    ranks = format_count(plan.shard_size, "data-parallel rank")
+    return f" in {plan.copies} copies of the model, each on {ranks}"
 
 
 def _format_pipeline(plan: Plan) -> list[str]:

@@ -64,7 +64,7 @@ class StrategyEstimate:
     memory: int
     """Bytes of the rank that needs most: parameters and activations."""
     fits: bool
-    """Whether the memory of the device is enough."""
+    """Whether the strategy fits in the memory of a device."""
 
     def compute_step_seconds(self, compute: float) -> float:
         """Return the time of a step whose communication overlaps with its computation."""
@@ -79,7 +79,7 @@ def estimate_compute_seconds(plan: Plan, hardware: Hardware) -> float:
 
 
 def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate]:
-    """Return an estimate for each strategy, with that of the plan if it is another one.
+    """Return an estimate for each strategy. The plan's own choice is added if it is another one.
 
     hsdp is left out if its groups do not divide the ranks, or if one group has all of them.
     """

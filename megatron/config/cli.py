@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _FOREIGN_DEFAULT = "'s default"
-"""The end of the origin of a value that is another system's default."""
+"""Suffix of the origin of a value that is another system's default."""
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
 _TRACE = ("--profile-iterations", "4-6", "--profile-dir", "profile_traces")
 _STEPS = "iterations count from the start of the run; fms-fsdp counts from each launch"
 _OWN_CHECKPOINTS = (
-    "import checkpoints of fms-fsdp with tools/convert_checkpoint.py from-fms-fsdp. If it is not "
-    "the folder of --ckpt_save_path, fms-fsdp starts at step 0 with its weights and moments; "
-    "--finetune does so with its weights"
+    "import checkpoints of fms-fsdp with tools/convert_checkpoint.py from-fms-fsdp. If the folder "
+    "is not that of --ckpt_save_path, fms-fsdp starts at step 0 with the weights and moments; here "
+    "--finetune starts at step 0 with the weights only"
 )
 _SCHEDULE = "a quadratic warm-up and a cosine, which are the default of fms-fsdp"
 
@@ -136,8 +136,9 @@ FMS: tuple[Row, ...] = (
         "--learning-rate",
         "--lr",
         arity=1,
-        reason="the peak rate. What fms-fsdp fixes is a flag here. A command line of fms-fsdp sets "
-        "--lr-decay-style cosine --min-lr (a tenth of the peak) --lr-warmup-iters (at most 2000) "
+        reason="the peak rate. Constants of fms-fsdp are flags here. A command line of fms-fsdp "
+        "sets --lr-decay-style cosine --min-lr (a tenth of the peak) "
+        "--lr-warmup-iters (at most 2000) "
         "--lr-warmup-style quadratic --lr-decay-from-start --adam-beta2 0.95 --weight-decay 0.1",
     ),
     rename_flag("--grad-clip-thresh", "--clip-grad", arity=1),

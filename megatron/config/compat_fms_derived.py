@@ -59,8 +59,8 @@ def _compute_fms_fresh_start(values: FlagValues) -> Computed:
     if os.path.realpath(load) == os.path.realpath(save):
         return None, ""
     return True, (
-        "annealing starts at step 0, as in fms-fsdp, which also loads the optimizer's moments; to "
-        "resume it, give the folder of --ckpt_save_path as --ckpt_load_path too"
+        "annealing starts at step 0, as in fms-fsdp, but without the optimizer's moments, which "
+        "fms-fsdp loads; to resume it, give the folder of --ckpt_save_path as --ckpt_load_path too"
     )
 
 

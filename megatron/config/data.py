@@ -33,9 +33,9 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = None
     """File that holds the argument of --test-weighted-split-paths."""
     data_phases: str | None = None
-    """YAML file with the phases of the training data, instead of --data-path, or with
-    --dataset-format instead of --datasets. Each phase has a mixture, and the iteration or the token
-    with which it begins. See docs/data_phases.md."""
+    """YAML file with the phases of the training data. It replaces --data-path. With
+    --dataset-format, it replaces --datasets and --weights. Each phase has a mixture, and the
+    iteration or the token with which it begins. See docs/data_phases.md."""
     dataset_format: Literal["parquet", "arrow", "jsonl"] | None = None
     """Read files of this format below --data-path directly, without tools/preprocess_data.py. See
     docs/streaming.md."""

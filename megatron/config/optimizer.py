@@ -52,11 +52,11 @@ class OptimizerConfig:
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the start of the warm-up, at most --lr and --decoupled-lr."""
     lr_warmup_style: Literal["linear", "quadratic"] = "linear"
-    """Shape of the warm-up after the finished fraction x of it. quadratic: 1 - (1 - x)^2, which is
-    steepest at its start."""
+    """Shape of the warm-up, where x is its finished fraction. linear: x. quadratic:
+    1 - (1 - x)^2, which is steepest at its start."""
     lr_decay_from_start: bool = False
     """Begin the decay at the start of training and not after the warm-up. The rate is the lower one
-    of warm-up and decay. For linear, cosine and half-cosine."""
+    of warm-up and decay. Only for the decay styles linear, cosine and half-cosine."""
     lr_wsd_decay_iters: Annotated[int | None, NOT_NEGATIVE] = None
     """Length of WSD's final decay in iterations. With 0 there is none."""
     lr_wsd_decay_samples: Annotated[int | None, NOT_NEGATIVE] = None

@@ -37,7 +37,7 @@ class ParallelConfig:
     sharding_strategy: Literal["fsdp", "hsdp", "ddp"] | None = None
     """Another spelling of --zero-stage: fsdp is stage 3, ddp is stage 0 (each rank keeps the
     complete model). hsdp is stage 3 inside groups of ranks (--hsdp-shard-size), and each group
-    keeps a copy of the model. Only the groups' gradients are sent between nodes."""
+    keeps a copy of the model. Only gradients are sent between the groups."""
     hsdp_shard_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Data-parallel ranks that share one copy of the model. What --zero-stage shards is sharded
     inside such a group and replicated across the groups. Default: all data-parallel ranks. With

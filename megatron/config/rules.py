@@ -551,7 +551,7 @@ def check_grad_reduction(settings: ConfigWithOrigin) -> Iterator[str]:
     if config.parallel.grad_reduce_in_bf16 and not config.precision.bf16:
         yield (
             "--grad-reduce-in-bf16 needs --bf16: gradients of fp16 and fp32 would lose precision "
-            "or range. Add --bf16, or leave it out."
+            "or range. Add --bf16, or leave out --grad-reduce-in-bf16."
         )
 
 

@@ -11,9 +11,10 @@ class SpikeGuardConfig:
     """Settings of the spike guard. All of them have no effect while it is off."""
 
     spike_guard: Literal["off", "log", "skip-step", "rollback"] = "off"
-    """What happens to a step whose loss or gradient norm is a spike. log: it is recorded.
-    skip-step: it is also dropped before it changes weights and moments. rollback: after several in
-    a row the run also goes back to an earlier checkpoint and skips the data around the spike."""
+    """What happens at a step whose loss or gradient norm is a spike. log: it is recorded.
+    skip-step: it is also dropped before it changes weights and moments. rollback: after several
+    spikes in a row, the run also goes back to an earlier checkpoint and skips the data around the
+    spike."""
     spike_guard_signals: Literal["loss", "both"] = "both"
     """What can be a spike. both: loss and gradient norm."""
     spike_guard_threshold: Annotated[float, POSITIVE] = 6.0
@@ -21,34 +22,35 @@ class SpikeGuardConfig:
     spike_guard_min_rise: Annotated[float, NOT_NEGATIVE] = 0.05
     """A loss must also be above its level by this fraction."""
     spike_guard_min_norm_rise: Annotated[float, NOT_NEGATIVE] = 9.0
-    """A gradient norm must also be above its level by this fraction. 9: ten times the level. Single
-    batches of clean data often have several times the usual norm."""
+    """A gradient norm must also be above its level by this fraction. 9 means ten times the level.
+    Single batches of clean data often have several times the usual norm."""
     spike_guard_window: Annotated[int, Range("[8, 100000]")] = 128
     """Applied steps from which the standard deviation is estimated."""
     spike_guard_smoothing: Annotated[int, Range("[3, 10000]")] = 16
-    """Applied steps from whose median the level is estimated."""
+    """Applied steps in the running median that estimates the level."""
     spike_guard_min_steps: Annotated[int, Range("[4, 10000]")] = 16
     """Applied steps before the noise is known, from the start of the run or of a phase of data.
-    Until then a loss is a spike only if it is far above the first ones, by 20 % and by 1."""
+    Until then, a loss is a spike only if it exceeds the median so far by 20 % and by 1."""
     spike_guard_reach: Annotated[int, AT_LEAST_ONE] = 1000
     """Iterations that the guard remembers. The level of the loss is the lowest one within them, so
-    a slow rise is a spike too. --spike-guard-max-skips and -max-rollbacks count within them."""
+    a slow rise is a spike too. --spike-guard-max-skips and --spike-guard-max-rollbacks count
+    within them."""
     spike_guard_patience: Annotated[int, AT_LEAST_ONE] = 3
-    """Spikes in a row before a rollback. Each of these steps is dropped. They include steps whose
-    loss or gradient is not finite."""
+    """Spikes in a row that cause a rollback. Each of these steps is dropped. A step whose loss or
+    gradient is not finite is a spike too."""
     spike_guard_skip_before: Annotated[int, NOT_NEGATIVE] = 100
-    """Iterations before a spike that are skipped after a rollback. The checkpoint is the newest one
-    before them."""
+    """Iterations before a spike that are skipped after a rollback. The run goes back to the newest
+    checkpoint before them."""
     spike_guard_skip_after: Annotated[int, NOT_NEGATIVE] = 200
     """Iterations after the first step of a spike that are skipped after a rollback."""
     spike_guard_max_skips: Annotated[int, AT_LEAST_ONE] = 100
-    """End the run at a spike after this many dropped steps within --spike-guard-reach."""
+    """End the run if more steps than this were dropped within --spike-guard-reach."""
     spike_guard_max_rollbacks: Annotated[int, NOT_NEGATIVE] = 3
-    """End the run instead of a further rollback after this many within --spike-guard-reach."""
+    """Rollbacks within --spike-guard-reach. End the run if a spike needs one more."""
 
     @property
     def is_on(self) -> bool:
-        """Whether spikes are looked for."""
+        """Whether the guard looks for spikes."""
         return self.spike_guard != "off"
 
     @property

@@ -26,7 +26,7 @@ The phases are `forward-backward` and `optimizer`.
 
 
 Accept = Callable[[float, float | None], bool]
-"""A function from the loss and the gradient norm of a step to whether it may change the weights.
+"""Takes the loss and the gradient norm of a step. Returns whether it may change the weights.
 
 The norm is None if the engine does not know it before the update. The loss is finite.
 """

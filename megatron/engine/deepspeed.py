@@ -249,13 +249,13 @@ class DeepSpeedEngine(EngineBase):
     def _reject_step(self) -> Iterator[None]:
         """Let DeepSpeed drop the step within a `with` block if `_accept` refuses it.
 
-        DeepSpeed knows one reason to drop a step, gradients that are not finite.
+        DeepSpeed drops a step only if gradients are not finite, so this makes it find an overflow.
         """
         if self._accept is None:
             yield
             return
         loss = self._reduce_loss_before_update()
-        # A step that is not finite is dropped for that, and is not judged.
+        # A step that is not finite is dropped anyway, so `_accept` does not see it.
         self._rejected = math.isfinite(loss) and not self._accept(loss, None)
         if not self._rejected:
             yield
@@ -273,7 +273,7 @@ class DeepSpeedEngine(EngineBase):
             optimizer.overflow = True
             return True
 
-        # ZeRO 3 looks for an overflow in the first one. ZeRO 1 and 2 have only the second one.
+        # ZeRO 3 looks for an overflow in the first method. ZeRO 1 and 2 have only the second one.
         method = "_overflow_check_and_loss_scale_update"
         if not hasattr(optimizer, method):
             method = "check_overflow"
@@ -281,13 +281,13 @@ class DeepSpeedEngine(EngineBase):
         try:
             yield
         finally:
-            # The method of the class is found again.
+            # Without the attribute, the method of the class is used again.
             delattr(optimizer, method)
 
     def _reduce_loss_before_update(self) -> float:
         """Return the mean loss over all ranks, when all microbatches have run.
 
-        It is one more all-reduce, because DeepSpeed reduces the loss after the update.
+        This needs one more all-reduce, because DeepSpeed reduces the loss after the update.
         """
         total = self._loss_sum.clone()
         if self._mesh.grid.pipeline > 1 and self.stages[0].head:

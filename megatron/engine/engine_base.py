@@ -143,7 +143,7 @@ class EngineBase(ABC):
         overflow = False
         if self._loss_scale is not None:
             used_scale = self._loss_scale.scale
-        # A rejected step shows nothing about the scale, and leaves all state as it was.
+        # A rejected step had no overflow, and must leave all state as it was.
         if self._loss_scale is not None and not rejected:
             overflow = self._loss_scale.update_after_step(
                 applied=applied, loss_is_finite=math.isfinite(loss)

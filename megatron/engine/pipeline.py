@@ -169,13 +169,14 @@ class _StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, changed in four points.
+    """torch's stage, with four changes.
 
-    It notifies `ShardedModel` before each backward pass. It does not keep outputs in evaluation. It
-    holds receive buffers only for the microbatches in flight. torch's own stage keeps a buffer for
-    each microbatch in both directions from the first step on. A large batch has hundreds of
-    microbatches, and 1F1B has at most as many in flight as there are stages. gloo cannot send GPU
-    tensors, so its messages are copies in host memory.
+    - It notifies `ShardedModel` before each backward pass.
+    - It does not keep outputs in evaluation.
+    - It holds receive buffers only for the microbatches in flight. torch's own stage keeps a buffer
+      for each microbatch in both directions from the first step on. A large batch has hundreds of
+      microbatches, and 1F1B has at most as many in flight as there are stages.
+    - With gloo, it sends copies in host memory, because gloo cannot send GPU tensors.
     """
 
     def __init__(self, stage: _StageModule, *, mesh: Mesh, **options: Any) -> None:

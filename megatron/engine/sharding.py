@@ -48,7 +48,7 @@ class _TimedAllGather(DefaultAllGather):
 
 
 class _TimedReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter inside the communication timer, in another format if asked for."""
+    """FSDP2's reduce-scatter inside the communication timer. It can send another dtype."""
 
     def __init__(self, comm_timer: CommTimer, dtype: torch.dtype) -> None:
         self._comm_timer = comm_timer
@@ -62,8 +62,8 @@ class _TimedReduceScatter(DefaultReduceScatter):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        # FSDP2 could reduce in bf16 itself. It would then also accumulate in bf16 what is not yet
-        # reduced. The cast here changes only what is sent.
+        # FSDP2 could reduce in bf16 itself, but it would then also accumulate microbatches in bf16.
+        # The cast here changes only what is sent.
         sent = input_tensor.to(self._dtype)
         received = output_tensor.to(self._dtype)
         with self._comm_timer():
@@ -76,9 +76,9 @@ class _TimedReduceScatter(DefaultReduceScatter):
 class _CopyReduction:
     """Averages the gradients of one module over the copies of the model, once in a step.
 
-    FSDP2 calls it after each reduce-scatter, on a stream of its own, so that it overlaps with the
-    next reduce-scatter and with the backward pass. FSDP2's own HSDP would accumulate in the format
-    that is sent, and its all-reduce cannot be timed.
+    FSDP2 calls it after each reduce-scatter, on a separate stream. It therefore overlaps with the
+    next reduce-scatter and with the backward pass. FSDP2's own HSDP is not used, because it would
+    accumulate in the dtype that is sent, and its all-reduce cannot be timed.
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, comm_timer: CommTimer) -> None:
@@ -106,7 +106,7 @@ class _CopyReduction:
                 self._earlier = reduced
             return
         if self._earlier is not None:
-            # FSDP2 adds the result to the parameters' gradients. So these are zero from here on.
+            # FSDP2 adds the result to the parameters' gradients, so these must be zero now.
             reduced.add_(self._earlier)
             self._earlier.zero_()
             self._earlier = None
@@ -161,8 +161,8 @@ class ShardedModel:
             sharded = fully_shard(
                 module,
                 mesh=sharding.mesh,
-                # The backward pass begins with the parameters of the model itself. They would be
-                # dropped and gathered again at once.
+                # The backward pass begins with the parameters outside of the blocks. Otherwise they
+                # would be dropped and immediately gathered again.
                 reshard_after_forward=stage == 3 and module is not model,
                 mp_policy=policy,
             )

@@ -71,8 +71,9 @@ def read_launcher_world(
 def read_ranks_per_node(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks on this rank's node.
 
-    torchrun sets it. Slurm sets the tasks of each node, as in "4(x2),3". Without both, or with a
-    number that cannot be right, all ranks are on one node.
+    It is LOCAL_WORLD_SIZE, which torchrun sets. Without it, it is the number of tasks on the first
+    node of the Slurm step, such as the 4 of "4(x2),3". Without both, all ranks count as one node.
+    The number is at most the number of ranks.
 
     Args:
         world_size: Number of ranks.

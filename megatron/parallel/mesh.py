@@ -59,7 +59,8 @@ class DataSharding:
     mesh: DeviceMesh | None = None
     """The ranks that share this rank's copy, or None in a world of one."""
     replicas: dist.ProcessGroup | None = None
-    """The ranks that hold the same shards as this one, one of each copy. None if there is one."""
+    """The ranks that hold the same shards as this one, one of each copy. None if there is only one
+    copy."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ class Mesh:
 
 
 def choose_message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return where tensors must be that ranks on `device` send to each other in a group.
+    """Return the device of the tensors that ranks on `device` send to each other in a group.
 
-    gloo sends no tensor of a GPU, so the tensors are copied to host memory for it.
+    gloo cannot send tensors of a GPU, so they are copied to host memory for it.
     """
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
 

@@ -80,9 +80,9 @@ def start_process_group(
 
 
 def _name_gpu(device: torch.device | None) -> str:
-    """Return a name of a GPU that no other one has, or nothing for a CPU.
+    """Return the unique name of a GPU, or an empty string for a CPU.
 
-    The index would not do: each rank of a host may see only its own GPU, as number 0.
+    The index is not unique. Each rank of a host may see only its own GPU, as number 0.
     """
     if device is None or device.type != "cuda":
         return ""
@@ -122,7 +122,7 @@ def _meet(rank: int, world_size: int, limit: timedelta, gpu: str) -> dist.Store:
     # its keys from those of earlier ones.
     if restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
         store = dist.PrefixStore(f"restart{restart}", store)
-    # Ranks count themselves before they arrive. Afterwards, all of them read the same.
+    # Each rank counts its GPU before it arrives. After the meeting, all ranks read the same key.
     if gpu and store.add(f"gpu/{gpu}", 1) > 1:
         store.set(_SHARED_GPU, f"ranks on {os.uname().nodename} share a GPU")
     keys = [f"arrived/{other}" for other in range(world_size)]

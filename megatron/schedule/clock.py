@@ -148,8 +148,8 @@ class TimeBudget:
         if now + costs.typical_step + costs.closing > self.seconds and not is_first:
             return NextStep(self.seconds, time_is_up=True)
         # After this step there must be time for what is due and for one more step. Without a
-        # measured step, nothing is known about the number of steps. After the first step, the next
-        # one is only expected not to be slower.
+        # measured step, nothing is known about the number of steps. The first step may have
+        # compiled the model. Until a second one is measured, only this step has to fit.
         if costs.step > 0 and now + costs.step + step + due > end:
             return NextStep(self.seconds, is_last=True)
         if now >= end:

@@ -102,7 +102,7 @@ class CostMeter:
         batch = self._plan.config.batch
         tokens = batch.eval_iters * self._plan.batch_size.final * self._plan.config.model.seq_length
         one_set = 0.0
-        # The first step may have compiled the model for minutes. It tells nothing about a batch.
+        # The first step may have compiled the model for minutes, so its time is no estimate.
         if self._record["typical_token_seconds"] > 0:
             one_set = _EVALUATION_SHARE * token_seconds * tokens
         if valid and "evaluation" in self._record:

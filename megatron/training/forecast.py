@@ -7,7 +7,7 @@ from megatron.schedule.clock import format_duration
 from megatron.training.run import Run
 
 _LARGEST_CLOSING_SHARE = 0.25
-"""Part of the time for what follows the last step from which on a warning is given."""
+"""Largest part of the time that the work after the last step may take without a warning."""
 
 
 def report_forecast(run: Run) -> None:

@@ -1,7 +1,7 @@
 """The data that the spike guard's rollbacks skip, besides those of --skip-train-iteration-range.
 
-They are kept apart from that flag. A flag of the command line replaces the checkpoint's ranges, and
-must not bring back the data of a spike.
+They are stored apart from the ranges of that flag. The flag on the command line replaces the
+checkpoint's ranges, and must not bring back the data of a spike.
 """
 
 from dataclasses import replace
@@ -27,7 +27,8 @@ def add_guard_windows(
 ) -> tuple[Plan, list[str]]:
     """Add the ranges of the guard's rollbacks to those that the plan skips. Rank 0 calls it.
 
-    They are added with the guard off too, because the rollback was made for them.
+    They are added even if the guard is off now. Otherwise the run would train on the data of the
+    spike that it was rolled back for.
 
     Returns:
         The plan with these ranges, and the warnings to print. The state has the ranges too.

@@ -1,7 +1,7 @@
-"""The spike guard's records in `SAVE/interventions.jsonl`, and the rollback that one announces.
+"""The spike guard's records in `SAVE/interventions.jsonl`, and its rollbacks.
 
-The record of a rollback is on the disk before anything else changes. So a run that is killed at any
-instant makes the same rollback at its next start.
+The record of a rollback is on the disk before anything else changes. So a run that is killed after
+that makes the same rollback at its next start.
 
 A record is one JSON object a line. Its keys are
 
@@ -82,7 +82,7 @@ class GuardRecords:
         """The records since the last rollback, without their times. None before the first use."""
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a record, unless the file has it already. It is on the disk afterwards.
+        """Append a record, unless the file has it already, and wait until it is on the disk.
 
         Raises:
             OSError: The file cannot be read or written.
@@ -100,7 +100,7 @@ class GuardRecords:
     def _read_known(self) -> set[str]:
         known: set[str] = set()
         for record in _iterate_records(self._root):
-            # The iterations after a rollback are no repetition of those before it.
+            # Iterations after a rollback do not repeat those before it, so all of them are new.
             if record.get("action") == "rollback":
                 known = set()
             known.add(_make_key(record))
@@ -175,7 +175,7 @@ def decide_rollback(
 ) -> dict[str, Any] | None:
     """Choose the checkpoint and the data to skip, and write the record of the rollback.
 
-    Rank 0 calls it. The rollback is certain as soon as this has returned.
+    Rank 0 calls it. When this returns a record, the rollback takes place even after a kill.
 
     Args:
         config: The resolved configuration of the run.
@@ -186,7 +186,8 @@ def decide_rollback(
         records: Writes the record of the rollback.
 
     Returns:
-        The record, or None if there is no checkpoint to go back to. Nothing was written then.
+        The record, or None if there is no checkpoint to go back to. In this case nothing is
+        written.
 
     Raises:
         OSError: A checkpoint cannot be read, or the record cannot be written.
@@ -236,7 +237,7 @@ def _find_given(path: str | None) -> str:
 def execute_rollback(
     root: Path, record: dict[str, Any], lease: Lease, say: Callable[[str], None]
 ) -> None:
-    """Roll the folder of this run back as a record says. Rank 0 calls it and holds the lease.
+    """Roll this run's folder back according to a record. Rank 0 calls it and holds the lease.
 
     Raises:
         OperationsError, CheckpointError: The folder cannot be rolled back.
@@ -251,7 +252,7 @@ def execute_rollback(
 
 
 def finish_interrupted_rollback(config: Config, ranks: Ranks, say: Callable[[str], None]) -> None:
-    """Make the rollback that an earlier launch has decided on and not completed.
+    """Complete the rollback that an earlier launch decided on and did not complete.
 
     All ranks call it together, before they look for the checkpoint to start from.
 
@@ -287,7 +288,7 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, say: Callable[[str
 def find_pending_rollback(root: Path) -> dict[str, Any] | None:
     """Return the record of a rollback that was decided on and not completed, or None.
 
-    A decision does not count any more if a person has meanwhile rolled back or moved the pointers.
+    A decision no longer counts if an operator has rolled back or moved the pointers since then.
 
     Raises:
         OSError: A file cannot be read.
@@ -303,7 +304,7 @@ def find_pending_rollback(root: Path) -> dict[str, Any] | None:
         return None
     plan = find_unfinished(root)
     if plan is not None:
-        # It may be a person's rollback, which that person has to complete.
+        # It may be a rollback by an operator, who has to complete it.
         return last if plan.request == last["request"] else None
     try:
         pointer = read_pointer(root)
@@ -339,7 +340,7 @@ def _read_request(record: dict[str, Any]) -> RollbackRequest:
 def find_guard_windows(root: Path, checkpoint: Checkpoint) -> list[list[int]] | None:
     """Return the ranges that the guard's rollbacks skip after a checkpoint.
 
-    None if no rollback went back to this checkpoint. Its own state has the ranges then.
+    It is None if no rollback went back to this checkpoint. Its own state then has the ranges.
 
     Raises:
         CheckpointError: The file of interventions cannot be read.

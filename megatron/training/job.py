@@ -86,8 +86,8 @@ class Job:
             iteration=state.iteration,
             vocab_size=record["vocab_size"],
         )
-        # A checkpoint may replace the first two. The size of a node counts on rank 0 only. Only
-        # rank 0 reads the file of the phases.
+        # A checkpoint may replace the first two. The shard size depends on the size of rank 0's
+        # node. Only rank 0 reads the file of the phases.
         plan = replace(
             plan,
             lr_schedule=LRSchedule(**record["lr_schedule"]),

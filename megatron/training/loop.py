@@ -177,7 +177,7 @@ def extend_data(run: Run) -> None:
 def announce_phase(run: Run) -> None:
     """Log that the next iteration is the first one of a phase of the data.
 
-    The losses of the phase have another level, so the spike guard starts again.
+    The losses of the phase have another level, so the spike guard forgets its estimates.
     """
     phases = run.plan.data_phases
     for number, planned in enumerate(phases, 1):

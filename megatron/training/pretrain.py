@@ -87,7 +87,8 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
             roll_call.use_names(mesh.names)
         lease = closing.enter_context(hold_folder_lease(config, mesh))
         exits = build_exits(config, mesh)
-        # Each pass trains from a checkpoint or from scratch. Only the spike guard begins another.
+        # Each pass trains from a checkpoint or from scratch. Only a rollback of the spike guard
+        # starts another pass.
         while True:
             opened = closing.enter_context(ExitStack())
             run = start_run(loaded, job, mesh, timers, lease, exits)
@@ -105,7 +106,8 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
             started = time.monotonic()
             mesh.progress.begin_start()
             rollback = run.rollback
-            # The next run needs as much memory. Reference cycles would keep this one allocated.
+            # The next pass needs as much memory as this one. Reference cycles would keep the memory
+            # of this one allocated.
             del run
             build_ranks(mesh).work(opened.close, "closing the files", make_printer(ranks.rank))
             gc.collect()

@@ -175,7 +175,7 @@ def start_run(
     config = loaded.config
     ranks = build_ranks(mesh)
     say = make_printer(mesh.rank)
-    # After a rollback the run goes on with its time limit and its signals.
+    # After a rollback, the run keeps its time limit and its handlers of signals.
     if exits is None:
         exits = build_exits(config, mesh)
     # Only the holder of the lease may rename or remove anything in the folder.

@@ -6,18 +6,19 @@ All numbers are logarithms of the signal, so thresholds do not depend on its sca
 - The noise is 1.4826 / sqrt(2) times the median of |value - value before it| over the last `window`
   values. It is a standard deviation if the noise is normal. A few outliers do not change it, and
   neither does the steep fall of the loss at the start of a run.
-- The level is the lowest running median within `reach` iterations, or the present running median.
-  With the lowest one, a rise that is too slow for a comparison with the last values is found too.
+- The level is the lowest running median within `reach` iterations. Without `reach`, it is the
+  present running median. The lowest one also shows a slow rise, which a comparison with the last
+  values would miss.
 
-The limit is `threshold` noises above the level, and at least `min_rise`. With few values the noise
-is uncertain, so the limit is higher.
+The limit is the level plus `threshold` times the noise, and at least `min_rise` above the level.
+With few values the noise is uncertain, so the limit is higher.
 
-Invariant: the state is a function of the recorded values. A run that resumes with the state decides
-as a run that was not interrupted.
+Invariant: the state is a function of the recorded values. A run that resumes with the state makes
+the same decisions as a run that was not interrupted.
 
-Source: median and MAD instead of mean and standard deviation, which a spike would change itself
-(Huber, Robust Statistics). OLMo-core's SkipStepOptimizer uses the latter, with a threshold of 6 and
-a window of 128 steps.
+Source: Huber, Robust Statistics. Median and MAD are used instead of mean and standard deviation,
+because a spike itself would change these. OLMo-core's SkipStepOptimizer uses mean and standard
+deviation, with a threshold of 6 and a window of 128 steps.
 """
 
 import math
@@ -30,9 +31,9 @@ _MAD_TO_SIGMA = 1.4826
 _UNCERTAINTY = 4.0
 """With n values, the threshold is multiplied by 1 + this / n."""
 _NORMAL = 2.0
-"""A running median up to this many noises above the level belongs to the time before a rise.
+"""A running median counts as normal up to this many times the noise above the level.
 
-The lowest of many medians is below the true level by about one noise.
+The lowest of many medians is below the true level by about the noise.
 """
 _EARLY_RISE = 1.0
 _EARLY_FRACTION = 0.2
@@ -61,11 +62,11 @@ class SpikeEstimator:
             window: Values from which the noise is estimated.
             smoothing: Values of a running median.
             min_steps: Values before the noise is known.
-            threshold: Number of noises between level and limit.
-            min_rise: Lowest limit, as a fraction of the signal above its level.
-            reach: Iterations over which the lowest running median is the level, as for a loss.
-                None: the level is the present running median, and there is no limit before the
-                noise is known.
+            threshold: Distance from the level to the limit, as a multiple of the noise.
+            min_rise: Smallest distance from the level to the limit, as a fraction of the level.
+            reach: Iterations whose lowest running median is the level, as for a loss. None: the
+                level is the present running median, and there is no limit before the noise is
+                known.
         """
         self._min_steps = min_steps
         self._threshold = threshold
@@ -80,9 +81,9 @@ class SpikeEstimator:
         self._limit: float | None = None
 
     def find_limit(self) -> float | None:
-        """Return the largest value that is no spike, in units of the signal.
+        """Return the largest value that is not a spike, in units of the signal.
 
-        None if there are too few values yet.
+        It is None if there are too few values yet.
         """
         if self._limit is None:
             return None
@@ -91,8 +92,8 @@ class SpikeEstimator:
     def find_last_normal(self, iteration: int) -> int:
         """Return the last iteration before a spike whose level was still normal.
 
-        It is the one before the spike if the signal has jumped. If it has risen slowly, it is
-        earlier, and at most `reach` before it.
+        If the signal has jumped, it is the iteration just before the spike. If the signal has risen
+        slowly, it is up to `reach` iterations earlier.
 
         Args:
             iteration: The first iteration of the spike.
@@ -167,8 +168,8 @@ class SpikeEstimator:
     def _find_early_limit(self) -> float | None:
         """Return the limit before the noise is known.
 
-        A loss does not rise far in the first steps of a run, whatever its noise is. If it does, the
-        run has diverged, and later limits would be those of a run that has diverged.
+        In the first steps of a run, a loss does not rise far, even if its noise is large. If it
+        does rise far, the run has diverged, and the later estimates would follow it.
         """
         if self._reach is None or not self._recent:
             return None

@@ -1,8 +1,8 @@
-"""The decisions of the spike guard: is a step a spike, and what follows from it.
+"""The decisions of the spike guard: whether a step is a spike, and how the run responds.
 
-Invariant: a decision is a function of the losses and gradient norms, which are the same on all
-ranks, and of the state, which is in the checkpoints. So all ranks decide alike without a message,
-and a run that resumes decides as one that was not interrupted.
+Invariant: a decision is a function of the losses and gradient norms, and of the state. The first
+are the same on all ranks, and the state is in the checkpoints. So all ranks make the same decision
+without a message, and a resumed run makes the decisions of a run that was not interrupted.
 """
 
 import math
@@ -16,7 +16,7 @@ from megatron.training.spike_estimator import SpikeEstimator
 
 
 class Response(Enum):
-    """What follows from a spike. The values are those of the records on disk."""
+    """The response to a spike. The values are those of the records on disk."""
 
     LOG = "log"
     """Record it. The step was applied."""
@@ -30,27 +30,27 @@ class Response(Enum):
 
 @dataclass(frozen=True)
 class Spike:
-    """A step that is a spike, and what follows from it."""
+    """A step that is a spike, and the response to it."""
 
     iteration: int
     loss: float
     grad_norm: float
     loss_limit: float | None
-    """Largest loss that is no spike. None if it is not known yet."""
+    """Largest loss that is not a spike. None if it is not known yet."""
     grad_norm_limit: float | None
     reason: str
-    """What is wrong with the step, for people."""
+    """What is wrong with the step, as text."""
     response: Response
     dropped: bool
     """Whether the step changed neither weights nor moments."""
     first: int
-    """First iteration of this spike and of those just before it."""
+    """First iteration of the uninterrupted row of spikes that this one belongs to."""
     last_normal: int
     """Last iteration before `first` whose loss was normal."""
 
 
 class SpikeGuard:
-    """Judges the steps of a run. Call `judge` before the update and `observe` after the step."""
+    """Judges the steps of a run. Call `accepts` before the update and `observe` after the step."""
 
     def __init__(self, config: SpikeGuardConfig, state: dict[str, Any]) -> None:
         """Continue from a state.
@@ -61,7 +61,8 @@ class SpikeGuard:
         """
         self._config = config
         self._loss = self._build_estimator(config.spike_guard_min_rise, config.spike_guard_reach)
-        # The norm rises and falls with the learning rate, so its lowest level means nothing.
+        # The norm rises and falls with the learning rate, so a rise above its lowest level is
+        # normal.
         self._norm = self._build_estimator(config.spike_guard_min_norm_rise, None)
         self._first: int | None = None
         """First iteration of the present spike, or None."""
@@ -70,8 +71,8 @@ class SpikeGuard:
         self._dropped: list[int] = []
         """Iterations that were dropped, within the guard's reach."""
         self.windows: list[tuple[int, int]] = []
-        """(first, last) iteration that each rollback skips. They are never joined, so their number
-        is that of the rollbacks."""
+        """(first, last) iteration that each rollback skips. There is one entry for each rollback,
+        because overlapping ranges are not merged."""
         if "loss" in state:
             self._loss.load(state["loss"])
             self._norm.load(state["grad_norm"])
@@ -105,12 +106,12 @@ class SpikeGuard:
         }
 
     def start_phase(self) -> None:
-        """Forget the estimates, because the losses of the next data have another level."""
+        """Forget the estimates, because the losses of the new phase have another level."""
         self._loss.clear()
         self._norm.clear()
 
     def accepts(self, loss: float, grad_norm: float | None) -> bool:
-        """Return whether a step is no spike, so that it may change the weights.
+        """Return whether a step is not a spike, so that it may change the weights.
 
         Args:
             loss: Mean loss of the global batch.
@@ -126,7 +127,7 @@ class SpikeGuard:
             result: The step.
             iteration: Its iteration.
         """
-        # The search for a loss scale is no spike.
+        # An overflow in fp16 only lowers the loss scale, so it is not a spike.
         if result.overflow:
             return None
         norm: float | None = result.grad_norm
@@ -147,7 +148,7 @@ class SpikeGuard:
         return spike
 
     def _list_reasons(self, loss: float, grad_norm: float | None) -> list[str]:
-        """Return what makes a step a spike, in words. Empty if it is none."""
+        """Return the reasons why a step is a spike, as text. The list is empty if it is not one."""
         signals = [("loss", loss, self._loss.find_limit())]
         if grad_norm is not None:
             norm_limit = self._norm.find_limit()
@@ -163,7 +164,7 @@ class SpikeGuard:
         return reasons
 
     def _make_spike(self, result: StepResult, iteration: int, reasons: list[str]) -> Spike:
-        """Count a spike, and return it with what follows from it."""
+        """Count a spike, and return it with the response to it."""
         self._in_a_row += 1
         if self._first is None:
             self._first = iteration

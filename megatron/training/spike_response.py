@@ -42,9 +42,10 @@ def choose_accept(run: Run) -> Accept | None:
 
 
 def respond_to_step(run: Run, result: StepResult, learning_rate: float) -> None:
-    """Show a step to the guard, and do what follows from it.
+    """Pass a step to the guard, and carry out its decision.
 
-    With `Run.rollback` set afterwards, the loop ends and the run goes back.
+    If the guard decides on a rollback, this sets `Run.rollback`. Then the loop ends, and the run
+    goes back to a checkpoint.
 
     Args:
         run: The run, whose state is that after the step.
@@ -110,7 +111,7 @@ def _decide(run: Run, spike: Spike, record: dict[str, Any]) -> dict[str, Any] | 
     first, last = decided["skip"]
     run.reporter.say(
         f"spike guard: {spike.reason} at iteration {spike.iteration}. The run goes back to "
-        f"global_step{decided['to']} and skips the iterations {first}-{last}. It is rollback "
+        f"global_step{decided['to']} and skips the iterations {first}-{last}. This is rollback "
         f"{run.guard.count_rollbacks(spike.iteration) + 1} of at most "
         f"{run.plan.config.guard.spike_guard_max_rollbacks}"
     )
@@ -128,7 +129,7 @@ def _write(run: Run, record: dict[str, Any]) -> None:
 
 
 def _explain_stop(run: Run, spike: Spike, learning_rate: float) -> str:
-    """Return why the guard ends the run, and what a person can do."""
+    """Return why the guard ends the run, and what an operator can do."""
     guard = run.plan.config.guard
     assert run.guard is not None, "it has found the spike"
     rollbacks = run.guard.count_rollbacks(spike.iteration)
@@ -144,7 +145,7 @@ def _explain_stop(run: Run, spike: Spike, learning_rate: float) -> str:
         )
     return (
         f"the spike guard ends the run at iteration {spike.iteration} {often}: {spike.reason}. "
-        "Skipping data does not cure this. The learning rate of this step was "
+        "Skipping more data will not help. The learning rate of this step was "
         f"{learning_rate:.6g} (--lr {run.plan.lr_schedule.max_lr:g}), and is probably too high. "
         "Roll back with tools/rollback.py, and continue with a lower --lr and "
         "--override-lr-scheduler, or correct the data"

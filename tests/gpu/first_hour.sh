@@ -8,8 +8,8 @@
 #     3    benchmarks at sizes that fit, quickstart, generated text on the CPU and the GPU
 #     4    NCCL: the same layouts on several GPUs. It stops with a message on a machine with one GPU
 #
-# Each part takes less than 9 minutes. A part can be repeated, and needs no other part. What it
-# measures is added to FOLDER/report.txt (default: gpu-report). The Python of the active environment
+# Each part takes less than 9 minutes. A part can be repeated, and needs no other part. Results are
+# added to FOLDER/report.txt (default: gpu-report/report.txt). The Python of the active environment
 # is used. It must have torch with CUDA, and the packages that `pip install -e '.[test]'` installs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -30,7 +30,8 @@ done
 mkdir -p "$folder"
 report=$folder/report.txt
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
-# Torch then asks the driver without a CUDA context. Processes that are forked later can use CUDA.
+# With this, torch checks for a GPU without a CUDA context, so processes that are forked later can
+# use CUDA.
 export PYTORCH_NVML_BASED_CUDA_CHECK=1
 python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
     echo "error: torch sees no GPU; check nvidia-smi and torch.version.cuda" >&2
@@ -67,7 +68,7 @@ run_tests() {
     python -m pytest -q -rfEs -m "not full" -p no:cacheprovider --no-header --tb=short "$@"
 }
 
-# Each file has processes of its own, which live as long as its tests. The results come file by file.
+# Each test file runs in processes of its own. The results are printed file by file.
 run_in_parallel() {
     printf '%s\n' "$@" | xargs -P "${WORKERS:-5}" -I {} bash -c '
         log=$(run_tests {} 2>&1)

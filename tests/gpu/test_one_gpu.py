@@ -119,26 +119,26 @@ def launch(data: str, folder: Path, flags: str, *, gpu: bool = True) -> Run:
 
 @pytest.fixture(scope="module")
 def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
-    """Return all runs by their name and place. The places are gpu, again, cpu and resumed."""
+    """Return all runs by (name, variant). The variants are gpu, again, cpu and resumed."""
     root = tmp_path_factory.mktemp("runs")
     results: dict[tuple[str, str], Run] = {}
 
-    def train(name: str, place: str, flags: str) -> None:
-        folder = root / f"{name}-{place}"
-        if place == "resumed":
+    def train(name: str, variant: str, flags: str) -> None:
+        folder = root / f"{name}-{variant}"
+        if variant == "resumed":
             launch(corpus, folder, f"{flags} --exit-interval 4 --save-interval 4")
-        results[name, place] = launch(corpus, folder, flags, gpu=place != "cpu")
+        results[name, variant] = launch(corpus, folder, flags, gpu=variant != "cpu")
 
     jobs = [
-        (name, place, f"{flags} {NO_DROPOUT}")
+        (name, variant, f"{flags} {NO_DROPOUT}")
         for name, flags in (IN_FP32 | IN_16_BITS | COMPILED).items()
-        for place in ("gpu", "cpu")
-        if (name, place) not in {(compiled, "cpu") for compiled in COMPILED}
+        for variant in ("gpu", "cpu")
+        if (name, variant) not in {(compiled, "cpu") for compiled in COMPILED}
     ]
     jobs += [
-        (name, place, f"{flags} --hidden-dropout 0.1 --attention-dropout 0.1")
+        (name, variant, f"{flags} --hidden-dropout 0.1 --attention-dropout 0.1")
         for name, flags in (WITH_DROPOUT | RECOMPUTED).items()
-        for place in ("gpu", "again", "resumed")
+        for variant in ("gpu", "again", "resumed")
     ]
     with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)) // 2)) as pool:
         for future in [pool.submit(train, *job) for job in jobs]:

@@ -20,7 +20,7 @@ def convert_column(path: FilePath, column: Any) -> list[Row]:
         return [text if text is not None else "" for text in column.to_pylist()]
     lengths = pa.compute.list_value_length(column)
     sizes = np.asarray(lengths.fill_null(0), np.int64)
-    # `flatten` leaves out what lies under missing rows, and heeds the slice.
+    # `flatten` leaves out values of missing rows and values outside of the slice.
     values = column.flatten()
     if values.null_count:
         raise DataError(f"{path} has a missing value inside a list of token ids. Repair the file.")

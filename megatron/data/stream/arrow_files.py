@@ -108,7 +108,7 @@ class _ArrowFile:
     def read_batches(
         self, begin: int | None = None, end: int | None = None
     ) -> Iterator[tuple[int, int, Any]]:
-        """Yield the place of each record batch, the place after it, and the batch."""
+        """Yield the begin and the end of each record batch, see `FileGroups`, and the batch."""
         if self._file is not None:
             last = self._file.num_record_batches if end is None else end
             for number in range(begin or 0, last):

@@ -26,11 +26,11 @@ from megatron.tokenizer import Tokenizer
 
 # Documents of a data set whose first and last ids are looked at when the run starts.
 _CHECKED_DOCUMENTS = 256
-# Share of documents with the same id. By chance, fewer begin or end with the same one.
+# Share of documents that begin or end with the same id. By chance, the share is lower.
 _NEARLY_ALL = 0.9
-# Documents for each shard that are few, so that all of them might be empty.
+# With fewer documents than this for each shard, all documents of a shard might be empty.
 _FEW_DOCUMENTS = 4
-# Connections between ranks, libraries and checkpoints.
+# Number of files that may be open for connections between ranks, libraries and checkpoints.
 _OTHER_OPEN_FILES = 4096
 
 
@@ -254,7 +254,7 @@ class _StreamOpener:
         filters = get_filters(self.data) if piece == 0 else Filters()
         datasets = [self._open_dataset(each, ranges[each], shards, filters) for each in ranges]
         if piece > 0 and any(has_empty_document(each) for each in datasets):
-            # An empty document could be all that a shard has.
+            # With several shards, one of them could have only empty documents.
             datasets = [self._open_dataset(each, ranges[each], 1, filters) for each in ranges]
         if piece == 0:
             for dataset in datasets:

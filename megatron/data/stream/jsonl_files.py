@@ -49,7 +49,7 @@ class JsonlFormat:
         kind: Kind = "text"
         if groups:
             first_rows = next(self.read_rows(path, column, *groups[0][:2], 0))
-            # The first line may be blank, which does not tell the kind.
+            # The first line may be blank, so the kind is that of the first rows.
             if not any(isinstance(row, str) for row in first_rows):
                 kind = "tokens"
         return FileGroups.of(kind, groups)
@@ -70,7 +70,7 @@ class JsonlFormat:
         with _open_bytes(path) as file:
             file.seek(begin)
             block = file.read(end - begin)
-        # As in the scan above. `splitlines` would also end a line at a carriage return.
+        # Lines are split as in `list_groups`. `splitlines` would also split at a carriage return.
         lines = block.removesuffix(b"\n").split(b"\n")
         rows = []
         offset = begin
@@ -106,7 +106,7 @@ def _parse_object(path: FilePath, offset: int, line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line. Any other value gives an empty object."""
     try:
         record = json.loads(line)
-    # RecursionError: brackets nested thousands deep.
+    # Brackets that are nested thousands of levels deep raise RecursionError.
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "

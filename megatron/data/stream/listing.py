@@ -249,7 +249,7 @@ def _find_local_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord
     for parent, folders, names in os.walk(folder, onerror=_fail_for_folder):
         # os.walk reads this list again, so the cache below the folder is not entered.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        # Not for each file, because it is slow.
+        # This is slow, so it is done once for each folder and not for each file.
         below = os.path.relpath(parent, folder)
         if below == os.curdir:
             below = ""

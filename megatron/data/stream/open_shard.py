@@ -22,8 +22,8 @@ class OpenShard:
         """Return a sample that is not before the position. The position does not move.
 
         Raises:
-            ValueError: the sample is before the position. Only a batch that was read ahead and is
-                not wanted any more asks for it, and nobody waits for its result.
+            ValueError: the sample is before the position. This happens only for a batch that was
+                read ahead and is no longer needed, so its result is not used.
         """
         with self._lock:
             if number < self.number:

@@ -42,7 +42,7 @@ class ParquetFormat:
     def read_rows(
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
-        """Yield the rows of one row group. Rows that are left out are decoded all the same."""
+        """Yield the rows of one row group. Rows that are left out are decoded, too."""
         with _open_parquet(path) as file:
             row = 0
             for batch in file.iter_batches(

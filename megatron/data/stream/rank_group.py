@@ -24,11 +24,11 @@ class RankGroup(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OneRank:
-    """A process alone."""
+    """A group of one process."""
 
     rank: int = 0
     size: int = 1
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return the own value."""
+        """Return the value of the only rank."""
         return [mine]

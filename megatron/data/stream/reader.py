@@ -71,9 +71,9 @@ class ShardReader:
     def seek(self, cursor: Cursor) -> None:
         """Go to a cursor. Documents in memory are dropped."""
         self.cursor = cursor
-        # Documents from the cursor's on, each with its epoch and its number.
+        # Documents in memory, from that of the cursor on, each with its epoch and its number.
         self._documents: deque[tuple[int, int, Document]] = deque()
-        # Of the documents before the first one in memory.
+        # The counts of the filters for the documents before the first one in memory.
         self._filter_counts = cursor.filter_counts
         self._continue_at(Cursor(cursor.epoch, cursor.document))
 

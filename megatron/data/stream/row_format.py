@@ -20,7 +20,7 @@ Kind = Literal["text", "tokens"]
 Row = str | NDArray[np.int64]
 """A text, or the token ids of a document [n]."""
 GROUP_ROWS = 1024
-"""About as many rows has a group of a format that has no row groups of its own."""
+"""Approximate number of rows in a group, for formats without row groups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FileFormat(Protocol):
         ...
 
     def describe_columns(self, path: FilePath) -> dict[str, str]:
-        """Return the type of each column, for people.
+        """Return the type of each column as text, for messages.
 
         Raises:
             DataError: the file is damaged.

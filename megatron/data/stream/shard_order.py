@@ -1,4 +1,4 @@
-"""The order of a streamed data set: which rows a logical shard reads, and one after the other.
+"""The order of a streamed data set: which rows a logical shard reads, and in which order.
 
 In each epoch, the row groups are shuffled and laid end to end. Logical shard i of n receives the
 rows from i/n to (i + 1)/n of this sequence, so every row belongs to exactly one shard. Inside a row

@@ -112,8 +112,8 @@ class StreamSource:
         # Records of data sets that are not read any more. They continue if they are added again.
         self._unused: list[dict[str, Any]] = []
         self._mixture = self._make_mixture(self._seed)
-        # One request at a time, since a later one would pass over samples of an earlier one. The
-        # shards of a request are read in parallel.
+        # Requests are read one at a time, because a later one would pass over samples of an earlier
+        # one. The shards of a request are read in parallel.
         self._prefetcher: Prefetcher[_StreamRequest, list[Microbatch]] = Prefetcher(
             self._read, min(threads, 1)
         )
@@ -168,8 +168,8 @@ class StreamSource:
         assert 0 < length <= self._seq_length, f"{length} is not in 1 to {self._seq_length}"
         request = self._make_request(self._consumed, batch_size, length)
         if not self._prefetcher.is_ahead(request):
-            # Read before the guess. In parallel, the guess would read the same documents again to
-            # pass over these samples.
+            # This batch is read before the guess at the next one. In parallel, the guess would read
+            # the same documents again to pass over these samples.
             self._read(request)
         microbatches = self._prefetcher.take(request, self._guess_requests(request))
         # Only after success, so that a failed read does not move the position.

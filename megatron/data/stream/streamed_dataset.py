@@ -24,8 +24,8 @@ from megatron.errors import DataError
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]
 
 _TOKENIZED_AT_ONCE = 16
-"""Texts that are tokenized in one call. A complete window has up to 256 texts. If all shards of a
-batch tokenized one, the first batch would take minutes."""
+"""Texts that are tokenized in one call. A complete window has up to 256 texts. If each shard of a
+batch tokenized a complete window, the first batch would take minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,12 @@ class Document(NamedTuple):
     outcome: int
     """The outcome of the filters, see `filters.py`."""
     size: int
-    """Its tokens without the special tokens, also if it is left out."""
+    """Its number of tokens without the special tokens. It is set even if the document is left
+    out."""
 
 
 class StreamedDataset:
-    """A data set whose logical shards can be read."""
+    """The documents of one data set, divided into logical shards."""
 
     def __init__(
         self,
@@ -240,7 +241,7 @@ class StreamedDataset:
     def _check_vocabulary(
         self, documents: list[Document], path: FilePath, places: Sequence[int]
     ) -> None:
-        """Check the ids of all documents, also of those that are left out.
+        """Check the ids of all documents, including those that are left out.
 
         Raises:
             DataError: an id is outside the vocabulary.

@@ -91,7 +91,7 @@ def roll_back(
 def roll_back_within_run(
     root: Path, request: RollbackRequest, lease: Lease, say: Callable[[str], None]
 ) -> RollbackPlan:
-    """Take a run back whose lease is held, or continue the same rollback. Return the plan.
+    """Roll back a run whose lease is held, or continue the same rollback. Return the plan.
 
     Args:
         root: The run's folder. Nothing in it is open for writing.
@@ -102,7 +102,7 @@ def roll_back_within_run(
     Raises:
         OperationsError, CheckpointError, ConfigError, OSError: See `roll_back`.
     """
-    # The plan is made under the lease. A run may have saved a checkpoint until then.
+    # The plan is made under the lease, because a run may save a checkpoint before that.
     plan, cuts = _plan(root, request)
     _report_plan(root, plan, say, started=cuts is None)
     if not plan.is_empty:

@@ -25,7 +25,7 @@ from megatron.parallel.rendezvous import choose_device
 _DISK_BYTES = 64 << 20
 """Bytes that each rank writes to its disk."""
 _COMPARED_BYTES = 64 << 20
-"""Words that are compared at a time, and bytes of the result."""
+"""Words that are compared at a time. The result of a comparison has as many bytes."""
 _REPEATS = 5
 """Number of products that are timed and compared."""
 _SIZES = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
@@ -145,7 +145,7 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
     wrong = sum(int((part != 0x5A5A5A5A).sum()) for part in filled.split(_COMPARED_BYTES))
     del filled
     if device.type == "cuda":
-        # Otherwise torch would keep the memory for this process, and the training starts with less.
+        # Otherwise torch would keep the memory for this process, and the training would have less.
         torch.cuda.empty_cache()
     if wrong:
         findings.add_failure(f"memory: {wrong} of {count} words do not hold what was written")
