@@ -1,6 +1,7 @@
 """Fixtures that many tests share, and the order in which pytest's workers run the tests."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG_FOLDERS = ("slurm", "equivalence", "training", "faults", "engine", "examples")
 """The folders whose tests take longest, in this order. With several workers, they start first."""
+
+
+def pytest_collection_finish() -> None:
+    """Refuse a test file that puts tools/ on the path.
+
+    `tools/generate.py` would then hide the package `generate` of the tests, in all processes that
+    start later. Import commands from `megatron.commands`.
+    """
+    assert not any(Path(entry).name == "tools" for entry in sys.path), (
+        "a test file has put tools/ on sys.path; import from megatron.commands instead"
+    )
 
 
 def find_folder(node: str) -> str:

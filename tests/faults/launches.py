@@ -320,12 +320,15 @@ class Job:
     def snapshot(self) -> dict[str, bytes]:
         """Return the contents of all files in the folder, by relative path.
 
-        The metrics are left out, and the temporary files of an interrupted replacement.
+        Metrics and chronicle are left out, because a launch that fails adds lines to them. So are
+        the temporary files of an interrupted replacement.
         """
         files = (
             p
             for p in self.folder.rglob("*")
-            if p.is_file() and p.name != "metrics.jsonl" and p.suffix != ".new"
+            if p.is_file()
+            and p.name not in ("metrics.jsonl", "chronicle.jsonl")
+            and p.suffix != ".new"
         )
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 

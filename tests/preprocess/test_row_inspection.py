@@ -1,7 +1,6 @@
 """The tool that inspects files of rows, as --dataset-format reads them."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ from data.file_server import serve
 from data.row_files import make_documents, write_rows
 from tiny_corpus import MERGES, VOCAB
 
-sys.path.insert(0, str(tiny_corpus.ROOT / "tools"))
-import inspect_dataset as inspect_tool
+from megatron.commands import inspect_dataset as inspect_tool
 
 FORMATS = {"parquet": "a.parquet", "arrow": "a.stream.arrow", "jsonl": "a.jsonl"}
 

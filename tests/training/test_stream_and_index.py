@@ -1,6 +1,5 @@
 """The same text by .bin/.idx and by streaming: equal documents, and equal losses in equal order."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,15 +11,13 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, GPT2, JSONL, MERGES, VOCAB
 from training.runs import SIZES
 
+from megatron.commands import preprocess
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.stream.listing import list_dataset
 from megatron.data.stream.reader import Cursor, ShardReader
 from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.observe.metrics import read_metrics
 from megatron.tokenizer import build_tokenizer
-
-sys.path.insert(0, str(tiny_corpus.ROOT / "tools"))
-import preprocess_data
 
 TOKENIZER = ["--vocab-file", VOCAB, "--merge-file", MERGES]
 SEED = 1234
@@ -31,7 +28,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     """Return the corpus as tools/preprocess_data.py writes it."""
     prefix = tmp_path_factory.mktemp("indexed") / "corpus"
     arguments = ["--input", str(JSONL), "--output-prefix", str(prefix), "--append-eod", *TOKENIZER]
-    assert preprocess_data.main(arguments) == 0
+    assert preprocess.main(arguments) == 0
     return IndexedDataset(f"{prefix}_text_document")
 
 
