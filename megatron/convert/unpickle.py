@@ -8,6 +8,7 @@ gives them. See docs/decisions/031.
 
 import argparse
 import collections
+import enum
 import io
 import pickle
 import re
@@ -92,6 +93,24 @@ def _name_member(owner: object, name: str) -> str:
     if not (known or owner is name_position_embedding) or type(name) is not str:
         raise pickle.UnpicklingError("getattr is allowed for enumerations only")
     return name
+
+
+def _get_metadata_member(owner: object, name: str) -> enum.Enum:
+    """Return a member of an enumeration of torch's metadata.
+
+    Python 3.11.0 to 3.11.3 stores it as a call of `getattr`. No attribute is read here.
+
+    Raises:
+        UnpicklingError: `owner` is not such an enumeration, or has no such member.
+    """
+    known = isinstance(owner, type) and issubclass(owner, enum.Enum)
+    if not known or owner not in _METADATA.values() or type(name) is not str:
+        raise pickle.UnpicklingError("getattr is allowed for enumerations only")
+    members = owner.__members__  # type: ignore[attr-defined]
+    if name not in members:
+        raise pickle.UnpicklingError(f"there is no member {name} of this enumeration")
+    member: enum.Enum = members[name]
+    return member
 
 
 class NumpyType(StandIn):
@@ -300,6 +319,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full in _METADATA:
             return _METADATA[full]
+        if full == "builtins.getattr":
+            return _get_metadata_member
         # A dtype is the only kind of thing of torch that may be named. Functions are not.
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found

@@ -142,7 +142,7 @@ def prepare_fms(folder: Path, pool: ProcessPool) -> None:
     for name in ("web", "code"):
         write_arrow(folder / "data" / "tokens" / name / "part0.arrow")
     with tarfile.open(FIXTURES / "step_5_ckp.tar.gz") as archive:
-        archive.extractall(folder / "ckpt" / "checkpoints", filter="data")
+        archive.extractall(folder / "ckpt" / "checkpoints")
 
 
 ORIGINS = {

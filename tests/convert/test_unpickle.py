@@ -150,3 +150,16 @@ def test_metadata_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="is not allowed"):
             load_metadata(tmp_path / ".metadata")
     assert not (tmp_path / "was_run").exists()
+
+
+def test_members_of_enumerations_in_metadata_are_read(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 stores a member as a call of `getattr`."""
+    kinds = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(Call(getattr, kinds, "TORCH_PRESERVE_FORMAT")))
+    assert load_metadata(path) is kinds.TORCH_PRESERVE_FORMAT
+    storage = torch.distributed.checkpoint.metadata.TensorStorageMetadata
+    for owner, name in ((kinds, "__class__"), (kinds, "__doc__"), (storage, "__init__")):
+        path.write_bytes(pickle.dumps(Call(getattr, owner, name)))
+        with pytest.raises(CheckpointError, match="enumeration"):
+            load_metadata(path)
