@@ -23,7 +23,8 @@ def pytest_collection_finish() -> None:
     `tools/generate.py` would then hide the package `generate` of the tests, in all processes that
     start later. Import commands from `megatron.commands`.
     """
-    assert not any(Path(entry).name == "tools" for entry in sys.path), (
+    tools = Path(__file__).resolve().parents[1] / "tools"
+    assert tools not in (Path(entry).resolve() for entry in sys.path), (
         "a test file has put tools/ on sys.path; import from megatron.commands instead"
     )
 
