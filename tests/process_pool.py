@@ -21,9 +21,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
 
 WORKERS = 8
 _TIMEOUT_SECONDS = 300
@@ -232,6 +235,23 @@ def pretrain(argv: list[str]) -> None:
     from megatron.config.cli import load_config
 
     pretrain_module.pretrain(load_config(argv))
+
+
+def start_without_lease(argv: list[str]) -> "Run":
+    """Start the run of a command line on this rank, up to its first iteration."""
+    from megatron.config.cli import load_config
+    from megatron.parallel.launcher import read_launcher_world
+    from megatron.training.job import agree_on_job
+    from megatron.training.join import join_ranks
+    from megatron.training.setup import build_timers, divide_ranks, start_run
+
+    loaded = load_config(argv)
+    world = read_launcher_world()
+    ranks = join_ranks(loaded, world)
+    job = agree_on_job(loaded, ranks, print)
+    timers = build_timers(world)
+    mesh = divide_ranks(job.plan, ranks, world, timers)
+    return start_run(loaded, job, mesh, timers, None)
 
 
 def succeed(outcomes: list[Outcome]) -> str:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from equivalence.corpus import NO_DROPOUT, command, curve
-from process_pool import ProcessPool, pretrain, succeed
+from process_pool import ProcessPool, pretrain, start_without_lease, succeed
 
 from megatron.checkpoint.comparison import compare
 from megatron.checkpoint.load import open_folder
@@ -129,19 +129,7 @@ SMALL = "--fp16 --loss-scale 65536 --num-layers 2 --seq-length 32 --curriculum-d
 
 def measure_norms_of_equal_microbatches(argv: list[str]) -> tuple[float, float]:
     """Return the gradient norm of one microbatch, and of many that are the same."""
-    from megatron.config.cli import load_config
-    from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.job import agree_on_job
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks, start_run
-
-    loaded = load_config(argv)
-    world = read_launcher_world()
-    ranks = join_ranks(loaded, world)
-    job = agree_on_job(loaded, ranks, print)
-    timers = build_timers(world)
-    mesh = divide_ranks(job.plan, ranks, world, timers)
-    run = start_run(loaded, job, mesh, timers, None)
+    run = start_without_lease(argv)
     assert run.sources.train is not None
     microbatch = run.sources.train.read_batch(run.plan.batch_size.final)[0]
     one = run.engine.train_batch([microbatch], iteration=1, lr=0.0)
@@ -267,19 +255,7 @@ def test_an_async_save_equals_a_synchronous_save(
 
 def measure_losses_of_zero_weights(argv: list[str]) -> tuple[float, float]:
     """Return the loss after one step, and after all weights were set to zero through the shards."""
-    from megatron.config.cli import load_config
-    from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.job import agree_on_job
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks, start_run
-
-    loaded = load_config(argv)
-    world = read_launcher_world()
-    ranks = join_ranks(loaded, world)
-    job = agree_on_job(loaded, ranks, print)
-    timers = build_timers(world)
-    mesh = divide_ranks(job.plan, ranks, world, timers)
-    run = start_run(loaded, job, mesh, timers, None)
+    run = start_without_lease(argv)
     assert run.sources.train is not None
     batch = run.sources.train.read_batch(run.plan.batch_size.final)
     run.engine.train_batch(batch, iteration=1, lr=1e-3)

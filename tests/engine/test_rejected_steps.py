@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_pool import ProcessPool
+from process_pool import ProcessPool, start_without_lease
 
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 5000 "
@@ -32,19 +32,7 @@ def train_around_a_rejected_step(argv: list[str]) -> dict[str, Any]:
     """Train an applied step, a rejected one and an applied one. Return what changed."""
     import torch
 
-    from megatron.config.cli import load_config
-    from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.job import agree_on_job
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks, start_run
-
-    loaded = load_config(argv)
-    world = read_launcher_world()
-    ranks = join_ranks(loaded, world)
-    job = agree_on_job(loaded, ranks, print)
-    timers = build_timers(world)
-    mesh = divide_ranks(job.plan, ranks, world, timers)
-    run = start_run(loaded, job, mesh, timers, None)
+    run = start_without_lease(argv)
     assert run.sources.train is not None
     engine = run.engine
 

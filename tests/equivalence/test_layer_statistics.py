@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from process_pool import ProcessPool, pretrain, succeed
+from process_pool import ProcessPool, pretrain, start_without_lease, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_corpus import MERGES, VOCAB
 
@@ -69,19 +69,7 @@ def read_curve(folder: Path) -> list[tuple[float, float]]:
 
 def compare_with_plain_pass(argv: list[str]) -> tuple[list[float], list[float]]:
     """Return the statistics of the engine's first step, and those of a plain pass."""
-    from megatron.config.cli import load_config
-    from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.job import agree_on_job
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks, start_run
-
-    loaded = load_config(argv)
-    world = read_launcher_world()
-    ranks = join_ranks(loaded, world)
-    job = agree_on_job(loaded, ranks, print)
-    timers = build_timers(world)
-    mesh = divide_ranks(job.plan, ranks, world, timers)
-    run = start_run(loaded, job, mesh, timers, None)
+    run = start_without_lease(argv)
     assert run.sources.train is not None
     microbatches = run.sources.train.read_batch(8)
     plain = compute_plainly(run.engine.stages[0], microbatches)  # type: ignore[attr-defined]

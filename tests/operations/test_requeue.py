@@ -60,15 +60,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run_hanging_step(slurm: Path, *reports: str) -> tuple[TaskOutcome, str, list[str]]:
-    """Run an array task whose ranks report these errors. Return outcome, log and alerts."""
-    lines = [
-        f"echo '{report}' > $MEGATRON_ERROR_FOLDER/rank_{rank}.json"
-        for rank, report in enumerate(reports)
-    ]
-    (slurm / "srun").write_text("\n".join(["#!/bin/sh", *lines, "exit 1", ""]))
-    alerts: list[str] = []
-    task = ArrayTask(
+def make_task(slurm: Path, alerts: list[str]) -> ArrayTask:
+    """Return an array task that adds its alerts to a list."""
+    return ArrayTask(
         save=slurm.parent / "checkpoints",
         main_log=slurm.parent / "main_log.txt",
         command=("pretrain_gpt.py",),
@@ -78,6 +72,17 @@ def run_hanging_step(slurm: Path, *reports: str) -> tuple[TaskOutcome, str, list
         srun=(),
         alert=alerts.append,
     )
+
+
+def run_hanging_step(slurm: Path, *reports: str) -> tuple[TaskOutcome, str, list[str]]:
+    """Run an array task whose ranks report these errors. Return outcome, log and alerts."""
+    lines = [
+        f"echo '{report}' > $MEGATRON_ERROR_FOLDER/rank_{rank}.json"
+        for rank, report in enumerate(reports)
+    ]
+    (slurm / "srun").write_text("\n".join(["#!/bin/sh", *lines, "exit 1", ""]))
+    alerts: list[str] = []
+    task = make_task(slurm, alerts)
     return run_array_task(task), task.main_log.read_text(), alerts
 
 
@@ -105,16 +110,7 @@ def run_with_failures(slurm: Path, failures: int) -> tuple[list[str], list[str]]
     """Run an array task whose `scontrol show job` fails so often. Return updates and alerts."""
     (slurm / "failures").write_text(str(failures))
     alerts: list[str] = []
-    task = ArrayTask(
-        save=slurm.parent / "checkpoints",
-        main_log=slurm.parent / "main_log.txt",
-        command=("pretrain_gpt.py",),
-        kill_switch=None,
-        max_failed_starts=3,
-        nodes=None,
-        srun=(),
-        alert=alerts.append,
-    )
+    task = make_task(slurm, alerts)
     assert run_array_task(task) == TaskOutcome.BAD_NODES
     calls = (slurm / "calls").read_text().splitlines()
     assert "requeue 12" in calls
