@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
+from megatron.config.model_rules import LAYER_CHOICES
 from megatron.config.profiling import parse_profile_iterations
-from megatron.config.rules import LAYER_CHOICES
 from megatron.config.tree import Config
 from megatron.config.url import is_url
 from megatron.data.phases import PlannedPhase

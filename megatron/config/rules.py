@@ -1,6 +1,7 @@
 """Rules about fields and their combinations that need only the configuration.
 
-Rules that need the number of processes or a derived number are in `plan_rules.py`.
+This module has the lists of all rules, and those that belong to no other `*_rules.py`. Rules that
+need the number of processes or a derived number are in `plan_rules.py`.
 
 Invariant: a rule raises nothing and reads nothing but the configuration. All rules run, and all
 failures are reported together. Schedules check their own numbers when the plan builds them, so
@@ -11,15 +12,30 @@ The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpee
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
-from megatron.config.data import DataConfig
+from megatron.config.data_rules import (
+    check_data_is_given,
+    check_data_path_has_pairs,
+    check_end_of_document_is_known,
+    check_one_description_of_data,
+    check_phases_are_the_training_data,
+    check_split_weights,
+    check_streamed_data,
+)
 from megatron.config.fields import all_fields
-from megatron.config.layer_choice import choose_layers
+from megatron.config.model_rules import (
+    check_heads_divide_hidden_size,
+    check_layer_choices,
+    check_one_activation,
+    check_positions_cover_sequence,
+    check_query_key_norm,
+    check_rope_scaling,
+    check_rotary_dim_is_even,
+)
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.profiling import check_profile
 from megatron.config.ranges import check_ranges
@@ -30,16 +46,9 @@ from megatron.config.spike_guard_rules import (
 )
 from megatron.config.time_rules import check_length_by_time, check_one_wsd_decay, check_times
 from megatron.config.tree import Config
-from megatron.config.url import has_secret, is_url, redact
 from megatron.config.warning_rules import WARNINGS
 
 Rule = Callable[[ConfigWithOrigin], Iterator[str]]
-
-DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
-"""Fields that need the id of the end-of-document token."""
-
-LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
-"""Fields that choose layers."""
 
 
 def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -185,258 +194,6 @@ def check_loss_scale_bounds(settings: ConfigWithOrigin) -> Iterator[str]:
             f"{settings.describe('precision.initial_loss_scale')}, the first value of the dynamic "
             "loss scale."
         )
-
-
-def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that the heads divide the hidden size, and the key/value heads divide the heads."""
-    model = settings.config.model
-    # `check_ranges` reports this value. Here it would be a division by zero.
-    if model.num_attention_heads < 1:
-        return
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        yield (
-            f"{settings.describe('model.num_attention_heads')} must divide "
-            f"{settings.describe('model.hidden_size')}; change one, or set the width of a head "
-            "with --kv-channels."
-        )
-    groups = model.num_query_groups
-    if groups is not None and groups >= 1 and model.num_attention_heads % groups:
-        divisors = [
-            n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0
-        ]
-        yield (
-            f"{settings.describe('model.num_query_groups')} must divide "
-            f"{settings.describe('model.num_attention_heads')}; use one of "
-            f"{', '.join(map(str, divisors))}."
-        )
-
-
-def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that the rotated channels of a head are an even number of at least 2.
-
-    Rotary positions rotate channels in pairs.
-    """
-    model = settings.config.model
-    if (
-        # Values outside their range are reported by `check_ranges`. The arithmetic below needs
-        # valid ones.
-        model.position_embedding_type != "rotary"
-        or model.num_attention_heads < 1
-        or not 0 < model.rotary_percent <= 1
-    ):
-        return
-    if model.kv_channels is not None:
-        head = model.kv_channels
-    else:
-        head = model.hidden_size // model.num_attention_heads
-    rotated = int(head * model.rotary_percent)
-    if rotated < 2 or rotated % 2:
-        yield (
-            f"{settings.describe('model.rotary_percent')} of a head's {head} channels are "
-            f"{rotated}, but rotary positions rotate pairs of channels; choose a head size or "
-            "fraction that gives an even number of at least 2."
-        )
-
-
-def check_rope_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that the low and the high frequencies of Llama 3's scaling do not overlap."""
-    model = settings.config.model
-    if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        yield (
-            f"{settings.describe('model.rope_low_freq_factor')} must be below "
-            f"{settings.describe('model.rope_high_freq_factor')}; Llama 3 has 1 and 4."
-        )
-
-
-def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that each choice of layers is one, and chooses layers of the model."""
-    num_layers = settings.config.model.num_layers
-    # `check_ranges` reports this value.
-    if num_layers < 1:
-        return
-    for dotted in LAYER_CHOICES:
-        text = settings[dotted]
-        # `check_no_empty_text` reports an empty text.
-        if not text:
-            continue
-        try:
-            choose_layers(text, num_layers)
-        except ValueError as failure:
-            yield f"{settings.describe(dotted)}: {failure}."
-
-
-def check_one_activation(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that an activation without a gate is not combined with a gated MLP."""
-    model = settings.config.model
-    if model.activation != "gelu" and model.glu_activation is not None:
-        yield (
-            f"{settings.describe('model.activation', 'model.glu_activation')} exclude each other: "
-            "the first is for an MLP without a gate; give one of them."
-        )
-
-
-def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that queries and keys of all heads are normalised together by RMSNorm only."""
-    model = settings.config.model
-    if model.qk_norm == "full" and model.normalization != "RMSNorm":
-        yield (
-            f"{settings.describe('model.qk_norm')} needs --normalization RMSNorm, not "
-            f"{model.normalization}; use it, or --qk-norm head."
-        )
-
-
-def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that the table of learned positions has a row for each token of a sample."""
-    model = settings.config.model
-    size = model.max_position_embeddings
-    if size is not None and model.position_embedding_type == "absolute" and size < model.seq_length:
-        yield (
-            f"{settings.describe('model.max_position_embeddings')} must be at least "
-            f"{settings.describe('model.seq_length')}: each token of a sample needs a position."
-        )
-
-
-def check_split_weights(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that --split consists of one to three weights, not negative and not all 0.
-
-    Missing weights count as 0, as in Megatron-LM: `--split 1` trains on all documents.
-    """
-    text = settings.config.data.split
-    try:
-        # Slashes separate weights too, as in Megatron-LM.
-        shares = [float(share) for share in text.replace("/", ",").split(",")]
-    except ValueError:
-        shares = []
-    if (
-        not 1 <= len(shares) <= 3
-        or not all(math.isfinite(share) and share >= 0 for share in shares)
-        or not sum(shares) > 0
-    ):
-        yield (
-            f"{settings.describe('data.split')} must be one to three numbers, not negative and "
-            "not all 0, as in 949,50,1; missing numbers count as 0."
-        )
-
-
-def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that a mixture in --data-path consists of pairs of a weight and a path."""
-    values = settings.config.data.data_path
-    # A single value is the path of one data set and has no weight.
-    if len(values) < 2:
-        return
-    if len(values) % 2:
-        yield (
-            f"{settings.describe('data.data_path')} has {len(values)} values, but a mixture "
-            "consists of pairs: WEIGHT PATH WEIGHT PATH ... (for a single data set give PATH "
-            "alone)."
-        )
-        return
-    for weight in values[::2]:
-        if not _is_weight(weight):
-            yield (
-                f"{settings.describe('data.data_path')}: '{weight}' must be a weight, a number "
-                "above 0, as in 0.7 PATH 0.3 PATH."
-            )
-
-
-def _is_weight(text: str) -> bool:
-    """Return whether a text is a finite number above 0."""
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
-
-
-def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that each split of the data is described in one way only."""
-    data = settings.config.data
-    for which in ("train", "valid", "test"):
-        paths = f"data.{which}_weighted_split_paths"
-        file = f"data.{which}_weighted_split_paths_path"
-        if settings[paths] and settings[file] is not None:
-            yield f"{settings.describe(paths, file)} both name the data; give one of them."
-        # --split divides the documents of --data-path, and weighted split paths name their own
-        # parts of them.
-        for dotted in (paths, file):
-            if data.data_path and settings[dotted]:
-                yield (
-                    f"{settings.describe('data.data_path')} is divided by --split, but "
-                    f"{settings.describe(dotted)} defines its own parts; give one of them."
-                )
-
-
-def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that no other flag names the training data together with --data-phases."""
-    data = settings.config.data
-    if data.data_phases is None:
-        return
-    names = ["data_path", "train_weighted_split_paths", "train_weighted_split_paths_path"]
-    if data.dataset_format is not None:
-        # The phases name folders below --data-path.
-        names = ["datasets", "weights"]
-    for name in names:
-        if settings[f"data.{name}"]:
-            yield (
-                f"{settings.describe('data.data_phases', f'data.{name}')} both name the training "
-                "data; write the data into the first phase of the file."
-            )
-
-
-_STREAM_FLAGS = (
-    "datasets",
-    "weights",
-    "bos_token",
-    "eos_token",
-    "strip_tokens",
-    "max_document_tokens",
-    "max_ngram_repetition",
-    "drop_duplicates",
-)
-
-
-def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that flags for streamed data have --dataset-format, and that it has one folder."""
-    data = settings.config.data
-    if data.dataset_format is None:
-        for name in _STREAM_FLAGS:
-            value = settings[f"data.{name}"]
-            # 0 is a token id, so `value` alone would be wrong.
-            if value is not None and value is not False:
-                yield (
-                    f"{settings.describe(f'data.{name}')} needs --dataset-format parquet, arrow or "
-                    "jsonl."
-                )
-        return
-    if not data.mock_data and len(data.data_path) != 1:
-        yield (
-            f"{settings.describe('data.dataset_format')} needs one folder as --data-path, and it "
-            f"has {len(data.data_path)} values. Name folders in it with --datasets and --weights."
-        )
-    for name in (
-        *(f"{which}_weighted_split_paths" for which in ("train", "valid", "test")),
-        *(f"{which}_weighted_split_paths_path" for which in ("train", "valid", "test")),
-    ):
-        if settings[f"data.{name}"]:
-            yield (
-                f"{settings.describe('data.dataset_format', f'data.{name}')} cannot be used "
-                "together. Name the folders with --datasets and --weights."
-            )
-    yield from _check_urls(data)
-    if data.weights is not None and data.datasets is None and data.data_phases is None:
-        yield f"{settings.describe('data.weights')} needs --datasets."
-
-
-def _check_urls(data: DataConfig) -> Iterator[str]:
-    """Check that URLs hold no secrets, and that what is read from them can be stored."""
-    for path in data.data_path:
-        # The value is not printed with its secret, and must not get into logs and checkpoints.
-        if is_url(path) and has_secret(path):
-            yield (
-                f"--data-path {redact(path)} has a password or a token in the URL. Leave it "
-                "out, and give it in the environment, as in docs/streaming.md."
-            )
-        elif is_url(path) and data.data_cache_path is None:
-            yield f"--data-path {path} needs --data-cache-path, a folder on this machine."
 
 
 def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -598,26 +355,6 @@ def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[str]:
         )
 
 
-def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that a tokenizer is given if the id that ends documents is needed.
-
-    Only a tokenizer knows this id. --vocab-size does not give it.
-    """
-    wanted = [dotted for dotted in DOCUMENT_FLAGS if settings[dotted]]
-    tokenizer = settings.config.tokenizer
-    # A tokenizer needs all of its files, so one that is missing makes the id unknown.
-    if tokenizer.tokenizer_type == "GPT2BPETokenizer":
-        files = [tokenizer.vocab_file, tokenizer.merge_file]
-    else:
-        files = [tokenizer.tokenizer_name_or_path]
-    if wanted and None in files:
-        yield (
-            f"{settings.describe(*wanted)} must have the tokenizer of the data, because the id of "
-            "its end-of-document token is needed: give --vocab-file and --merge-file, or "
-            "--tokenizer-type and --tokenizer-name-or-path."
-        )
-
-
 def check_recompute_fraction(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that --checkpoint-fraction is a fraction above 0 and at most 1."""
     try:
@@ -648,19 +385,6 @@ def check_kept_operators(settings: ConfigWithOrigin) -> Iterator[str]:
                 f"{asked} is not possible with {settings.describe(dotted)}, which hides the "
                 "operators; give one of them."
             )
-
-
-def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that there is data to train on."""
-    data = settings.config.data
-    if not (
-        data.mock_data
-        or data.data_path
-        or data.train_weighted_split_paths
-        or data.train_weighted_split_paths_path
-        or data.data_phases
-    ):
-        yield "there is no data to train on: give --data-path or --train-weighted-split-paths"
 
 
 ERRORS: tuple[Rule, ...] = (

@@ -1,0 +1,118 @@
+"""Rules about the shape of the model. See `rules.py`."""
+
+from collections.abc import Iterator
+
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.layer_choice import choose_layers
+
+LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
+"""Fields that choose layers."""
+
+
+def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the heads divide the hidden size, and the key/value heads divide the heads."""
+    model = settings.config.model
+    # `check_ranges` reports this value. Here it would be a division by zero.
+    if model.num_attention_heads < 1:
+        return
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"{settings.describe('model.num_attention_heads')} must divide "
+            f"{settings.describe('model.hidden_size')}; change one, or set the width of a head "
+            "with --kv-channels."
+        )
+    groups = model.num_query_groups
+    if groups is not None and groups >= 1 and model.num_attention_heads % groups:
+        divisors = [
+            n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0
+        ]
+        yield (
+            f"{settings.describe('model.num_query_groups')} must divide "
+            f"{settings.describe('model.num_attention_heads')}; use one of "
+            f"{', '.join(map(str, divisors))}."
+        )
+
+
+def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the rotated channels of a head are an even number of at least 2.
+
+    Rotary positions rotate channels in pairs.
+    """
+    model = settings.config.model
+    if (
+        # Values outside their range are reported by `check_ranges`. The arithmetic below needs
+        # valid ones.
+        model.position_embedding_type != "rotary"
+        or model.num_attention_heads < 1
+        or not 0 < model.rotary_percent <= 1
+    ):
+        return
+    if model.kv_channels is not None:
+        head = model.kv_channels
+    else:
+        head = model.hidden_size // model.num_attention_heads
+    rotated = int(head * model.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        yield (
+            f"{settings.describe('model.rotary_percent')} of a head's {head} channels are "
+            f"{rotated}, but rotary positions rotate pairs of channels; choose a head size or "
+            "fraction that gives an even number of at least 2."
+        )
+
+
+def check_rope_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the low and the high frequencies of Llama 3's scaling do not overlap."""
+    model = settings.config.model
+    if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        yield (
+            f"{settings.describe('model.rope_low_freq_factor')} must be below "
+            f"{settings.describe('model.rope_high_freq_factor')}; Llama 3 has 1 and 4."
+        )
+
+
+def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that each choice of layers is one, and chooses layers of the model."""
+    num_layers = settings.config.model.num_layers
+    # `check_ranges` reports this value.
+    if num_layers < 1:
+        return
+    for dotted in LAYER_CHOICES:
+        text = settings[dotted]
+        # `check_no_empty_text` reports an empty text.
+        if not text:
+            continue
+        try:
+            choose_layers(text, num_layers)
+        except ValueError as failure:
+            yield f"{settings.describe(dotted)}: {failure}."
+
+
+def check_one_activation(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that an activation without a gate is not combined with a gated MLP."""
+    model = settings.config.model
+    if model.activation != "gelu" and model.glu_activation is not None:
+        yield (
+            f"{settings.describe('model.activation', 'model.glu_activation')} exclude each other: "
+            "the first is for an MLP without a gate; give one of them."
+        )
+
+
+def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that queries and keys of all heads are normalised together by RMSNorm only."""
+    model = settings.config.model
+    if model.qk_norm == "full" and model.normalization != "RMSNorm":
+        yield (
+            f"{settings.describe('model.qk_norm')} needs --normalization RMSNorm, not "
+            f"{model.normalization}; use it, or --qk-norm head."
+        )
+
+
+def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the table of learned positions has a row for each token of a sample."""
+    model = settings.config.model
+    size = model.max_position_embeddings
+    if size is not None and model.position_embedding_type == "absolute" and size < model.seq_length:
+        yield (
+            f"{settings.describe('model.max_position_embeddings')} must be at least "
+            f"{settings.describe('model.seq_length')}: each token of a sample needs a position."
+        )
