@@ -258,24 +258,51 @@ def test_evaluation_does_not_change_training(pool: ProcessPool, ranks: int, flag
     ) == list_numbers(alone)
 
 
-def walk_through_host_memory(flags: str, steps: list[Work]) -> list[Seen]:
-    """Return what `walk` returns, with messages on another device than the stages."""
+def walk_through_host_memory(flags: str, steps: list[Work]) -> tuple[list[Seen], int, int]:
+    """Return what `walk` returns, with messages on another device than the stages.
+
+    The two numbers are the messages that were copied to host memory, and those copied from it.
+    """
     import torch
 
     from megatron.engine import pipeline
 
+    counts = {"_copy_to_host": 0, "_take_from_host": 0}
+
+    def count(name: str) -> mock._patch:
+        original = getattr(pipeline._Stage, name)
+
+        def counted(stage, messages):
+            # The first stage receives nothing, and its buffer is None.
+            counts[name] += sum(getattr(each, "buffer", each) is not None for each in messages)
+            return original(stage, messages)
+
+        return mock.patch.object(pipeline._Stage, name, counted)
+
     # "cpu:0" is the same memory as "cpu", and another device for torch's comparison.
     elsewhere = torch.device("cpu", 0)
-    with mock.patch.object(pipeline, "choose_message_device", return_value=elsewhere):
-        return walk(flags, steps)
+    with (
+        mock.patch.object(pipeline, "choose_message_device", return_value=elsewhere),
+        count("_copy_to_host"),
+        count("_take_from_host"),
+    ):
+        seen = walk(flags, steps)
+    return seen, counts["_copy_to_host"], counts["_take_from_host"]
 
 
-@pytest.mark.parametrize("interleaved", ["", "--num-layers-per-virtual-pipeline-stage 1"])
-def test_messages_through_host_memory_change_no_bit(pool: ProcessPool, interleaved: str) -> None:
-    flags = f"--pipeline-model-parallel-size 2 {interleaved}"
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_messages_through_host_memory_change_no_bit(pool: ProcessPool, virtual: int) -> None:
+    flags = "--pipeline-model-parallel-size 2"
+    if virtual == 2:
+        flags += " --num-layers-per-virtual-pipeline-stage 1"
     steps = [Work(8), evaluation(4), Work(4)]
     plain = run(pool, 2, flags, steps)
     outcomes = pool.run(2, walk_through_host_memory, flags, steps)
     succeed(outcomes)
     for before, after in zip(plain, outcomes, strict=True):
-        assert list_numbers(after.value) == list_numbers(before)
+        assert list_numbers(after.value[0]) == list_numbers(before)
+    # Each microbatch crosses each border between stages, forward, and in training also backward.
+    borders = {1: 1, 2: 3}[virtual]
+    messages = borders * (2 * 8 + 4 + 2 * 4)
+    assert sum(outcome.value[1] for outcome in outcomes) == messages
+    assert sum(outcome.value[2] for outcome in outcomes) == messages
