@@ -46,6 +46,21 @@ def test_repeated_step_has_the_limit_and_the_first_one_ten_times_as_long() -> No
     assert second == LIMIT + TICK
 
 
+def test_start_after_a_rollback_may_take_long_again() -> None:
+    progress = RankProgress()
+    for iteration in (1, 2):
+        progress.begin_step("training iteration", iteration)
+    progress.begin_start()
+    for _ in range(2):
+        found = run_until_exceeded(Stopwatch(progress, LIMIT, TICK), ignore, 200)
+        assert found == pytest.approx(LIMIT * LONG_FACTOR, abs=2 * TICK)
+        # The first step after the start may compile again.
+        progress.begin_step("training iteration", 1)
+    progress.begin_step("training iteration", 2)
+    found = run_until_exceeded(Stopwatch(progress, LIMIT, TICK), ignore, 200)
+    assert found == pytest.approx(LIMIT, abs=2 * TICK)
+
+
 def test_step_that_follows_in_time_exceeds_no_limit() -> None:
     progress = RankProgress()
 
