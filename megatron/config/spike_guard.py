@@ -29,7 +29,7 @@ class SpikeGuardConfig:
     spike_guard_smoothing: Annotated[int, Range("[3, 10000]")] = 16
     """Applied steps in the running median that estimates the level."""
     spike_guard_min_steps: Annotated[int, Range("[4, 10000]")] = 16
-    """Applied steps before the noise is known, from the start of the run or of a phase of data.
+    """Applied steps before the standard deviation is known, from the start of a run or data phase.
     Until then, a loss is a spike only if it exceeds the median so far by 20 % and by 1."""
     spike_guard_reach: Annotated[int, AT_LEAST_ONE] = 1000
     """Iterations that the guard remembers. The level of the loss is the lowest one within them, so
