@@ -278,10 +278,11 @@ def test_run_with_bad_data_ends_as_a_clean_run_on_four_processes(
         found[folder.name] = read_tail(folder, ITERATIONS)
     assert found["skip-step"] == pytest.approx(clean, rel=0.01)
     assert found["rollback"] == pytest.approx(clean, rel=0.01)
-    # A model recovers from slowly worsening data before the end, but not completely.
-    assert found["off"] > {"random": 1.01, "worsening": 1.003, "nan": 0.0}[shape] * clean
+    # Without a guard, the loss ends higher. A model recovers from slowly worsening data almost
+    # completely, so a rollback, which skips good data too, is not better than no guard there.
+    assert found["off"] > {"random": 1.01, "worsening": 1.005, "nan": 0.0}[shape] * clean
     if shape != "nan":
-        assert found["off"] > max(found["skip-step"], found["rollback"])
+        assert found["off"] > found["skip-step"]
     decisions = [decision for decision, _ in list_decisions(tmp_path / "rollback")]
     assert "rollback" in decisions
     assert "stop" not in decisions
