@@ -26,6 +26,7 @@ from megatron.observe.progress import ProgressBar
 from megatron.observe.report import Axes, EvaluationResult, IterationReport
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import compute_throughput, find_peak_tflops
+from megatron.observe.tracking.process import TrackerProcess
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
 from megatron.training.state import TrainState
@@ -106,6 +107,7 @@ class Reporter:
         self._bar = ProgressBar(total=plan.train_iters, show=False)
         self._tensorboard: TensorBoard | None = None
         self._metrics: MetricsFile | None = None
+        self._trackers: list[TrackerProcess] = []
         self._chronicle: Chronicle | None = None
         self._last_event: tuple[str, Mapping[str, Any]] | None = None
         self._iteration: int | None = None
@@ -143,6 +145,16 @@ class Reporter:
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             if path:
                 self._metrics = MetricsFile(path, say=self.say)
+            # A dictionary removes a name that was given twice.
+            for name in dict.fromkeys(logging.tracker):
+                tracker = TrackerProcess(
+                    name,
+                    logging.tracker_project,
+                    folder=Path(str(save)),
+                    metrics=Path(str(path)),
+                    say=self.say,
+                )
+                self._trackers.append(tracker)
             if save and not self._plan.config.batch.eval_only:
                 self._chronicle = Chronicle(Path(save) / CHRONICLE, say=self._bar.say)
             self._emissions = Emissions(
@@ -197,6 +209,8 @@ class Reporter:
         """Start the reports of a run that continues after `iteration`."""
         self._bar.update(iteration)
         self._iteration = iteration
+        for tracker in self._trackers:
+            tracker.start(iteration)
         if self._metrics is not None:
             self._metrics.start(iteration)
 
@@ -253,6 +267,8 @@ class Reporter:
             self._tensorboard.write_training(report)
         if self._metrics is not None:
             self._metrics.write_training(report)
+        for tracker in self._trackers:
+            tracker.poll()
         self._bar.update(1, f"loss {step.result.loss:.3f}")
         if state.iteration % config.logging.log_interval == 0:
             self.say(self._format_line(self._report(state, step, self._interval)))
@@ -369,6 +385,8 @@ class Reporter:
             self._tensorboard.close()
         if self._metrics is not None:
             self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()
         if self._last_event is not None:
             self.record(*self._last_event)
         if self._emissions is not None:
