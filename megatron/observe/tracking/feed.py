@@ -148,7 +148,7 @@ class Feed:
         return [each for each in records if each is not None and each["kind"] != "start"]
 
     def _group(self, records: list[dict[str, Any]]) -> list[_Row]:
-        """Return the iterations that are complete, because a later one has begun."""
+        """Return the iterations that are complete, because a later one has started."""
         rows = []
         for record in records:
             if self._pending is None or self._pending.iteration != record["iteration"]:
