@@ -71,6 +71,7 @@ class GoodputMeter:
 
     def compute(self) -> Goodput | None:
         """Return the goodput of the run until now. It is None until the files are read."""
+        # Read once, because the thread may set it between two reads.
         totals = self._totals
         if totals is None:
             return None

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sqlite3
 import struct
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,10 @@ from typing import Any
 
 import pytest
 from process_pool import pretrain, succeed
+from tiny_corpus import command
 from training.runs import Runner
+from training.spiky_corpus import random_stretch, write_corpus
+from training.test_spike_guard_runs import ROLLBACK, make_argv
 
 from megatron.commands import rollback
 
@@ -203,3 +208,57 @@ def pretrain_quickly(argv: list[str], environment: dict[str, str]) -> None:
         pretrain_in_home(argv, environment)
     finally:
         module._CLOSE_SECONDS = original
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whole_job", [True, False])
+def test_killed_launch_gives_each_iteration_once(trackers: Trackers, whole_job: bool) -> None:
+    names = "--tracker trackio wandb --tracker-project tests --save-interval 4"
+    before = dict(os.environ)
+    os.environ.update(trackers.environment)
+    try:
+        argv = trackers.run.argv(f"{names} --train-iters 100000")
+        killed = command("pretrain_gpt.py", *argv)
+        states = [trackers.run.folder / f"tracker-{name}.json" for name in ("trackio", "wandb")]
+        # The feeds look every 5 s, so they have sent something after that.
+        until = time.monotonic() + 120
+        while not all(path.exists() and json.loads(path.read_text())["sending"] for path in states):
+            assert time.monotonic() < until, "nothing was sent"
+            time.sleep(0.05)
+        feeds = list_children(killed.pid) if whole_job else []
+        for pid in [killed.pid, *feeds]:
+            os.kill(pid, signal.SIGKILL)
+        killed.communicate()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    newest = int((trackers.run.folder / "latest_checkpointed_iteration.txt").read_text())
+    trackers.launch(f"{names} --train-iters {newest + 5}")
+    for name in ("trackio", "wandb"):
+        runs = trackers.read_state(name)["runs"]
+        assert len(runs) <= 2
+        forks = [run["parent_iteration"] for run in runs[1:]]
+        assert all(fork <= newest for fork in forks)
+        trackers.check_lineage(name, forks, last=newest + 5)
+
+
+def list_children(pid: int) -> list[int]:
+    """Return the feeds that a training process has started, and what they have started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in children for each in (int(child), *list_children(int(child)))]
+
+
+@pytest.mark.full
+def test_rollback_of_the_guard_gives_each_iteration_once(trackers: Trackers) -> None:
+    folder = trackers.run.folder
+    corpus = write_corpus(folder.parent / "text" / "text", 60, random_stretch(31, 40))
+    flags = f"{ROLLBACK} --spike-guard-skip-after 14 --tracker trackio wandb"
+    argv = make_argv(folder, corpus, 60, f"{flags} --tracker-project tests")
+    succeed(trackers.run.pool.run(1, pretrain_in_home, argv, trackers.environment))
+    for name in ("trackio", "wandb"):
+        first, second = trackers.read_state(name)["runs"]
+        assert (second["parent"], second["parent_iteration"]) == (first["id"], 20)
+        stored = trackers.read_trackio() if name == "trackio" else trackers.read_wandb()
+        lineage = [*range(1, 21), *sorted(stored[second["id"]])]
+        assert set(range(1, 21)) <= set(stored[first["id"]])
+        assert lineage == [entry["iteration"] for entry in trackers.run.metrics()]

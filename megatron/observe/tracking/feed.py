@@ -142,6 +142,7 @@ class Feed:
         except FileNotFoundError:
             # The first line was not written yet, for example because the disk is full.
             return []
+        # The last line may still be written. It is read as a whole at a later look.
         end = data.rfind(b"\n") + 1
         self._offset += end
         records = [parse_record(line) for line in data[:end].splitlines()]
@@ -151,6 +152,7 @@ class Feed:
         """Return the iterations that are complete, because a later one has started."""
         rows = []
         for record in records:
+            # A tracker drops values of a step that it has seen, so all of one step go together.
             if self._pending is None or self._pending.iteration != record["iteration"]:
                 if self._pending is not None:
                     rows.append(self._pending)
@@ -212,6 +214,7 @@ class Feed:
                 f"it lacks the iterations from {rows[0].iteration}; the next launch sends them "
                 "from the metrics file"
             )
+        # Unlike after a kill, it is certain what has arrived, so the next launch needs no new id.
         self._state.sending = self._passed
         self._state.delivered = self._passed
         self._state.write(self._request.state_path)

@@ -121,6 +121,7 @@ class TrackerProcess:
         ends_at = time.monotonic() + _CLOSE_SECONDS
         # A feed that failed before is in its pause, or waits for the network again.
         self._reader.join(_CLOSE_SECONDS)
+        # Its processes would go on to use the network and the cores of the next job.
         late = self._reader.is_alive()
         if late:
             with contextlib.suppress(OSError):

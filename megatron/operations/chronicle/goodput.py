@@ -169,6 +169,7 @@ def list_launches(history: RunHistory) -> list[_Launch]:
             begin = job
         # The clocks of two hosts may differ, and launches cannot overlap.
         begin = max(begin, earlier_end)
+        # The ranks that hang write nothing, so the verdict is the only sign of their time.
         verdicts = [time for time in history.hang_verdicts if end <= time < following]
         hang_seconds = min(verdicts, default=end) - end
         launches.append(_Launch(begin, loop_start, end + hang_seconds, hang_seconds))

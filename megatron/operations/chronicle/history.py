@@ -108,6 +108,7 @@ class _MetricsReader:
         with open(path, "rb") as file:
             for line in file:
                 read += len(line)
+                # A launch that still runs appends to the file, and counts its own rows.
                 if end is not None and read > end:
                     break
                 record = parse_object(line)

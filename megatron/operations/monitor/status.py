@@ -531,6 +531,7 @@ def _describe_goodput(run: WatchedRun, found: StatusFindings) -> str:
         return ""
     try:
         return f"; {format_goodput(compute_goodput(read_history(run.run)))}"
+    # Nothing was trained yet.
     except DataError:
         return ""
     except (OSError, ValueError) as error:
