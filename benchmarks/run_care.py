@@ -196,6 +196,7 @@ def measure_feed(tracker: str, home: Path) -> float:
             for iteration in range(1, iterations + 1):
                 file.write(json.dumps(line | {"iteration": iteration}) + "\n")
         metrics.close()
+        feed.request_end()
         feed.close()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

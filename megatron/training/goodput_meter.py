@@ -36,7 +36,7 @@ class GoodputMeter:
             metrics: The metrics file, which has that start too, but no iteration of this launch.
         """
         self._folder = folder
-        self._metrics_bytes = metrics.stat().st_size if metrics.exists() else 0
+        self._metrics_bytes = _find_size(metrics)
         self._totals: Totals | None = None
         """The totals of the files. None until they are read."""
         self._failure: str | None = None
@@ -97,3 +97,11 @@ class GoodputMeter:
         goodput = self.compute()
         if goodput is not None:
             say(format_goodput(goodput))
+
+
+def _find_size(path: Path) -> int:
+    """Return the bytes of a file. A file that does not exist or cannot be read has none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

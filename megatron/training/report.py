@@ -410,6 +410,9 @@ class Reporter:
             self._tensorboard.close()
         if self._metrics is not None:
             self._metrics.close()
+        # They send the rest at the same time.
+        for tracker in self._trackers:
+            tracker.request_end()
         for tracker in self._trackers:
             tracker.close()
         if self._goodput is not None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import megatron.observe.tracking.feed as feed_module
 from megatron.observe.chronicle import append_event
 from megatron.observe.tracking.feed import Feed, FeedRequest, hide_secrets
 from megatron.observe.tracking.records import flatten_record
@@ -227,6 +229,15 @@ def test_torn_line_is_read_when_it_is_complete(launches: Launches) -> None:
     stop.set()
     thread.join(20)
     assert launches.list_lineage() == [1]
+
+
+def test_slow_tracker_is_reported(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "_SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(launches.tracker, "close", lambda: time.sleep(0.2))
+    launches.launch(0, 1)
+    assert launches.said == [
+        "closing the run takes longer than 0.01 s; training continues",
+    ]
 
 
 def test_damaged_state_is_an_error(launches: Launches) -> None:

@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -283,7 +282,7 @@ def hide_secrets(text: str) -> str:
 def main(argument: str) -> int:
     """Run the feed that a training process has started. Return the exit code.
 
-    Messages go to standard output. Standard input ends when the launch ends.
+    Messages go to standard output. Standard input gets a byte or ends when the launch ends.
 
     Args:
         argument: The request as JSON.
@@ -311,8 +310,7 @@ def main(argument: str) -> int:
     stop = threading.Event()
 
     def wait_for_end() -> None:
-        while os.read(0, 4096):
-            time.sleep(0.1)
+        os.read(0, 1)
         stop.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()

@@ -59,17 +59,17 @@ class TrackerProcess:
 
         Call it before the launch writes into the metrics file.
         """
-        request = FeedRequest(
-            self._tracker,
-            self._project,
-            str(self._folder),
-            str(self._metrics),
-            iteration,
-            self._metrics.stat().st_size if self._metrics.exists() else 0,
-            os.getpid(),
-        )
         command = [sys.executable, "-m", "megatron.observe.tracking.feed"]
         try:
+            request = FeedRequest(
+                self._tracker,
+                self._project,
+                str(self._folder),
+                str(self._metrics),
+                iteration,
+                self._metrics.stat().st_size if self._metrics.exists() else 0,
+                os.getpid(),
+            )
             self._process = subprocess.Popen(
                 [*command, json.dumps(asdict(request))],
                 stdin=subprocess.PIPE,
@@ -109,15 +109,21 @@ class TrackerProcess:
         while not self._messages.empty():
             self._warn(self._messages.get())
 
+    def request_end(self) -> None:
+        """Ask the feed to send the rest and to end. Call it when the metrics file is closed."""
+        if self._process is not None:
+            assert self._process.stdin is not None, "the feed was started with a pipe"
+            # A byte, because a process that was forked from this one may keep the pipe open.
+            with contextlib.suppress(OSError):
+                self._process.stdin.write("end\n")
+                self._process.stdin.close()
+
     def close(self) -> None:
-        """Let the feed send the rest and end it. Call it when the metrics file is closed."""
+        """Wait for the end of the feed, or end it. Call it after `request_end`."""
         process = self._process
         self._process = None
         if process is None or self._reader is None:
             return
-        assert process.stdin is not None, "the feed was started with a pipe"
-        with contextlib.suppress(OSError):
-            process.stdin.close()
         ends_at = time.monotonic() + _CLOSE_SECONDS
         # A feed that failed before is in its pause, or waits for the network again.
         self._reader.join(_CLOSE_SECONDS)
