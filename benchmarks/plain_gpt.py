@@ -1,6 +1,6 @@
 """A GPT of a few plain lines, as a contestant of `step_time.py`.
 
-It stands for trainers such as nanoGPT. It has biases everywhere, learned positions, pre-norm blocks,
+It stands for trainers such as nanoGPT. It has biases, learned positions, pre-norm blocks,
 a tied output matrix, PyTorch's attention kernel, and a loss on complete logits.
 """
 
