@@ -60,6 +60,11 @@ class Chronicle:
         self._say = say
         self._lost_events = 0
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return self._path.parent
+
     def record(self, kind: str, iteration: int | None, details: Mapping[str, Any]) -> None:
         """Append one event with the current time. See `Event`."""
         try:

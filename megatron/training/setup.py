@@ -408,7 +408,7 @@ def build_saver(
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
-        reporter.record("save", {}, iteration)
+        reporter.report_save(iteration)
         if exporter is not None:
             exporter.record_checkpoint(iteration)
 
