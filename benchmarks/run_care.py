@@ -11,6 +11,8 @@ A tracker's feed is a process of its own. Its CPU time is in another table, beca
 not wait for it. It counts only where all cores are busy.
 """
 
+import contextlib
+import io
 import json
 import os
 import platform
@@ -208,7 +210,9 @@ def measure_step(arguments: Arguments, folder: Path) -> float:
     """Return the median seconds of a training step."""
     steps = StepArguments(shape=("gpt2",), precision=("fp32",))
     loaded = load_config(command_line(steps, "gpt2", "fp32", str(folder)))
-    run = build_trainer(loaded, choose_device(0))
+    # The start of a run prints its plan.
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = build_trainer(loaded, choose_device(0))
     seconds = measure(lambda: one_iteration(run), arguments.rounds, calls=arguments.steps)
     run.reporter.close()
     return seconds

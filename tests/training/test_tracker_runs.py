@@ -98,9 +98,11 @@ class Trackers:
         losses: dict[int, float] = {}
         end = last
         for run in reversed(runs):
-            own = sorted(step for step in stored[run["id"]] if step <= end)
+            # A run that was killed at its start may have stored nothing.
+            rows = stored.get(run["id"], {})
+            own = sorted(step for step in rows if step <= end)
             lineage = own + lineage
-            losses |= {step: stored[run["id"]][step]["lm_loss"] for step in own}
+            losses |= {step: rows[step]["lm_loss"] for step in own}
             end = min(end, run["parent_iteration"])
         assert lineage == [*range(1, last + 1)]
         assert losses == {
@@ -124,7 +126,10 @@ def iterate_wandb(path: Path) -> Iterator[Any]:
         if left < 7:
             at += left
             continue
+        # A kill may have cut off the last record.
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):
+            return
         part += data[at + 7 : at + 7 + size]
         at += 7 + size
         # A complete record, or the last part of one.
@@ -220,9 +225,11 @@ def test_killed_launch_gives_each_iteration_once(trackers: Trackers, whole_job: 
         argv = trackers.run.argv(f"{names} --train-iters 100000")
         killed = command("pretrain_gpt.py", *argv)
         states = [trackers.run.folder / f"tracker-{name}.json" for name in ("trackio", "wandb")]
-        # The feeds look every 5 s, so they have sent something after that.
+        # What was sent counts as delivered at the next look at the file, 5 s later.
         until = time.monotonic() + 120
-        while not all(path.exists() and json.loads(path.read_text())["sending"] for path in states):
+        while not all(
+            path.exists() and json.loads(path.read_text())["delivered"] for path in states
+        ):
             assert time.monotonic() < until, "nothing was sent"
             time.sleep(0.05)
         feeds = list_children(killed.pid) if whole_job else []
