@@ -25,6 +25,7 @@ from megatron.observe.log_line import (
     format_kill_switch_line,
 )
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import OutOfStepError
 
 _REPEATED_SECONDS = 10.0
 """A signal repeated within this time counts as one signal.
@@ -133,6 +134,9 @@ class Exits:
 
         Returns:
             The reason, rank 0's `numbers`, and the numbers of all ranks.
+
+        Raises:
+            OutOfStepError: A rank has sent another message than this one.
         """
         if self._signal:
             mine = StopReason.SIGNAL
@@ -152,9 +156,14 @@ class Exits:
             shared[self._mesh.rank] = of_each_rank
         # The tensor is on the CPU and the control group uses gloo. The decision therefore does not
         # wait for work that is queued on the device.
-        agreed = torch.tensor([float(mine), *numbers, *shared], dtype=torch.float64)
+        # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
+        # iteration show that this has not happened.
+        check = [float(after), -float(after)]
+        agreed = torch.tensor([float(mine), *check, *numbers, *shared], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        reason, *others = agreed.tolist()
+        reason, largest, smallest, *others = agreed.tolist()
+        if [largest, smallest] != check:
+            raise OutOfStepError({})
         return StopReason(int(reason)), others[: len(numbers)], others[len(numbers) :]
 
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:

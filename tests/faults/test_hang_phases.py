@@ -7,6 +7,7 @@ one rank leaves out, and a file that never answers. The ranks are processes of t
 import ctypes
 import os
 import pkgutil
+import re
 import signal
 import tempfile
 import time
@@ -16,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.launches import Launch, NewJob
+from faults.launches import NewJob
 from faults.test_hangs import (
     CONSTANTS,
+    COORDINATES,
     FLAGS,
     HANG_SECONDS,
     LONG_FACTOR,
+    LOST,
     STARTED,
     find_line,
     wait_for_verdict,
 )
+
+from megatron.error_report import FOLDER_VARIABLE, read_reports
 
 FULL = pytest.mark.full
 SILENT = ("stopped", "mapped file")
@@ -44,9 +49,11 @@ class Site:
     """What the line of its caller begins with. The verdict has it, because the fault is no part of
     the package."""
     call: int = 1
-    """Which call of the function hangs."""
+    """The call of the function that hangs, counted from 1."""
     is_long: bool = True
     """Whether the phase may take LONG_FACTOR times the limit."""
+    result: Any = None
+    """What the function returns in the place of a skipped collective."""
 
 
 INDEX = Site("megatron.data.source._Source.prepare", "data/source.py")
@@ -57,7 +64,9 @@ FIRST_DECISION = Site("megatron.training.loop.decide", "training/loop.py")
 FIRST_READ = Site("megatron.data.source.compute_sample_positions", "data/")
 TRAIN = Site("megatron.training.loop.count_step", "training/loop.py", 3, is_long=False)
 DECISION = Site("megatron.training.loop.decide", "training/loop.py", 3, is_long=False)
-EVALUATE = Site("megatron.training.evaluate._sum_over_ranks", "training/", 3, is_long=False)
+EVALUATE = Site(
+    "megatron.training.evaluate._sum_over_ranks", "training/", 3, is_long=False, result=[1.0] * 4
+)
 EVALUATION = Site("megatron.training.loop.evaluate_validation", "training/", 3, is_long=False)
 SAVE = Site("megatron.checkpoint.save.Saver._agree", "checkpoint/save.py")
 WRITE = Site("megatron.checkpoint.shard_file.write_tensors", "checkpoint/")
@@ -77,13 +86,14 @@ def break_rank(victim: int, site: Site, fault: str, rank: int) -> None:
         calls.append("")
         if len(calls) != site.call:
             return original(*arguments, **options)
-        return hang(fault)
+        hang(fault)
+        return site.result
 
     setattr(target, name, call)
 
 
 def hang(fault: str) -> None:
-    """Hang for ever, or return None in the place of a collective."""
+    """Hang permanently, or return if a collective is skipped."""
     if fault in SILENT:
         time.sleep(BEATS_SECONDS)
     print(STARTED)
@@ -104,53 +114,13 @@ def hang(fault: str) -> None:
             pass
 
 
-def launch_broken_run(new_job: NewJob, site: Site, fault: str, victim: int) -> Launch:
-    flags = f"{FLAGS} --eval-interval 1 --eval-iters 1 --split 9,1,0 --save-interval 4"
+def check_named_hang(new_job: NewJob, site: Site, fault: str, victim: int, extra: str = "") -> None:
+    """Let a rank hang, and check that the verdict names it in time with its line of code."""
+    flags = f"{FLAGS} {extra} --eval-interval 1 --eval-iters 1 --split 9,1,0 --save-interval 4"
     job = new_job("job", flags, 4)
     if site in (LOAD, AFTER_LOAD):
         job.succeed("--train-iters 2")
-    return job.launch(constants=CONSTANTS, prepare=partial(break_rank, victim, site, fault))
-
-
-@pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize(
-    ("site", "fault"),
-    [
-        (INDEX, "stopped"),
-        (INDEX, "sleeps"),
-        (INDEX, "file"),
-        (INDEX, "mapped file"),
-        (LOAD, "stopped"),
-        (LOAD, "sleeps"),
-        (LOAD, "file"),
-        (AFTER_LOAD, "stopped"),
-        (AFTER_LOAD, "sleeps"),
-        (AFTER_LOAD, "skips"),
-        (FIRST_STEP, "stopped"),
-        (FIRST_STEP, "sleeps"),
-        (FIRST_DECISION, "skips"),
-        (FIRST_READ, "file"),
-        (FIRST_READ, "mapped file"),
-        (TRAIN, "stopped"),
-        (TRAIN, "sleeps"),
-        (DECISION, "skips"),
-        (EVALUATE, "stopped"),
-        (EVALUATE, "sleeps"),
-        (EVALUATE, "skips"),
-        (EVALUATION, "skips"),
-        (EVALUATION, "file"),
-        (EVALUATION, "mapped file"),
-        (SAVE, "stopped"),
-        (SAVE, "sleeps"),
-        (SAVE, "skips"),
-        (WRITE, "stopped"),
-        (WRITE, "sleeps"),
-        (WRITE, "file"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.function.rpartition(".")[2],
-)
-def test_hang_is_named_in_every_phase(site: Site, fault: str, victim: int, new_job: NewJob) -> None:
-    launch = launch_broken_run(new_job, site, fault, victim)
+    launch = job.launch(constants=CONSTANTS, prepare=partial(break_rank, victim, site, fault))
     launch.wait_for(lambda: STARTED in launch.output(victim), "the fault")
     limit = HANG_SECONDS
     if site.is_long:
@@ -165,3 +135,101 @@ def test_hang_is_named_in_every_phase(site: Site, fault: str, victim: int, new_j
         assert f"it was at {site.line}" in found, output
     elif fault != "skips":
         assert f"is at {site.line}" in found, output
+
+
+PLACES: list[tuple[Site, str]] = [
+    (INDEX, "stopped"),
+    (INDEX, "sleeps"),
+    (INDEX, "file"),
+    (INDEX, "mapped file"),
+    (LOAD, "stopped"),
+    (LOAD, "sleeps"),
+    (LOAD, "file"),
+    (AFTER_LOAD, "stopped"),
+    (AFTER_LOAD, "sleeps"),
+    (FIRST_STEP, "stopped"),
+    (FIRST_STEP, "sleeps"),
+    (FIRST_DECISION, "skips"),
+    (FIRST_READ, "file"),
+    (FIRST_READ, "mapped file"),
+    (TRAIN, "stopped"),
+    (TRAIN, "sleeps"),
+    (DECISION, "skips"),
+    (EVALUATE, "stopped"),
+    (EVALUATE, "sleeps"),
+    (EVALUATE, "skips"),
+    (EVALUATION, "skips"),
+    (EVALUATION, "file"),
+    (EVALUATION, "mapped file"),
+    (SAVE, "stopped"),
+    (SAVE, "sleeps"),
+    (SAVE, "skips"),
+    (WRITE, "stopped"),
+    (WRITE, "sleeps"),
+    (WRITE, "file"),
+]
+# Train is in the short suite already, in `test_hangs.py`.
+SHORT = [(INDEX, "file", 3), (EVALUATION, "mapped file", 3), (WRITE, "stopped", 0)]
+
+
+def name_case(value: object) -> str:
+    return value.function.rpartition(".")[2] if isinstance(value, Site) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("site", "fault", "victim"),
+    [
+        pytest.param(site, fault, victim, marks=() if (site, fault, victim) in SHORT else FULL)
+        for site, fault in PLACES
+        for victim in (0, 3)
+    ],
+    ids=name_case,
+)
+def test_hang_is_named_in_every_phase(site: Site, fault: str, victim: int, new_job: NewJob) -> None:
+    check_named_hang(new_job, site, fault, victim)
+
+
+@FULL
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(
+    ("site", "fault"),
+    [
+        (INDEX, "stopped"),
+        (FIRST_STEP, "stopped"),
+        (TRAIN, "stopped"),
+        (TRAIN, "sleeps"),
+        (EVALUATE, "stopped"),
+        (SAVE, "stopped"),
+        (WRITE, "file"),
+        (LOAD, "stopped"),
+    ],
+    ids=name_case,
+)
+def test_hang_is_named_with_deepspeed(site: Site, fault: str, victim: int, new_job: NewJob) -> None:
+    check_named_hang(new_job, site, fault, victim, "--deepspeed")
+
+
+@FULL
+@pytest.mark.parametrize("victim", [0, 3])
+def test_rank_that_leaves_out_a_message_is_named(
+    victim: int, new_job: NewJob, tmp_path: Path
+) -> None:
+    """gloo takes the next message for the missing one. No rank hangs, and none may go on."""
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    job = new_job("job", FLAGS, 4)
+    job.succeed("--train-iters 2")
+    launch = job.launch(
+        constants=CONSTANTS,
+        environment={FOLDER_VARIABLE: str(reports)},
+        prepare=partial(break_rank, victim, AFTER_LOAD, "skips"),
+    )
+    assert launch.codes(by_themselves=True) == [LOST] * 4, launch.all_output()
+    found = re.search(r"the ranks are out of step.*\n  (.*)\n  (.*)", launch.all_output())
+    assert found is not None, launch.all_output()
+    name = f"rank {victim} on {os.uname().nodename} ({COORDINATES[victim]})"
+    assert found[1].startswith(f"{name} is at checkpoint/finite.py"), found[1]
+    assert found[2].startswith("3 of the other ranks are at checkpoint/start.py"), found[2]
+    errors, _ = read_reports(reports)
+    assert [error.rank for error in errors] == [0, 1, 2, 3]
+    assert all(name in error.message for error in errors)
