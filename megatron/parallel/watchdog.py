@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.durable import replace_file
 from megatron.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
 from megatron.parallel.hang_verdict import describe_states
+from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.progress import RankProgress, Stopwatch
 from megatron.parallel.rank_state import RankState, read_state, write_state
 from megatron.parallel.roll_call import (
@@ -166,6 +167,20 @@ class Watchdog(RollCall):
             # The caller has printed the verdict. The launcher reads it from any rank's file.
             self._report(HungRanksError(verdict), self._describe_exit())
             self._end()
+
+    def _build_out_of_step_error(self, error: OutOfStepError) -> LostRanksError:
+        """Report the error to the launcher as a hang is, and end this process."""
+        # If another thread reports a hang already, that report is at least as good.
+        if not self._acting.acquire(blocking=False):
+            time.sleep(6 * self._window)
+            return LostRanksError(self._describe_exit())
+        text = self._describe_out_of_step(error)
+        self._describe_call()
+        self._write_files(self._call_name)
+        if self._rank == 0:
+            self._write_verdict(text)
+        self._report(HungRanksError(text), text if self._rank == 0 else self._describe_exit())
+        self._end()
 
     def _build_error(self, error: BaseException) -> LostRanksError:
         if self._acting.acquire(blocking=False):

@@ -25,6 +25,7 @@ from megatron.observe.log_line import (
     format_kill_switch_line,
 )
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import OutOfStepError
 
 _REPEATED_SECONDS = 10.0
 """A signal repeated within this time counts as one signal.
@@ -114,8 +115,12 @@ class Exits:
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
 
     def decide(
-        self, before: int, after: int, numbers: Sequence[float] = ()
-    ) -> tuple[StopReason, list[float]]:
+        self,
+        before: int,
+        after: int,
+        numbers: Sequence[float] = (),
+        of_each_rank: float | None = None,
+    ) -> tuple[StopReason, list[float], list[float]]:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 
         All ranks call it together and get the same answer.
@@ -124,9 +129,14 @@ class Exits:
             before: The iteration before the step.
             after: The iteration after it.
             numbers: Decisions of rank 0, as many on each rank. They travel in the same message.
+            of_each_rank: A number of this rank that all ranks get. Either each rank has one or
+                none.
 
         Returns:
-            The reason, and rank 0's `numbers`.
+            The reason, rank 0's `numbers`, and the numbers of all ranks.
+
+        Raises:
+            OutOfStepError: A rank has sent another message than this one.
         """
         if self._signal:
             mine = StopReason.SIGNAL
@@ -134,17 +144,27 @@ class Exits:
             mine = StopReason.NONE
         if self._mesh.rank == 0:
             mine = max(mine, self._rank_zero_reason(before, after))
+        shared = [] if of_each_rank is None else [of_each_rank]
         if self._mesh.grid.world_size == 1:
-            return StopReason(mine), list(numbers)
+            return StopReason(mine), list(numbers), shared
         if self._mesh.rank != 0:
             # The maximum is then rank 0's number, bit for bit.
             numbers = [-math.inf] * len(numbers)
+        if of_each_rank is not None:
+            # Each rank has a place of its own, and the maximum leaves its number as it is.
+            shared = [-math.inf] * self._mesh.grid.world_size
+            shared[self._mesh.rank] = of_each_rank
         # The tensor is on the CPU and the control group uses gloo. The decision therefore does not
         # wait for work that is queued on the device.
-        agreed = torch.tensor([float(mine), *numbers], dtype=torch.float64)
+        # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
+        # iteration show that this has not happened.
+        check = [float(after), -float(after)]
+        agreed = torch.tensor([float(mine), *check, *numbers, *shared], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        reason, *decided = agreed.tolist()
-        return StopReason(int(reason)), decided
+        reason, largest, smallest, *others = agreed.tolist()
+        if [largest, smallest] != check:
+            raise OutOfStepError({})
+        return StopReason(int(reason)), others[: len(numbers)], others[len(numbers) :]
 
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:
         """Return the reason that rank 0 alone can see: kill switch, duration or interval."""

@@ -23,6 +23,7 @@ from megatron.training.interventions import GuardRecords
 from megatron.training.report import Reporter
 from megatron.training.spike_guard import SpikeGuard
 from megatron.training.state import TrainState
+from megatron.training.stragglers import StragglerWatch
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Run:
     timers: Timers
     exits: Exits
     clock: RunClock
+    stragglers: StragglerWatch
     saver: Saver | None
     """None if nothing is saved."""
     profiler: Profiler
