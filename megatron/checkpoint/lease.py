@@ -6,7 +6,8 @@ A run that starts while another one is alive in its folder is refused. A run tha
 another one was killed takes the folder over. It does so immediately if the kernel shows that the
 process is gone, or if Slurm or the array task has ended the earlier start of the same job.
 Otherwise it waits until the heartbeat has not changed for STALE_SECONDS, measured by its own clock.
-Clocks of different hosts are never compared. A file that names no writer, because it is empty or damaged, may still have a heartbeat.
+Clocks of different hosts are never compared. A file that names no writer, because it is empty or
+damaged, may still have a heartbeat.
 """
 
 import contextlib

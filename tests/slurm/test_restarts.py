@@ -6,11 +6,9 @@
 # ruff: noqa: F811 (fixtures are imported by their names)
 
 import os
-import re
 import signal
 import time
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from slurm.test_array_task import SAVED, TinyRun, tiny  # noqa: F401

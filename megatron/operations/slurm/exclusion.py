@@ -7,7 +7,7 @@ that of a file system that does not answer.
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,19 @@ class HostExclusion:
         except OSError as error:
             print(f"warning: the chronicle could not be written: {error}", flush=True)
 
-    def record_hang(self, reports: Sequence[ErrorReport], hosts: Iterable[str]) -> dict[str, str]:
+    def record_hang(self, verdict: ErrorReport, hosts: Iterable[str]) -> dict[str, str]:
         """Record a hang, and return the hosts that it excludes, each with the reason.
 
         Args:
-            reports: The reports of the hang, at least one.
+            verdict: The report of a rank that compared the states of all ranks.
             hosts: The hosts of the training, by Slurm's names.
         """
         names = list(hosts)
-        # The ranks that only follow the verdict do not know its hosts.
-        first = next((report for report in reports if report.hung_hosts), reports[0])
-        named = sorted({find_slurm_name(host, names) for host in first.hung_hosts})
+        named = sorted({find_slurm_name(host, names) for host in verdict.hung_hosts})
         earlier = self._count_hangs()
         if len(names) > 1 and 2 * len(named) > len(names):
             named = []
-        self.record("hang", {"hosts": named, "verdict": first.message[:_LONGEST_VERDICT]})
+        self.record("hang", {"hosts": named, "verdict": verdict.message[:_LONGEST_VERDICT]})
         counts = {host: earlier[host] + 1 for host in named}
         return {
             host: f"{count} hangs of this run waited for a rank on it"

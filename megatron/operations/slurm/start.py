@@ -231,9 +231,12 @@ class TrainingStarts:
 
         No flag is wrong, and a new start may help.
         """
-        self._say(hangs[0].message)
-        self._remove_hosts(self._exclusion.record_hang(hangs, hosts))
-        return StartEnd(TaskOutcome.CRASHED, hangs[0].message.splitlines()[0])
+        # The ranks that only follow the verdict do not know its hosts.
+        verdict = next((report for report in hangs if report.hung_hosts), hangs[0])
+        self._say(verdict.message)
+        self._remove_hosts(self._exclusion.record_hang(verdict, hosts))
+        # The second line names the first of the ranks that the others wait for.
+        return StartEnd(TaskOutcome.CRASHED, " ".join(verdict.message.split("\n")[:2]))
 
     def _remove_hosts(self, bad: Mapping[str, str]) -> None:
         """Do not use these hosts any more, in this job and in later ones."""
