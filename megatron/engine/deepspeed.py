@@ -55,6 +55,7 @@ from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMome
 from megatron.engine.fragments import Fragment
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.optimizer import choose_rate, compute_squared_norm
+from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.errors import ConfigError
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
 from megatron.model.inputs import Inputs
@@ -179,6 +180,7 @@ class DeepSpeedEngine(EngineBase):
         # the last gradient and the update.
         def wait_and_update(*args: Any, **kwargs: Any) -> Any:
             self._before_update()
+            self._share_replicated_gradients()
             self._show_infinities()
             with self._reject_step():
                 result = update(*args, **kwargs)
@@ -221,6 +223,35 @@ class DeepSpeedEngine(EngineBase):
                 f"--deepspeed-config {path}: DeepSpeed refuses it: {reason}; "
                 "change the setting that it names"
             ) from error
+
+    def _share_replicated_gradients(self) -> None:
+        """Give the tensor-parallel ranks the same gradients of the parameters that all hold."""
+        gradients = [
+            self._get_gradient(fragment)
+            for fragment in self._fragments
+            if fragment.spec.shard_dim is None
+        ]
+        # The hooks of `_mark` have added up partial gradients already.
+        add_over_tensor_ranks([], gradients, self._mesh.tensor_parallel)
+
+    def _get_gradient(self, fragment: Fragment) -> Tensor:
+        """Return the reduced gradient of a fragment, which the next update reads."""
+        optimizer = self._engine.optimizer
+        # BF16_Optimizer has a flat gradient of each partition, and so has offload.
+        flats = getattr(optimizer, "fp32_groups_gradient_flat_partition", None)
+        if flats is None:
+            flat = self._flats[fragment.flat].grad
+        else:
+            flat = flats[fragment.flat]
+        if flat is not None:
+            return flat.narrow(0, fragment.at, fragment.size)
+        # ZeRO has a list of tensors, which it concatenates to the flat gradient in its update.
+        start = 0
+        for gradient in optimizer.averaged_gradients[fragment.flat]:
+            if start == fragment.at:
+                return gradient
+            start += gradient.numel()
+        raise AssertionError(f"no gradient begins at {fragment.at} of partition {fragment.flat}")
 
     def _show_infinities(self) -> None:
         """Put an infinity into every rank's gradients if those of any rank are not finite.

@@ -31,6 +31,7 @@ from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.optimizer import MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.parallelize import RankStage, shard_offset
+from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
 from megatron.model.inputs import Inputs
@@ -72,7 +73,6 @@ class NativeEngine(EngineBase):
         self._masters = [
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
-        self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = build_optimizer(self._masters, plan, mesh)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
@@ -212,7 +212,7 @@ class NativeEngine(EngineBase):
             gradient = master.model.grad
             assert gradient is not None, f"{master.name} got no gradient"
             master.weight.grad = self._get_local_tensor(gradient)
-        self._add_partial_gradients()
+        self._add_replicated_gradients()
         self._add_tied_gradients()
         if recorder is not None:
             recorder.record_gradients(self._list_counted(), scale)
@@ -254,29 +254,23 @@ class NativeEngine(EngineBase):
         recorder.record_weights(self._list_counted())
         return replace(result, layers=recorder.reduce())
 
-    def _add_partial_gradients(self) -> None:
-        """Add up the partial gradients over the tensor-parallel ranks.
+    def _add_replicated_gradients(self) -> None:
+        """Give the tensor-parallel ranks the same gradients of the parameters that all hold.
 
         With sequence parallelism, the gradients of norms, learned positions and some biases cover
         only this rank's part of the sequence. Norms of heads, xIELU's weights, and keys and values
-        that ranks share have gradients of this rank's heads or channels. One all-reduce sends all
-        of them, because most are small.
+        that ranks share have gradients of this rank's heads or channels.
         """
-        gradients = [
-            m.weight.grad
-            for m in self._partial
-            if m.weight.grad is not None and m.weight.grad.numel()
-        ]
-        if not gradients:
-            return
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        tp = self._mesh.tensor_parallel
-        with tp.comm_timer():
-            dist.all_reduce(flat, group=tp.group)
-        for gradient, summed in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
-            gradient.copy_(summed.view_as(gradient))
+        partial = []
+        replicated = []
+        for master in self._masters:
+            gradient = master.weight.grad
+            assert gradient is not None, "gradients are set before they are added up"
+            if master.spec.partial_gradient:
+                partial.append(gradient)
+            elif master.spec.shard_dim is None:
+                replicated.append(gradient)
+        add_over_tensor_ranks(partial, replicated, self._mesh.tensor_parallel)
 
     def _add_tied_gradients(self) -> None:
         """Add up the gradients of the word embedding and its copy on the last stage.
@@ -295,19 +289,8 @@ class NativeEngine(EngineBase):
         They are those of the complete model. One all-reduce sums all three.
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
+        # An infinity in a replica is in the first rank's gradient too, which is counted.
         squares = compute_squared_norm(mine).to(loss.device)
-        # Only the first tensor-parallel rank counts a replicated parameter, but an infinity must be
-        # seen on whichever rank it occurs. 0 x inf is nan, so it makes the sum nan. The copy of a
-        # tied embedding needs no check, because its gradient is the same sum as the original's.
-        # Copies of the model have the same reduced gradients as the first one.
-        replicated = [
-            m
-            for m in self._masters
-            if m.spec.shard_dim is None and m.weight.numel() and not self._is_counted(m)
-        ]
-        squares += 0.0 * compute_squared_norm(
-            [m.weight.grad for m in replicated if m.weight.grad is not None]
-        ).to(loss.device)
         if self._count_zeros:
             zeros = count_zeros(mine).to(loss.device)
         else:

@@ -23,6 +23,7 @@ from megatron.training.interventions import GuardRecords
 from megatron.training.report import Reporter
 from megatron.training.spike_guard import SpikeGuard
 from megatron.training.state import TrainState
+from megatron.training.step_clock import StepClock
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Run:
     timers: Timers
     exits: Exits
     clock: RunClock
+    step_clock: StepClock
     saver: Saver | None
     """None if nothing is saved."""
     profiler: Profiler

@@ -66,6 +66,7 @@ from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
 from megatron.training.spike_response import build_guard
 from megatron.training.state import TrainState
+from megatron.training.step_clock import StepClock
 
 _BYTES_OF_PARAMETER = 4
 """Size of an fp32 number."""
@@ -370,6 +371,7 @@ def build_run(
         timers,
         exits,
         RunClock(plan, state, sets=(len(sources.valid), len(sources.test))),
+        StepClock(mesh.device),
         saver,
         *build_profilers(config, mesh.rank, reporter.say),
         exporter=exporter,
