@@ -20,6 +20,7 @@ from megatron.engine.base import (
     Accept,
     PhaseTimers,
     StepResult,
+    Vote,
     build_inputs,
     skip_timing,
     skip_waiting,
@@ -159,6 +160,7 @@ class NativeEngine(EngineBase):
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
         accept: Accept | None = None,
+        vote: Vote | None = None,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
@@ -177,7 +179,7 @@ class NativeEngine(EngineBase):
                 train=True,
             )
         with self._timers("optimizer"):
-            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept)
+            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept, vote)
             # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
@@ -198,6 +200,7 @@ class NativeEngine(EngineBase):
         rates: tuple[float, float | None],
         recorder: LayerRecorder | None,
         accept: Accept | None,
+        vote: Vote | None,
     ) -> StepResult:
         """Reduce, check, unscale and clip the gradients, and update the weights.
 
@@ -207,6 +210,7 @@ class NativeEngine(EngineBase):
             rates: `lr` and `decoupled_lr` of `train_batch`.
             recorder: It records the gradients before clipping, and the weights after the update.
             accept: See `Engine.train_batch`.
+            vote: See `Engine.train_batch`.
         """
         for master in self._masters:
             gradient = master.model.grad
@@ -217,7 +221,7 @@ class NativeEngine(EngineBase):
         if recorder is not None:
             recorder.record_gradients(self._list_counted(), scale)
         # The norm is only right after the partial and tied gradients were added up.
-        loss_value, squares, zeros = self._reduce_step(loss)
+        loss_value, squares, zeros, votes = self._reduce_step(loss, vote)
         if math.isfinite(squares):
             norm = math.sqrt(squares) / scale
         else:
@@ -249,6 +253,8 @@ class NativeEngine(EngineBase):
         result = self._finish_step(
             loss_value, norm, applied=applied, num_zeros=num_zeros, rejected=rejected
         )
+        if vote is not None:
+            result = replace(result, votes=votes)
         if recorder is None:
             return result
         recorder.record_weights(self._list_counted())
@@ -283,10 +289,10 @@ class NativeEngine(EngineBase):
                 with self._mesh.tensor_parallel.comm_timer():
                     dist.all_reduce(master.weight.grad, group=self._mesh.ends)
 
-    def _reduce_step(self, loss: Tensor) -> tuple[float, float, float]:
-        """Return the mean loss, the squared gradient norm and the number of zeros.
+    def _reduce_step(self, loss: Tensor, vote: Vote | None) -> tuple[float, float, float, float]:
+        """Return the mean loss, the squared gradient norm, the number of zeros, and the votes.
 
-        They are those of the complete model. One all-reduce sums all three.
+        They are those of the complete model and of all ranks. One all-reduce sums all four.
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
@@ -295,10 +301,13 @@ class NativeEngine(EngineBase):
             zeros = count_zeros(mine).to(loss.device)
         else:
             zeros = torch.zeros_like(squares)
-        loss_value, squares_value, zeros_value = self._sum_over_ranks(
-            torch.stack((self._compute_loss_share(loss), squares, zeros))
+        own_vote = 0.0 if vote is None else vote()
+        # A fill is one kernel. Making a tensor from the number would copy it from host memory.
+        votes = torch.full_like(squares, own_vote)
+        loss_value, squares_value, zeros_value, votes_value = self._sum_over_ranks(
+            torch.stack((self._compute_loss_share(loss), squares, zeros, votes))
         )
-        return loss_value, squares_value, zeros_value
+        return loss_value, squares_value, zeros_value, votes_value
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
         """Return this rank's term of the mean loss. The sum over all ranks is the mean.

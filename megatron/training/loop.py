@@ -155,7 +155,9 @@ def decide(run: Run, before: int) -> StopReason:
     save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
     eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
     proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
-    stop, decided = run.exits.decide(before, iteration, proposed)
+    stop, decided = run.exits.decide(
+        before, iteration, proposed, ask_again=run.step_clock.has_paused
+    )
     run.clock.accept(decided)
     return stop
 
@@ -240,7 +242,9 @@ def train_iteration(run: Run) -> None:
             plan.config.logging.log_layer_stats_interval, state.iteration, iteration
         ),
         accept=choose_accept(run),
+        vote=lambda: run.exits.vote(iteration - 1, iteration),
     )
+    run.exits.count_votes(result.votes)
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
     if plan.config.logging.log_params_norm:

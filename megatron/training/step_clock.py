@@ -32,6 +32,8 @@ class StepClock:
         self._since = 0.0
         self._earlier = 0.0
         """Seconds of this iteration before the last pause."""
+        self.has_paused = False
+        """Whether there was a pause since the last iteration was finished."""
 
     def start(self) -> None:
         """Start the first iteration of a launch."""
@@ -44,6 +46,7 @@ class StepClock:
         seconds = self._earlier + now - self._since
         self._since = now
         self._earlier = 0.0
+        self.has_paused = False
         return seconds
 
     @contextmanager
@@ -53,6 +56,7 @@ class StepClock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._earlier += self._read() - self._since
+        self.has_paused = True
         try:
             yield
         finally:
