@@ -253,8 +253,7 @@ class NativeEngine(EngineBase):
         result = self._finish_step(
             loss_value, norm, applied=applied, num_zeros=num_zeros, rejected=rejected
         )
-        if vote is not None:
-            result = replace(result, votes=votes)
+        result = replace(result, votes=votes)
         if recorder is None:
             return result
         recorder.record_weights(self._list_counted())
@@ -289,7 +288,9 @@ class NativeEngine(EngineBase):
                 with self._mesh.tensor_parallel.comm_timer():
                     dist.all_reduce(master.weight.grad, group=self._mesh.ends)
 
-    def _reduce_step(self, loss: Tensor, vote: Vote | None) -> tuple[float, float, float, float]:
+    def _reduce_step(
+        self, loss: Tensor, vote: Vote | None
+    ) -> tuple[float, float, float, float | None]:
         """Return the mean loss, the squared gradient norm, the number of zeros, and the votes.
 
         They are those of the complete model and of all ranks. One all-reduce sums all four.
@@ -307,7 +308,7 @@ class NativeEngine(EngineBase):
         loss_value, squares_value, zeros_value, votes_value = self._sum_over_ranks(
             torch.stack((self._compute_loss_share(loss), squares, zeros, votes))
         )
-        return loss_value, squares_value, zeros_value, votes_value
+        return loss_value, squares_value, zeros_value, None if vote is None else votes_value
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
         """Return this rank's term of the mean loss. The sum over all ranks is the mean.
