@@ -17,6 +17,7 @@ from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
     format_measures_line,
     format_short_training_line,
+    format_slow_ranks_line,
     format_task_line,
     format_training_line,
     format_validation_line,
@@ -31,6 +32,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
 from megatron.training.goodput_meter import GoodputMeter
 from megatron.training.state import TrainState
+from megatron.training.stragglers import RankTimes
 
 
 @dataclass
@@ -104,6 +106,9 @@ class Reporter:
         """
         self._plan = plan
         self._is_rank_zero = mesh.rank == 0
+        self._rank_names = mesh.names
+        self._slow_ranks: set[int] | None = None
+        """The ranks that the last comparison found to be slow. None before the first one."""
         self._interval = _Interval()
         self._bar = ProgressBar(total=plan.train_iters, show=False)
         self._tensorboard: TensorBoard | None = None
@@ -338,6 +343,35 @@ class Reporter:
         """Count the save and the evaluation after the last iteration in the goodput."""
         if self._goodput is not None:
             self._goodput.add_phases(phases)
+
+    def report_rank_times(self, iteration: int, times: RankTimes | None) -> None:
+        """Report which ranks compute more slowly than the others, if they were compared.
+
+        The log has the first comparison of a launch, each one that finds a slow rank, and the first
+        one after that which finds none. Only a rank that was not slow before is a warning.
+        """
+        if times is None or not self._is_rank_zero:
+            return
+        slow = {self._rank_names[rank]: ratio for rank, ratio in times.slow.items()}
+        slowest = self._rank_names[times.slowest]
+        largest = times.seconds[times.slowest]
+        # The times of all ranks would make the file large, so only those that matter are written.
+        if self._metrics is not None:
+            record = {
+                "median_seconds": times.median,
+                "largest_seconds": largest,
+                "slowest": slowest,
+                "slow": slow,
+            }
+            self._metrics.write_rank_times(iteration, "block forward", record)
+        line = format_slow_ranks_line(
+            iteration, slow, (slowest, largest / times.median), times.median
+        )
+        if times.slow.keys() - (self._slow_ranks or set()):
+            self.say(f"warning: {line}")
+        elif slow or self._slow_ranks is None or self._slow_ranks:
+            self.say(line)
+        self._slow_ranks = set(times.slow)
 
     def report_validation(
         self, state: TrainState, results: dict[str, EvaluationResult], *, test: bool = False

@@ -26,6 +26,8 @@ from megatron.observe.log_line import (
     format_training_complete_line,
     parse_kill_switch_line,
     parse_log_line,
+    parse_slow_ranks_line,
+    starts_launch,
 )
 from megatron.operations.chronicle.goodput import compute_goodput, format_goodput
 from megatron.operations.chronicle.history import read_history
@@ -124,6 +126,8 @@ class LogTail:
     """
     read_bytes: int
     """Size of the log in bytes, including an incomplete last line."""
+    slow_ranks: str = ""
+    """The ranks that the newest launch found to be slow at last, in words. Empty: none."""
 
 
 @dataclass
@@ -247,6 +251,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
         # While nothing runs, the newest lines are old, and their speed was already checked.
         if jobs is not None and any(job.runs for job in jobs):
             _check_speed(run, tail, found)
+            _check_slow_ranks(run, tail, found)
     try:
         after.write(run.memory)
     except OperationsError as error:
@@ -352,7 +357,13 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
         # Without a line of ours at the end, training itself changed the modification time last.
         output_at = status.st_mtime
     return LogTail(
-        scan.reports, scan.fresh, scan.complete, scan.kill_switch, output_at, status.st_size
+        scan.reports,
+        scan.fresh,
+        scan.complete,
+        scan.kill_switch,
+        output_at,
+        status.st_size,
+        scan.slow_ranks,
     )
 
 
@@ -386,6 +397,8 @@ class _LogScan:
     """The training is complete, and was not continued."""
     kill_switch: str | None = None
     """Path of the kill switch that stopped the training, if it was not continued."""
+    slow_ranks: str = ""
+    """See `LogTail`."""
     grown: bool = False
     """There is new training output."""
     own_line_at: float | None = None
@@ -419,6 +432,11 @@ class _LogScan:
             self.kill_switch = None
         elif format_training_complete_line() in text:
             self.complete = True
+        elif starts_launch(text):
+            # Another launch may run on other hosts.
+            self.slow_ranks = ""
+        elif (slow := parse_slow_ranks_line(text)) is not None:
+            self.slow_ranks = slow
         else:
             self.kill_switch = parse_kill_switch_line(text) or self.kill_switch
 
@@ -537,6 +555,14 @@ def _describe_goodput(run: WatchedRun, found: StatusFindings) -> str:
     except (OSError, ValueError) as error:
         found.troubles.append(f"the goodput of {run.run} cannot be computed: {error}")
         return ""
+
+
+def _check_slow_ranks(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
+    """Check that no rank computes more slowly than the others."""
+    kind = f"{run.job_name} slow ranks"
+    found.watched.add(kind)
+    if tail.slow_ranks:
+        found.alerts.append(Alert(kind, f"{run.job_name}: the others wait for {tail.slow_ranks}"))
 
 
 # The checkpoint
