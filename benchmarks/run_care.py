@@ -2,10 +2,10 @@
 
     python benchmarks/run_care.py
 
-The calls are those of the spike guard, the watchdog's heartbeat, the chronicle, the goodput and a
-tracker. The step is that of benchmarks/step_time.py: its smallest GPT-2 shape in fp32, in this
-process. Each row is the median over rounds. The wall time counts for the total, because a call that
-waits for a disk delays the step as well.
+The calls are those of the spike guard, the watchdog's heartbeat, the report of slow ranks, the
+chronicle, the goodput and a tracker. The step is that of benchmarks/step_time.py: its smallest
+GPT-2 shape in fp32, in this process. Each row is the median over rounds. The wall time counts for
+the total, because a call that waits for a disk delays the step as well.
 
 A tracker's feed is a process of its own. Its CPU time is in another table, because training does
 not wait for it. It counts only where all cores are busy.
@@ -47,11 +47,15 @@ from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
 from megatron.training.goodput_meter import GoodputMeter
+from megatron.training.run import Run
 from megatron.training.spike_guard import SpikeGuard
+from megatron.training.stragglers import MEASURED_STEPS, StragglerWatch
 
 CALLS = 2000
 """Calls in a round. The windows of the guard are full after the first round."""
 FEED_ITERATIONS = 5000
+_RANKS = 1024
+"""Ranks whose times are compared."""
 _HEARTBEATS_PER_SECOND = 4 / 3
 _PHASES = {"forward-backward": 0.9, "optimizer": 0.1, "save": 0.0}
 
@@ -206,8 +210,29 @@ def measure_feed(tracker: str, home: Path) -> float:
     return (cpu[1] - cpu[0]) / (FEED_ITERATIONS - 10)
 
 
-def measure_step(arguments: Arguments, folder: Path) -> float:
-    """Return the median seconds of a training step."""
+def measure_stragglers(run: Run, rounds: int) -> list[Cost]:
+    """Measure the hooks and the clock of the steps before a comparison, and the comparison."""
+    blocks = run.timers.blocks
+    interval = run.plan.config.parallel.straggler_interval
+    # With this interval, every step is measured.
+    watch = StragglerWatch(run.engine.stages, blocks, MEASURED_STEPS, 1.5, _RANKS)
+
+    def call() -> None:
+        for iteration in range(1, MEASURED_STEPS + 1):
+            with watch.measure(iteration):
+                for _ in range(run.plan.config.model.num_layers):
+                    blocks.enter_block()
+                    blocks.leave_block()
+        own = watch.take_report(0, MEASURED_STEPS)
+        assert own is not None, "the interval is over"
+        watch.compare([own] * _RANKS)
+
+    seconds = measure(call, rounds, calls=50)
+    return [Cost("slow ranks, a comparison", seconds, 1 / interval)]
+
+
+def measure_step(arguments: Arguments, folder: Path) -> tuple[Run, float]:
+    """Return a run, and the median seconds of its training step."""
     steps = StepArguments(shape=("gpt2",), precision=("fp32",))
     loaded = load_config(command_line(steps, "gpt2", "fp32", str(folder)))
     # The start of a run prints its plan.
@@ -215,7 +240,7 @@ def measure_step(arguments: Arguments, folder: Path) -> float:
         run = build_trainer(loaded, choose_device(0))
     seconds = measure(lambda: one_iteration(run), arguments.rounds, calls=arguments.steps)
     run.reporter.close()
-    return seconds
+    return run, seconds
 
 
 def main() -> int:
@@ -228,11 +253,12 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        step = measure_step(arguments, folder)
+        run, step = measure_step(arguments, folder)
         # Each row of the table has a function here.
         costs = [
             *measure_guard(rounds),
             *measure_watchdog(rounds),
+            *measure_stragglers(run, rounds),
             *measure_chronicle(rounds, arguments.save_interval, folder),
             *measure_goodput(rounds, folder),
             *measure_tracker(rounds, folder),

@@ -199,11 +199,22 @@ def test_evaluation_is_in_the_row_of_its_iteration(launches: Launches) -> None:
         train(1),
         {"kind": "validation", "iteration": 1, "name": "a", "lm_loss": 2.5},
         {"kind": "task", "iteration": 1, "name": "piqa", "scores": {"acc": 0.5}},
+        {
+            "kind": "ranks",
+            "iteration": 1,
+            "name": "block forward",
+            "times": {"median_seconds": 0.5, "slowest": "rank 3", "slow": {"rank 3": 2.0}},
+        },
         train(2),
     )
     launches.feed(0, 0)
     (_, _, first), (_, _, second) = launches.tracker.rows
-    assert first == {"lm_loss": 1.0, "validation/a/lm_loss": 2.5, "tasks/piqa/acc": 0.5}
+    assert first == {
+        "lm_loss": 1.0,
+        "validation/a/lm_loss": 2.5,
+        "tasks/piqa/acc": 0.5,
+        "ranks/block forward/median_seconds": 0.5,
+    }
     assert second == {"lm_loss": 0.5}
 
 

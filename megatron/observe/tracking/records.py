@@ -20,6 +20,10 @@ def flatten_record(record: dict[str, Any]) -> dict[str, float]:
     elif kind == "task":
         prefix = f"tasks/{record.get('name')}/"
         numbers = record.get("scores")
+    elif kind == "ranks":
+        # The names of the slow ranks are text, which is left out below.
+        prefix = f"ranks/{record.get('name')}/"
+        numbers = record.get("times")
     else:
         prefix = f"filters/{record.get('name')}/"
         numbers = record.get("counts")
@@ -81,7 +85,7 @@ def read_backlog(path: Path, end: int, after: int, until: int) -> list[dict[str,
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line, or None if it is torn or of another kind."""
     record = parse_object(line)
-    known = ("start", "train", "validation", "task", "filters")
+    known = ("start", "train", "validation", "task", "filters", "ranks")
     if record.get("kind") not in known or type(record.get("iteration")) is not int:
         return None
     return record
