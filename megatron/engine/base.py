@@ -33,6 +33,13 @@ The norm is None if the engine does not know it before the update. The loss is f
 """
 
 
+Vote = Callable[[], float]
+"""Returns a number of this rank, which the step's all-reduce adds up over all ranks.
+
+It is called as late as possible, when the gradients are complete.
+"""
+
+
 def skip_timing(phase: str) -> AbstractContextManager[None]:
     """Return a no-op timer, used when timing is disabled."""
     return nullcontext()
@@ -87,6 +94,8 @@ class StepResult:
     """None if they were not asked for."""
     rejected: bool = False
     """Whether the step was finite and was dropped because `accept` returned False."""
+    votes: float | None = None
+    """The sum of the ranks' votes. None if there was no vote, or no message that could carry it."""
 
     @property
     def is_nan(self) -> bool:
@@ -134,6 +143,7 @@ class Engine(Protocol):
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
         accept: Accept | None = None,
+        vote: Vote | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -145,6 +155,7 @@ class Engine(Protocol):
             with_layer_statistics: Fill `StepResult.layers`.
             accept: Decides whether a finite step changes weights, moments and loss scale. It gets
                 the same numbers on all ranks. None: every finite step does.
+            vote: Returns this rank's term of `StepResult.votes`.
         """
         ...
 

@@ -66,6 +66,7 @@ from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
 from megatron.training.spike_response import build_guard
 from megatron.training.state import TrainState
+from megatron.training.step_clock import StepClock
 from megatron.training.stragglers import StragglerWatch
 
 _BYTES_OF_PARAMETER = 4
@@ -378,6 +379,7 @@ def build_run(
             config.parallel.straggler_factor,
             mesh.grid.world_size,
         ),
+        StepClock(mesh.device),
         saver,
         *build_profilers(config, mesh.rank, reporter.say),
         exporter=exporter,
@@ -416,7 +418,7 @@ def build_saver(
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
-        reporter.record("save", {}, iteration)
+        reporter.report_save(iteration)
         if exporter is not None:
             exporter.record_checkpoint(iteration)
 

@@ -203,6 +203,8 @@ def test_rank_that_sleeps_or_skips_a_collective_is_named(
     found, _ = read_reports(reports)
     assert [report.rank for report in found] == [0, 1, 2, 3]
     assert all(f"rank {victim} on" in report.message for report in found)
+    # The array task counts the hosts. The rank that compared the states names them.
+    assert {report.hung_hosts for report in found} == {(), (os.uname().nodename,)}
 
 
 @pytest.mark.full

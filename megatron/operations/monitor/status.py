@@ -21,7 +21,7 @@ from typing import BinaryIO
 from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.durable import replace_file
-from megatron.errors import CheckpointError, OperationsError
+from megatron.errors import CheckpointError, DataError, OperationsError
 from megatron.observe.log_line import (
     format_training_complete_line,
     parse_kill_switch_line,
@@ -29,6 +29,8 @@ from megatron.observe.log_line import (
     parse_slow_ranks_line,
     starts_launch,
 )
+from megatron.operations.chronicle.goodput import compute_goodput, format_goodput
+from megatron.operations.chronicle.history import read_history
 from megatron.operations.monitor.alerts import Alert, format_time, parse_own_line_time, read_record
 from megatron.operations.monitor.queue import (
     QueuedJob,
@@ -241,7 +243,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
     tail = _look_at_log(run, before, after, found)
     jobs = _look_at_queue(run, found)
     if jobs is not None:
-        found.pulse = _check_queue(run, jobs, tail, found, now)
+        found.pulse = _check_queue(run, jobs, tail, found, now) + _describe_goodput(run, found)
         _check_stall(run, jobs, tail, found, now)
         _check_checkpoint(run, jobs, before, after, found, now)
     if tail is not None:
@@ -539,6 +541,20 @@ def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
                 Alert(kind, f"{run.job_name} has become slower: {text}, {newest / earlier:.0%}")
             )
         return
+
+
+def _describe_goodput(run: WatchedRun, found: StatusFindings) -> str:
+    """Return the end of the PULSE line: the goodput, or nothing if the run has no records yet."""
+    if run.run is None:
+        return ""
+    try:
+        return f"; {format_goodput(compute_goodput(read_history(run.run)))}"
+    # Nothing was trained yet.
+    except DataError:
+        return ""
+    except (OSError, ValueError) as error:
+        found.troubles.append(f"the goodput of {run.run} cannot be computed: {error}")
+        return ""
 
 
 def _check_slow_ranks(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
