@@ -94,7 +94,12 @@ def test_spare_node_replaces_a_bad_one(tiny: TinyRun) -> None:
     for node in ("n2", "n3", "n4"):
         (tiny.folder / "disks" / node).mkdir(parents=True)
     checks = f"--check-nodes --disk {tiny.folder}/disks/%h --memory-gib 0.1 --slower-than 0"
-    job = tiny.submit("--nodes=3", ELEMENT_ARGS=f"--train-nodes 2 {checks}", TRAIN_SAMPLES="224")
+    job = tiny.submit(
+        "--nodes=3",
+        ELEMENT_ARGS=f"--train-nodes 2 {checks}",
+        TRAIN_SAMPLES="224",
+        EXIT_INTERVAL="100",
+    )
     tiny.wait_for_line("node n1 is not used any more")
     tiny.wait_for_line("iteration")
     assert tiny.pids(job, "n1") == []
