@@ -38,7 +38,7 @@ case "$*" in
     "show hostnames n9") echo n9 ;;
 esac
 """
-CRASH = "exit 137"
+CRASH = "echo 'srun: error: n2: task 3: Killed'; exit 137"
 COMPLETE = f"echo '{format_training_complete_line()}'"
 
 
@@ -95,6 +95,7 @@ def test_crash_starts_the_training_again_in_the_same_job(slurm: Path) -> None:
     assert "requeue 12" not in job.calls()
     (event,) = job.events("restart")
     assert "code 137" in event.details["reason"]
+    assert "n2: task 3: Killed" in event.details["reason"]
     assert event.details["hosts"] == ["n1", "n2", "n3", "n4"]
     records = [json.loads(line) for line in (job.task.save / FILE).read_text().splitlines()]
     began = [record["began"]["is_restart"] for record in records if "began" in record]

@@ -85,6 +85,8 @@ def test_used_budget_ends_the_job_with_the_reason(tiny: TinyRun) -> None:
     assert re.search(
         r"ALERT.* has used its 1 restarts within 6 h: the training ended with code", tiny.main_log()
     )
+    # srun names the rank that was killed, and the reason repeats it.
+    assert re.search(r"no rank reported an error \(n1: task \d: Killed\)", tiny.main_log())
     assert "could not be requeued" in tiny.main_log()
     assert len(tiny.attempts()) == 2
 
