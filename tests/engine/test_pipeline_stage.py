@@ -326,7 +326,7 @@ def walk_and_measure_messages(
 
     whole = nullcontext()
     if not split:
-        whole = mock.patch.object(pipeline._Stage, "_splits", lambda stage, tensor: False)
+        whole = mock.patch.object(pipeline._Stage, "_splits", return_value=False)
     with whole, mock.patch.object(pipeline._Stage, "_prepare_messages", measure):
         seen = walk(flags, steps)
     return seen, sizes
