@@ -53,7 +53,7 @@ def check_bits(ranks: int, sequence_parallel: bool) -> None:
                 x = torch.randn(length, 3, WIDTH, generator=generator).to(dtype).requires_grad_()
                 layers = make_layers(tp.rank, count, dtype)
                 outs = function(x, layers, tp)
-                sum(out.float().square().sum() for out in outs).backward()
+                torch.stack([out.float().square().sum() for out in outs]).sum().backward()
                 leaves = [x, *(leaf for layer in layers for leaf in layer if leaf is not None)]
                 results.append([*outs, *(leaf.grad for leaf in leaves)])
             for expected, found in zip(*results, strict=True):
@@ -187,6 +187,7 @@ def check_frozen_weight() -> None:
     assert x.grad is not None
     assert weight.grad is None
     assert bias is not None
+    assert bias.grad is not None
     assert torch.equal(bias.grad, torch.full((ROWS,), 24.0))
 
 
