@@ -449,9 +449,7 @@ def _format_flops(plan: Plan) -> list[str]:
     return lines
 
 
-def _format_communication(
-    plan: Plan, hardware: str, device_memory_gib: float | None
-) -> list[str]:
+def _format_communication(plan: Plan, hardware: str, device_memory_gib: float | None) -> list[str]:
     """Format the communication of each strategy. One data-parallel rank sends nothing."""
     # The sizes of a plan with errors may be placeholders.
     if plan.data_parallel_size == 1 or plan.errors:
