@@ -568,22 +568,10 @@ def test_a_node_without_ranks_is_refused(capsys):
     assert "--ranks-per-node 0 must be at least 1" in capsys.readouterr().err
 
 
-SEVEN = [
-    "--preset",
-    "llama2-7b",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "10",
-    "--lr",
-    "1e-4",
-    "--bf16",
-    "--checkpoint-activations",
-    "--data-path",
-    "none",
-]
+SEVEN = shlex.split(
+    "--preset llama2-7b --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-4 "
+    "--bf16 --checkpoint-activations --data-path none"
+)
 
 
 @pytest.mark.parametrize(
