@@ -16,6 +16,7 @@ Exit code 0 means that the plan has no errors. Exit code 2 means that it has err
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,9 @@ class PlanArguments:
     cannot contain the shell, the script is refused."""
     hardware: Literal["a100", "h100", "gh200"] = "a100"
     """Kind of the devices, for the estimate of communication. Nodes have 8 of them (gh200: 4)."""
+    device_memory_gib: float | None = None
+    """Memory of a device in GiB, to report whether the rank that needs most fits. A tenth is left
+    for the context, communication and gaps. Default: that of --hardware."""
     ranks_per_node: int | None = None
     """Ranks of a node, over which --sharding-strategy hsdp shards. Default: the ranks that the
     script starts on a node, otherwise those of --hardware."""
@@ -125,6 +129,9 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node {options.ranks_per_node} must be at least 1.")
+    memory = options.device_memory_gib
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(f"--device-memory-gib {memory} must be above 0.")
     source = read_source(training, expand=options.expand)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
@@ -193,10 +200,11 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    shown = (plan, at, warnings, uses, options.hardware, options.device_memory_gib)
     if options.json:
-        print(json.dumps(build_json(plan, at, warnings, uses, options.hardware), indent=1))
+        print(json.dumps(build_json(*shown), indent=1))
     else:
-        print("\n".join(format_plan(plan, at, warnings, uses, options.hardware)))
+        print("\n".join(format_plan(*shown)))
     if plan.errors:
         return 2
     return 0

@@ -37,6 +37,16 @@ class CommandSource:
     ranks_per_node: int | None = None
 
 
+_FLAGS_WITH_A_VALUE = (
+    "--world-size",
+    "--consumed-samples",
+    "--hardware",
+    "--device-memory-gib",
+    "--ranks-per-node",
+)
+"""Flags of the tool that take one value."""
+
+
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split a command line into this tool's own arguments and the training command's.
 
@@ -51,7 +61,7 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
         name = word.partition("=")[0].replace("_", "-")
         if name in ("--json", "--no-json", "--help", "-h", "--expand", "--no-expand"):
             own.append(word)
-        elif name in ("--world-size", "--consumed-samples", "--hardware", "--ranks-per-node"):
+        elif name in _FLAGS_WITH_A_VALUE:
             # The value is attached with '=', or it is the next word.
             own.append(word)
             if "=" not in word:

@@ -5,7 +5,7 @@ are estimates: the bandwidths are 80 % of the nominal ones, and the padding of r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.commands.plan_estimates import (
     choose_final_schedule,
@@ -26,7 +26,7 @@ from megatron.schedule.communication import (
 _REACHED = 0.8
 """Part of a nominal bandwidth that collectives reach."""
 _HOP = 5e-6
-_USABLE = 0.9
+USABLE = 0.9
 """Part of a device's memory that parameters and activations may take."""
 _NEAR = 1.05
 """Steps whose times differ by less than this factor count as equally fast."""
@@ -51,6 +51,13 @@ HARDWARE = {
     # Four devices on a node, and 200 Gb/s (Slingshot 11).
     "gh200": Hardware(0.4 * 989e12, 96e9, Network(4, _REACHED * 450e9, _REACHED * 25e9, _HOP)),
 }
+
+
+def choose_hardware(name: str, memory_gib: float | None) -> Hardware:
+    """Return a kind of device of `HARDWARE`, with another memory if one is given."""
+    if memory_gib is None:
+        return HARDWARE[name]
+    return replace(HARDWARE[name], memory=memory_gib * (1 << 30))
 
 
 @dataclass(frozen=True)
@@ -163,4 +170,4 @@ def _estimate(
     time = estimate_time(
         traffic, hardware.network, shard_size=size, copies=copies, inner_ranks=tensor
     )
-    return StrategyEstimate(name, flags, time, memory, memory <= _USABLE * hardware.memory)
+    return StrategyEstimate(name, flags, time, memory, memory <= USABLE * hardware.memory)

@@ -235,6 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits[part] = gradient
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
+            ctx.weight_dtype = weight.dtype
             ctx.save_for_backward(grad_hidden, _compute_grad_weight(grad_logits, hidden, weight))
         return loss
 
@@ -244,7 +245,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The factor holds 1 / count, and in fp16 also the loss scale. It is applied only here. A
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
-        return grad_hidden * factor, grad_weight * factor, None, None, None, None, None, None, None
+        # In fp16, the weight's gradient is in fp32 up to here. See `_compute_grad_weight`.
+        scaled = (grad_weight * factor).to(ctx.weight_dtype)
+        return grad_hidden * factor, scaled, None, None, None, None, None, None, None
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
@@ -316,13 +319,23 @@ def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tenso
 
 
 def _compute_grad_weight(grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of `weight`. It is 0 for the rows of padding."""
+    """Return the gradient of `weight` before the factor 1 / count. It is 0 for rows of padding.
+
+    In fp16, the sum over all positions may exceed 65504 for a frequent token, and no loss scale
+    would help. The result is therefore in fp32. In all other dtypes, it has that of `weight`.
+    """
     real = grad_logits.shape[1]
-    if real < weight.shape[0]:
-        grad_weight = torch.zeros_like(weight)
+    is_half = weight.dtype == torch.float16
+    make = torch.zeros_like if real < weight.shape[0] else torch.empty_like
+    grad_weight = make(weight, dtype=torch.float32 if is_half else None)
+    rows = grad_weight[:real]
+    if not is_half:
+        torch.mm(grad_logits.t(), hidden, out=rows)
+    elif hidden.is_cuda:
+        # The tensor cores add up in fp32 anyway. Only the result is not rounded.
+        rows.copy_(torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32))
     else:
-        grad_weight = torch.empty_like(weight)
-    torch.mm(grad_logits.t(), hidden, out=grad_weight[:real])
+        torch.mm(grad_logits.t().float(), hidden.float(), out=rows)
     return grad_weight
 
 

@@ -132,3 +132,25 @@ def check_against_torch() -> None:
 def test_the_loss_of_random_targets_equals_torchs(ranks: int, pool: ProcessPool) -> None:
     """Use Megatron-LM's own setting. A loss above 1000 meets the bound only if it is equal."""
     succeed(pool.run(ranks, check_against_torch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [8, 6], ids=["without padding", "with padding"])
+def test_a_frequent_token_does_not_overflow(dtype: torch.dtype, vocab: int) -> None:
+    """The sum of (p - y) h over all positions is about 140,000, and fp16 ends at 65,504."""
+    from megatron.model.loss import VocabSlice, cross_entropy
+
+    positions = 4096
+    hidden = torch.full((positions, 1, 4), 40.0, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(8, 4, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(positions, 1, dtype=torch.long)
+    loss = cross_entropy(hidden, weight, labels, VocabSlice(0, vocab), TensorParallel())
+    # As the search for a loss scale does.
+    (loss * 4).backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == dtype
+    # Every token has the probability 1 / vocab.
+    expected = torch.zeros(8, 4)
+    expected[:vocab] = 4 * 40 / vocab
+    expected[0] -= 4 * 40
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-2, atol=0)

@@ -566,3 +566,39 @@ def test_few_nodes_need_no_copies(capsys):
 def test_a_node_without_ranks_is_refused(capsys):
     assert plan.main([*THOUSAND, "--ranks-per-node", "0"]) == 2
     assert "--ranks-per-node 0 must be at least 1" in capsys.readouterr().err
+
+
+SEVEN = shlex.split(
+    "--preset llama2-7b --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-4 "
+    "--bf16 --checkpoint-activations --data-path none"
+)
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "gib", "fits"),
+    [
+        # 18 bytes for each of 6.7 billion parameters.
+        (1, "", 80, False),
+        (1, "", 180, True),
+        (8, "--zero-stage 3", 40, True),
+        (8, "--zero-stage 3", 16, False),
+    ],
+)
+def test_the_plan_says_whether_a_rank_fits_on_a_device(
+    world: int, flags: str, gib: int, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--world-size", str(world), "--device-memory-gib", str(gib)]
+    assert plan.main([*argv, "--", *SEVEN, *flags.split()]) == 0
+    shown = capsys.readouterr().out
+    assert f"{gib:.1f} GiB) of a device, {'fits' if fits else 'does not fit'}" in shown
+    assert plan.main(["--json", *argv, "--", *SEVEN, *flags.split()]) == 0
+    device = json.loads(capsys.readouterr().out)["device"]
+    assert device["fits"] == fits
+    assert device["memory_bytes"] == gib * (1 << 30)
+    if world == 1:
+        assert 18 * 6.7e9 < device["needed_bytes"] < 18 * 7.5e9
+
+
+def test_a_device_without_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--device-memory-gib", "0", "--", *SEVEN]) == 2
+    assert "--device-memory-gib 0.0 must be above 0" in capsys.readouterr().err
