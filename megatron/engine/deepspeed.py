@@ -57,6 +57,7 @@ from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.optimizer import choose_rate, compute_squared_norm
 from megatron.errors import ConfigError
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
+from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -81,6 +82,7 @@ class DeepSpeedEngine(EngineBase):
         mesh: Mesh,
         timers: PhaseTimers = skip_timing,
         before_update: Callable[[], None] = skip_waiting,
+        initialise: Initialise = initialise,
     ) -> None:
         """Build this rank's stage, give it to DeepSpeed, and initialise the weights.
 
@@ -89,11 +91,12 @@ class DeepSpeedEngine(EngineBase):
             mesh: This rank's mesh.
             timers: Called with the name of a phase to time it.
             before_update: Called before weights or moments change.
+            initialise: Fills a shard of a parameter with its initial values.
 
         Raises:
             ConfigError: DeepSpeed is not installed or refuses its configuration.
         """
-        super().__init__(plan, mesh, timers, before_update, use_fsdp=False)
+        super().__init__(plan, mesh, timers, before_update, initialise, use_fsdp=False)
         # DeepSpeed's pipeline has one stage on each rank.
         (stage,) = self._rank_stages
         self._specs = stage.specs

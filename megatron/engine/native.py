@@ -33,6 +33,7 @@ from megatron.engine.optimizer import MasterParameter, compute_squared_norm, cou
 from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
+from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -56,6 +57,7 @@ class NativeEngine(EngineBase):
         mesh: Mesh,
         timers: PhaseTimers = skip_timing,
         before_update: Callable[[], None] = skip_waiting,
+        initialise: Initialise = initialise,
     ) -> None:
         """Build, shard and initialise this rank's stages.
 
@@ -64,8 +66,9 @@ class NativeEngine(EngineBase):
             mesh: This rank's mesh.
             timers: Called with the name of a phase to time it.
             before_update: Called before weights or moments change.
+            initialise: Fills a shard of a parameter with its initial values.
         """
-        super().__init__(plan, mesh, timers, before_update, use_fsdp=True)
+        super().__init__(plan, mesh, timers, before_update, initialise, use_fsdp=True)
         config = plan.config
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
