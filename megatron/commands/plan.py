@@ -4,6 +4,7 @@
     python tools/plan.py --world-size 8 --config run.yaml --lr 3e-4
     python tools/plan.py train/my-run/my-run.slurm
     python tools/plan.py --expand scripts/train.sh small 8
+    python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
 
 The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
 warnings.
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from megatron.commands.plan_dry_run import build_dry_run_json, format_dry_run, run_dry
 from megatron.commands.plan_report import build_json, format_plan
 from megatron.commands.plan_source import (
     CommandSource,
@@ -72,6 +74,13 @@ class PlanArguments:
     script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
+    dry_run: bool = False
+    """Run one training step on fake GPUs, for a rank of each kind (first, middle and last stage,
+    first and last data rank). The report gets peak memory, collectives, and what the host waits
+    for. It needs a C++ compiler."""
+    dry_run_microbatches: int | None = None
+    """Microbatches of the dry run. Default: one more than the pipeline has stages, and twice as
+    many as it has ranks if they are interleaved."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,10 +202,20 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    # A plan with errors has no step that could be run.
+    reports = []
+    if options.dry_run and not plan.errors:
+        reports = run_dry(plan, options.dry_run_microbatches)
     if options.json:
-        print(json.dumps(build_json(plan, at, warnings, uses, options.hardware), indent=1))
+        report = build_json(plan, at, warnings, uses, options.hardware)
+        if options.dry_run:
+            report["dry_run"] = build_dry_run_json(reports)
+        print(json.dumps(report, indent=1))
     else:
-        print("\n".join(format_plan(plan, at, warnings, uses, options.hardware)))
+        lines = format_plan(plan, at, warnings, uses, options.hardware)
+        if reports:
+            lines += format_dry_run(plan, reports)
+        print("\n".join(lines))
     if plan.errors:
         return 2
     return 0

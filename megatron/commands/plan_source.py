@@ -23,6 +23,31 @@ from megatron.launch_script import (
 )
 
 
+_SWITCHES = frozenset(
+    {
+        "--json",
+        "--no-json",
+        "--help",
+        "-h",
+        "--expand",
+        "--no-expand",
+        "--dry-run",
+        "--no-dry-run",
+    }
+)
+"""The tool's own flags without a value."""
+_WITH_VALUE = frozenset(
+    {
+        "--world-size",
+        "--consumed-samples",
+        "--hardware",
+        "--ranks-per-node",
+        "--dry-run-microbatches",
+    }
+)
+"""The tool's own flags with one value."""
+
+
 @dataclass(frozen=True)
 class CommandSource:
     """The training arguments, the world size found with them, and warnings about reading them.
@@ -49,9 +74,9 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in ("--json", "--no-json", "--help", "-h", "--expand", "--no-expand"):
+        if name in _SWITCHES:
             own.append(word)
-        elif name in ("--world-size", "--consumed-samples", "--hardware", "--ranks-per-node"):
+        elif name in _WITH_VALUE:
             # The value is attached with '=', or it is the next word.
             own.append(word)
             if "=" not in word:
