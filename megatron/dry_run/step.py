@@ -51,10 +51,10 @@ def get_gpu() -> FakeGpu:
 
 
 def make_batch(number: int, size: int, length: int) -> list[Microbatch]:
-    """Return microbatches of zeros, in pinned memory as the training has them."""
+    """Return microbatches of zeros, in ordinary memory as the data loader makes them."""
 
     def make_tokens() -> torch.Tensor:
-        return torch.zeros((size, length), dtype=torch.long, pin_memory=True)
+        return torch.zeros((size, length), dtype=torch.long)
 
     return [Microbatch(make_tokens(), make_tokens()) for _ in range(number)]
 

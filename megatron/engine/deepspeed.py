@@ -652,7 +652,7 @@ class DeepSpeedEngine(EngineBase):
         """Return the norm of all weights of the model."""
         # Owned shards contain every element of the model exactly once.
         owned = [shard.tensor for shard in self.shards(optimizer=False) if shard.owner]
-        squares = compute_squared_norm(owned).to(self._mesh.device)
+        squares = compute_squared_norm(owned, self._mesh.device)
         dist.all_reduce(squares)
         return math.sqrt(float(squares))
 

@@ -298,7 +298,7 @@ class NativeEngine(EngineBase):
         They are those of the complete model. One all-reduce sums all three.
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
-        squares = compute_squared_norm(mine).to(loss.device)
+        squares = compute_squared_norm(mine, loss.device)
         # Only the first tensor-parallel rank counts a replicated parameter, but an infinity must be
         # seen on whichever rank it occurs. 0 x inf is nan, so it makes the sum nan. The copy of a
         # tied embedding needs no check, because its gradient is the same sum as the original's.
@@ -309,10 +309,10 @@ class NativeEngine(EngineBase):
             if m.spec.shard_dim is None and m.weight.numel() and not self._is_counted(m)
         ]
         squares += 0.0 * compute_squared_norm(
-            [m.weight.grad for m in replicated if m.weight.grad is not None]
-        ).to(loss.device)
+            [m.weight.grad for m in replicated if m.weight.grad is not None], loss.device
+        )
         if self._count_zeros:
-            zeros = count_zeros(mine).to(loss.device)
+            zeros = count_zeros(mine, loss.device)
         else:
             zeros = torch.zeros_like(squares)
         loss_value, squares_value, zeros_value = self._sum_over_ranks(
@@ -402,9 +402,8 @@ class NativeEngine(EngineBase):
 
     def compute_parameter_norm(self) -> float:
         """Return the norm of all weights of the model."""
-        squares = compute_squared_norm([m.weight.data for m in self._list_counted()]).to(
-            self._mesh.device
-        )
+        weights = [m.weight.data for m in self._list_counted()]
+        squares = compute_squared_norm(weights, self._mesh.device)
         return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
