@@ -44,6 +44,7 @@ from megatron.plan import Plan, resolve
 from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list
+from megatron.schedule.progress import ForecastPoint
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,20 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    _print_report(options, plan, at, warnings, uses)
+    if plan.errors:
+        return 2
+    return 0
+
+
+def _print_report(
+    options: PlanArguments,
+    plan: Plan,
+    at: list[ForecastPoint],
+    warnings: list[str],
+    uses: list[DatasetUse],
+) -> None:
+    """Print the plan, and what the dry run finds if it is asked for."""
     # A plan with errors has no step that could be run.
     reports = []
     if options.dry_run and not plan.errors:
@@ -211,14 +226,11 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         if options.dry_run:
             report["dry_run"] = build_dry_run_json(reports)
         print(json.dumps(report, indent=1))
-    else:
-        lines = format_plan(plan, at, warnings, uses, options.hardware)
-        if reports:
-            lines += format_dry_run(plan, reports)
-        print("\n".join(lines))
-    if plan.errors:
-        return 2
-    return 0
+        return
+    lines = format_plan(plan, at, warnings, uses, options.hardware)
+    if reports:
+        lines += format_dry_run(plan, reports)
+    print("\n".join(lines))
 
 
 def _choose_ranks_per_node(options: PlanArguments, source: CommandSource) -> int:

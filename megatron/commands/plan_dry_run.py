@@ -1,5 +1,6 @@
 """The part of the plan that is measured on fake GPUs: `tools/plan.py --dry-run`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -118,8 +119,7 @@ def _format_collectives(report: RankReport) -> list[str]:
 def _format_waits(report: RankReport) -> list[str]:
     rows = [("the host waits", "at", "count")]
     rows += [
-        (each.cause, each.line, str(count))
-        for each, count in report.step.synchronisations.items()
+        (each.cause, each.line, str(count)) for each, count in report.step.synchronisations.items()
     ]
     return _format_table(rows)
 
@@ -139,10 +139,11 @@ def _format_copies(report: RankReport) -> list[str]:
     return _format_table(rows)
 
 
-def _format_table(rows: list[tuple[str, ...]]) -> list[str]:
+def _format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return aligned lines of a table whose first row is its head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  "
+        + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]

@@ -22,7 +22,6 @@ from megatron.launch_script import (
     read_launch_script,
 )
 
-
 _SWITCHES = frozenset(
     {
         "--json",

@@ -75,8 +75,8 @@ def build_guard() -> Path:
         part.unlink(missing_ok=True)
         reason = (done.stderr.strip() or "no message").splitlines()[0]
         raise ConfigError(
-            f"--dry-run: {compiler} could not compile {_SOURCE.name} for torch {version}: {reason}; "
-            "install a compiler that knows C++20, or set CXX to one"
+            f"--dry-run: {compiler} could not compile {_SOURCE.name} for torch {version}: "
+            f"{reason}; install a compiler that knows C++20, or set CXX to one"
         )
     part.rename(library)
     return library

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.dry_run.memory import MemoryLog
-from megatron.dry_run.record import Collective, HostCopy, StepRecord, Synchronisation
+from megatron.dry_run.record import Collective, HostCopy, StepTrace, Synchronisation
 from megatron.dry_run.stand_ins import get_current_stream, install_stand_ins
 
 _ATEN = torch.ops.aten
@@ -95,9 +95,9 @@ class FakeGpu(TorchDispatchMode):
         self._operators = 0
         self.memory.start_step()
 
-    def end_step(self) -> StepRecord:
+    def end_step(self) -> StepTrace:
         """Return what was recorded since `start_step`."""
-        return StepRecord(
+        return StepTrace(
             dict(sorted(self._collectives.items())),
             dict(sorted(self._synchronisations.items())),
             dict(sorted(self._copies.items())),
@@ -196,7 +196,7 @@ class FakeGpu(TorchDispatchMode):
             return self._run(func, (type(into), type(source)), args, kwargs)
         if into.device.type == source.device.type:
             return self._run(func, (FakeTensor,), args, kwargs)
-        blocking = not (len(args) > 2 and args[2] or kwargs.get("non_blocking"))
+        blocking = not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
         host = source if _is_on_gpu(into) else into
         self._record_copy(source, into.device, not blocking, pinned=self._has_pinned(host))
         assert torch.broadcast_shapes(into.shape, source.shape) == into.shape, "shapes differ"
@@ -212,7 +212,8 @@ class FakeGpu(TorchDispatchMode):
         pinned: bool | None = None,
     ) -> None:
         """Record a copy between the host and the GPU."""
-        if "meta" in (source.device.type, target.type):
+        # torch does not copy an empty tensor, so the host does not wait.
+        if "meta" in (source.device.type, target.type) or source.numel() == 0:
             return
         if pinned is None:
             # The host memory of a copy from the GPU is allocated by the copy, and is not pinned.

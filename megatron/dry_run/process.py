@@ -1,7 +1,9 @@
 """Dry runs in processes of their own, because the fake GPU changes torch for a whole process."""
 
+import logging
 import multiprocessing
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -9,9 +11,12 @@ from typing import Any
 
 from megatron.dry_run.cuda_guard import build_guard, load_guard
 from megatron.dry_run.record import RankReport
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, TrainingError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan import Plan
+
+_PACKAGE = f"{os.sep}megatron{os.sep}"
+_OWN = f"{os.sep}dry_run{os.sep}"
 
 
 def list_rank_kinds(plan: Plan) -> list[int]:
@@ -66,6 +71,7 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
 
     Raises:
         ConfigError: There is no C++ compiler, or a process ended.
+        TrainingError: The step raised.
     """
     # Each process takes some seconds to start, so there are no more than there is work.
     workers = min(len(ranks), len(os.sched_getaffinity(0)))
@@ -87,9 +93,34 @@ def _run_one(task: tuple[Plan, int, int]) -> RankReport:
     # Not at the top, because this module must be importable before the guard is loaded.
     from megatron.dry_run.step import run_rank
 
-    return run_rank(plan, rank, microbatches=microbatches)
+    return _call(run_rank, plan, rank, microbatches)
 
 
 def call_in_pool(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function that runs in a process of the pool."""
-    return pool.submit(function, *arguments).result()
+    """Return the result of a function that runs in a process of the pool.
+
+    Raises:
+        TrainingError: The function raised.
+    """
+    return pool.submit(_call, function, *arguments).result()
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of the pool, and describe an error of it as text.
+
+    torch's own errors may hold objects that cannot be sent to another process.
+    """
+    # torch logs each error of a fake operator with its traceback. The error is raised anyway.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        lines = [
+            f"{frame.filename}:{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if _PACKAGE in frame.filename and _OWN not in frame.filename
+        ]
+        where = f" at {lines[-1]}" if lines else ""
+        raise TrainingError(
+            f"the step fails on a fake GPU{where}: {type(error).__name__}: {error}"
+        ) from None

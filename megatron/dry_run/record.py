@@ -58,7 +58,7 @@ class HostCopy:
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class StepTrace:
     """What one step of one rank did."""
 
     collectives: dict[Collective, int] = field(default_factory=dict)
@@ -96,4 +96,4 @@ class RankReport:
     """The coordinate in the grid, as text."""
     microbatches: int
     """Microbatches that were run."""
-    step: StepRecord
+    step: StepTrace

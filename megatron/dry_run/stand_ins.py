@@ -17,8 +17,6 @@ from torch.nn import functional
 _ATEN = torch.ops.aten
 _MEMORY = 80 << 30
 """Bytes of the fake GPU. Nothing fails if more are used."""
-_FLASH_WIDTH = 256
-"""Widest attention head of the flash kernel."""
 GPU = torch.device("cuda", 0)
 Wait = Callable[[str], None]
 """Called with what the host waits for."""
@@ -178,7 +176,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
     # torch would allocate a real tensor on the first use of a device.
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     # `torch.tensor(..., device="cuda")` then makes a CPU tensor and copies it, as on a real GPU.
-    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[method-assign]
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment, method-assign]
     torch._C._set_only_lift_cpu_tensors(True)
     _replace_resize(note_storage)
     _replace_tolist()
@@ -208,7 +206,7 @@ def _replace_tolist() -> None:
     def copy_to_list(tensor: Tensor) -> Any:
         return tensor.cpu().tolist()
 
-    FakeTensor.tolist = copy_to_list  # type: ignore[method-assign]
+    FakeTensor.tolist = copy_to_list  # type: ignore[assignment, method-assign]
 
 
 def _replace_attention() -> None:
@@ -229,27 +227,25 @@ def _replace_attention() -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         half = query.dtype in (torch.float16, torch.bfloat16)
-        if query.device.type != "cuda" or enable_gqa and not half:
-            return attend(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                enable_gqa=enable_gqa,
-            )  # fmt: skip
-        if attn_mask is None and half and query.shape[-1] <= _FLASH_WIDTH:
+        if query.device.type == "cuda" and attn_mask is None and half:
+            # This kernel takes grouped queries as they are.
             return _ATEN._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
-        if enable_gqa:
-            # The other kernel has no grouped queries.
-            return attend(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
-            )
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], -1, -1)
-        return _ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-        )[0]
+        if query.device.type == "cuda" and not enable_gqa:
+            # The kernel reads a bias for each sample and head.
+            bias = attn_mask
+            if bias is not None:
+                bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+            return _ATEN._scaled_dot_product_efficient_attention(
+                query, key, value, bias, True, dropout_p, is_causal, scale=scale
+            )[0]
+        # No fused kernel takes grouped queries with a bias or in fp32.
+        return attend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
-    functional.scaled_dot_product_attention = choose  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = choose
 
 
 def _skip_pipeline_vote() -> None:
@@ -264,7 +260,7 @@ def _skip_pipeline_vote() -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
-    schedules._PipelineSchedule._warmup_p2p = agree  # type: ignore[method-assign]
+    schedules._PipelineSchedule._warmup_p2p = agree  # type: ignore[assignment, method-assign]
 
 
 def _replace_conversion() -> None:
@@ -292,4 +288,4 @@ def _replace_conversion() -> None:
                 module._buffers[name] = function(buffer)
         return module
 
-    nn.Module._apply = convert  # type: ignore[assignment, method-assign]
+    nn.Module._apply = convert  # type: ignore[method-assign]

@@ -62,8 +62,8 @@ def make_batch(number: int, size: int, length: int) -> list[Microbatch]:
 def run_rank(
     plan: Plan,
     rank: int,
-    *,
     microbatches: int | None = None,
+    *,
     steps: int = 1,
     make: MakeBatch = make_batch,
     visit: Callable[[FakeRank], Any] = lambda rank: None,
@@ -105,9 +105,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
     """Build the mesh and the engine of a rank, inside of the fake GPU."""
     gpu = get_gpu()
     if plan.world_size > 1:
-        dist.init_process_group(
-            "fake", store=FakeStore(), rank=rank, world_size=plan.world_size
-        )
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     parallel = plan.config.parallel
     grid = Grid(
         parallel.pipeline_model_parallel_size,
@@ -168,6 +166,22 @@ def _label_state(rank: FakeRank) -> None:
     for stage in rank.engine.stages:
         for parameter in stage.parameters():
             memory.label(rank.engine._get_local_tensor(parameter.detach()), WEIGHTS)
+    _watch_gradients(rank)
+
+
+def _watch_gradients(rank: FakeRank) -> None:
+    """Label the gradients of gathered weights when autograd makes them."""
+
+    def label(parameter: torch.Tensor) -> None:
+        rank.gpu.memory.label(parameter.grad, GRADIENTS)
+
+    for stage in rank.engine._rank_stages:
+        if stage.sharded is None:
+            continue
+        for module in stage.sharded._sharded:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    each.unsharded_param.register_post_accumulate_grad_hook(label)
 
 
 def _label_gradients(rank: FakeRank) -> None:

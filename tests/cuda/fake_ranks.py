@@ -1,0 +1,116 @@
+"""What the tests run in the process with the fake GPU. torch is imported only there."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.cli import load_config
+from megatron.dry_run.record import RankReport
+from megatron.plan import Plan, resolve
+
+if TYPE_CHECKING:
+    from megatron.data.batches import Microbatch
+
+GPT = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --vocab-size 101 --train-iters 10 --lr 1e-3 "
+    "--hidden-dropout 0 --attention-dropout 0 "
+)
+"""Flags of a small GPT-2: learned positions, LayerNorm, biases, tied embeddings."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank that is run on the fake GPU."""
+
+    flags: str
+    world_size: int = 1
+    rank: int = 0
+    ranks_per_node: int = 8
+    documents: bool = False
+    """Whether attention stays inside documents."""
+    fault: str = ""
+    """The key of `FAULTS` that is planted."""
+    steps: int = 2
+    """The last one is recorded. The first one may build tables that later steps keep."""
+
+
+def plan_case(case: Case) -> Plan:
+    """Return the plan of a case."""
+    config = load_config(shlex.split(GPT + case.flags)).config
+    plan = resolve(config, case.world_size, ranks_per_node=case.ranks_per_node)
+    plan.raise_on_errors()
+    return plan
+
+
+def run_case(case: Case) -> RankReport:
+    """Run the steps of a case, and return the report of the last one."""
+    from megatron.dry_run.step import make_batch, run_rank
+
+    def make(number: int, size: int, length: int) -> "list[Microbatch]":
+        import dataclasses
+
+        batch = make_batch(number, size, length)
+        if not case.documents:
+            return batch
+        bounds = ((0, 5, length), *[(0, length)] * (size - 1))
+        return [dataclasses.replace(each, documents=bounds) for each in batch]
+
+    with plant(case.fault):
+        return run_rank(plan_case(case), case.rank, steps=case.steps, make=make)
+
+
+@contextmanager
+def plant(fault: str) -> Iterator[None]:
+    """Break the code in one place within a `with` block."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.model.mlp import MLP
+    from megatron.parallel import collectives
+
+    forward = MLP.forward
+    send = collectives.all_reduce
+
+    def read_back(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) * float(x.sum())
+
+    def branch(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) if bool((x > 0).any()) else x
+
+    def mask_on_cpu(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) * torch.ones(x.shape, dtype=x.dtype)
+
+    def wrong_shape(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) + x[:, :, :3]
+
+    def copy_scalar(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) * torch.tensor(1.0, device=x.device)
+
+    def send_fp32(x: torch.Tensor, tp: Any, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        if x.dtype != torch.bfloat16:
+            return send(x, tp, op)
+        return x.copy_(send(x.float(), tp, op))
+
+    def send_twice(x: torch.Tensor, tp: Any, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        return x.copy_(send(torch.cat([x, x]), tp, op)[: len(x)])
+
+    in_mlp = {
+        "blocking read-back": read_back,
+        "branch on a tensor": branch,
+        "tensor on the CPU": mask_on_cpu,
+        "wrong shape": wrong_shape,
+        "scalar from the CPU": copy_scalar,
+    }
+    in_messages = {"message in fp32": send_fp32, "message twice as long": send_twice}
+    try:
+        if fault:
+            MLP.forward = in_mlp.get(fault, forward)  # type: ignore[method-assign]
+            collectives.all_reduce = in_messages.get(fault, send)
+            assert fault in in_mlp or fault in in_messages, f"no fault {fault}"
+        yield
+    finally:
+        MLP.forward = forward  # type: ignore[method-assign]
+        collectives.all_reduce = send
