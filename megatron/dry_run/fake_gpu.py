@@ -7,6 +7,7 @@ step clips its gradients.
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -65,12 +66,14 @@ class FakeGpu(TorchDispatchMode):
         self._synchronisations: Counter[Synchronisation] = Counter()
         self._copies: Counter[HostCopy] = Counter()
         self._operators = 0
+        self._lock = threading.RLock()
         self._groups: dict[str, str] = {}
         self._streams: dict[int, str] = {}
         self._pinned: dict[int, Any] = {}
         self._handlers: dict[Any, Callable[..., Any]] = {
             _ATEN._local_scalar_dense.default: self._read_number,
             _ATEN.equal.default: self._compare,
+            _ATEN.nonzero.default: self._find_nonzero,
             _ATEN._to_copy.default: self._convert,
             _ATEN.copy_.default: self._copy,
             _ATEN.record_stream.default: lambda func, args, kwargs: None,
@@ -78,6 +81,21 @@ class FakeGpu(TorchDispatchMode):
             _ATEN._pin_memory.default: self._pin,
         }
         install_stand_ins(self._wait, self._note_resized)
+        self._enter_in_threads()
+
+    def _enter_in_threads(self) -> None:
+        """Let each thread of this process use the fake GPU. A mode is active in one thread only."""
+        run = threading.Thread.run
+
+        def run_on_gpu(thread: threading.Thread) -> None:
+            with self:
+                run(thread)
+
+        threading.Thread.run = run_on_gpu  # type: ignore[assignment, method-assign]
+
+    def forget_memory(self) -> None:
+        """Start with an empty memory, although Python may still hold tensors of an earlier rank."""
+        self.memory = MemoryLog()
 
     def name_groups(self, names: Mapping[str, str]) -> None:
         """Set the names in the report of torch's group names."""
@@ -136,10 +154,11 @@ class FakeGpu(TorchDispatchMode):
         makes_gpu = device is not None and torch.device(device).type == "cuda"
         if not makes_gpu and FakeTensor not in types:
             return func(*args, **kwargs)
-        with self._fake:
+        # A save copies the weights in a thread of its own, while the next step runs.
+        with self._lock, self._fake:
             out = func(*args, **kwargs)
-        self._operators += 1
-        self._note(out)
+            self._operators += 1
+            self._note(out)
         return out
 
     def _note(self, value: Any) -> None:
@@ -175,6 +194,17 @@ class FakeGpu(TorchDispatchMode):
         assert args[0].shape == args[1].shape, "tensors of two shapes are compared"
         self._wait("torch.equal")
         return True
+
+    def _find_nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the positions of all elements, the largest result that there may be."""
+        tensor = args[0]
+        if not _is_on_gpu(tensor):
+            return func(*args, **kwargs)
+        # The host must know the size of the result before it can go on.
+        self._wait("nonzero")
+        shape = (tensor.numel(), tensor.dim())
+        factory = _ATEN.empty.memory_format
+        return self._run(factory, (), (shape,), {"dtype": torch.int64, "device": tensor.device})
 
     def _convert(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Convert the dtype of a tensor, or copy it to another device."""

@@ -126,10 +126,11 @@ def use_stream(stream: FakeStream | None) -> Iterator[None]:
         torch._C._accelerator_setStream(before)
 
 
-@contextlib.contextmanager
-def use_device(device: Any) -> Iterator[None]:
-    """Do nothing, because there is one GPU."""
-    yield
+class FakeDevice(contextlib.nullcontext[None]):
+    """The context of a device, which changes nothing because there is one GPU.
+
+    It is a class, because torch asks whether a device is an instance of it.
+    """
 
 
 def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None]) -> None:
@@ -151,7 +152,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "device": use_device,
+        "device": FakeDevice,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "get_device_name": lambda device=None: _Properties.name,
@@ -159,6 +160,11 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "get_device_capability": lambda device=None: (_Properties.major, _Properties.minor),
         "mem_get_info": lambda device=None: (_MEMORY, _MEMORY),
         "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "max_memory_reserved": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
         "synchronize": lambda device=None: wait_for("cuda.synchronize"),
         "Stream": FakeStream,
         "Event": FakeEvent,
@@ -173,14 +179,19 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
+    # DeepSpeed marks its phases for a profiler.
+    torch.cuda.nvtx.range_push = lambda message: 0
+    torch.cuda.nvtx.range_pop = lambda: 0
     # torch would allocate a real tensor on the first use of a device.
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     # `torch.tensor(..., device="cuda")` then makes a CPU tensor and copies it, as on a real GPU.
-    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment, method-assign]
+    avoided = property(lambda mode: True)
+    FakeTensorMode.avoid_device_init = avoided  # type: ignore[assignment, method-assign]
     torch._C._set_only_lift_cpu_tensors(True)
     _replace_resize(note_storage)
     _replace_tolist()
     _replace_attention()
+    _replace_rms_norm()
     _skip_pipeline_vote()
     _replace_conversion()
 
@@ -248,6 +259,40 @@ def _replace_attention() -> None:
     functional.scaled_dot_product_attention = choose
 
 
+class _FusedRMSNorm(torch.autograd.Function):
+    """What the fused kernel of a CUDA build allocates: the output, and an fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _replace_rms_norm() -> None:
+    """Let RMSNorm use memory as its fused kernel does.
+
+    A CPU build computes it by several operators, which keep two fp32 copies of the input.
+    """
+    compute = functional.rms_norm
+
+    def normalise(
+        x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        # The kernel needs a weight of the input's dtype.
+        if x.device.type != "cuda" or weight is None or weight.dtype != x.dtype:
+            return compute(x, shape, weight, eps)
+        assert x.shape[x.dim() - len(shape) :] == weight.shape, "the norm has another width"
+        return _FusedRMSNorm.apply(x, weight)
+
+    functional.rms_norm = normalise  # type: ignore[assignment]
+
+
 def _skip_pipeline_vote() -> None:
     """Skip the messages by which stages agree on static shapes. All stages have them.
 
@@ -280,7 +325,14 @@ def _replace_conversion() -> None:
             if parameter is None:
                 continue
             with torch.no_grad():
-                converted = nn.Parameter(function(parameter), parameter.requires_grad)
+                result = function(parameter)
+                if result is parameter:
+                    continue
+                if isinstance(parameter, FakeTensor) and result.device == parameter.device:
+                    # The optimizer may hold the parameter already, so it must stay the same.
+                    parameter.data = result
+                    continue
+                converted = nn.Parameter(result, parameter.requires_grad)
             converted.__dict__.update(parameter.__dict__)
             module._parameters[name] = converted
         for name, buffer in module._buffers.items():

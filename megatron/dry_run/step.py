@@ -82,6 +82,7 @@ def run_rank(
     gpu = get_gpu()
     if microbatches is None:
         microbatches = plan.get_num_microbatches(plan.batch_size.final)
+    gpu.forget_memory()
     with gpu:
         built = build_rank(plan, rank)
         try:

@@ -10,8 +10,8 @@ from cuda.test_steps import BF16, check_waits, count_messages
 
 from megatron.errors import TrainingError
 
-ONE_GPU = Case(BF16 + "--global-batch-size 4", steps=1)
-TP = Case(BF16 + "--tensor-model-parallel-size 2 --global-batch-size 4", 2, steps=1)
+ONE_GPU = Case(BF16 + "--global-batch-size 4")
+TP = Case(BF16 + "--tensor-model-parallel-size 2 --global-batch-size 4", 2)
 
 
 @pytest.mark.parametrize("fault", ["blocking read-back", "branch on a tensor"])
