@@ -1,44 +1,80 @@
 """`tools/plan.py --dry-run`: its report, and its errors."""
 
 import json
+import re
 import shlex
 
 import pytest
 from cuda.conftest import Call
+from cuda.fake_ranks import GPT, Case, plan_case, run_case
 
 from megatron.commands import plan
+from megatron.commands.plan_dry_run import format_dry_run
+from megatron.dry_run.process import choose_microbatches, list_rank_kinds
 
-SMALL = shlex.split(
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
-    "--vocab-size 101 --train-iters 10 --lr 1e-3 --bf16 --pipeline-model-parallel-size 2 "
-    "--global-batch-size 32"
-)
+ONE_STAGE = shlex.split(GPT + "--num-layers 4 --bf16 --global-batch-size 32")
+SMALL = [*ONE_STAGE, "--pipeline-model-parallel-size", "2"]
+PP4 = "--num-layers 4 --pipeline-model-parallel-size 4 --global-batch-size 256"
 INTERLEAVED = ["--num-layers-per-virtual-pipeline-stage", "1"]
 
 
-def test_a_rank_of_each_kind_is_reported(on_fake_gpu: Call, capsys):
+def test_the_report_has_what_each_rank_did(on_fake_gpu: Call, capsys):
     # The fixture only skips the test if there is no compiler.
-    code = plan.main(["--dry-run", "--world-size", "4", "--json", "--", *SMALL])
+    code = plan.main(["--dry-run", "--world-size", "1", "--json", "--", *ONE_STAGE])
+    (report,) = json.loads(capsys.readouterr().out)["dry_run"]
+    assert code == 0
+    assert report["rank"] == 0
+    assert report["microbatches"] == 2
+    assert report["peak_bytes"]["weights"] == report["kept_bytes"]["weights"] > 0
+    assert report["collectives"] == []
+    assert [each["count"] for each in report["synchronisations"]] == [1]
+
+
+@pytest.mark.full
+def test_two_stages_are_run_by_processes_of_their_own(on_fake_gpu: Call, capsys):
+    code = plan.main(["--dry-run", "--world-size", "2", "--json", "--", *SMALL])
     reports = json.loads(capsys.readouterr().out)["dry_run"]
     assert code == 0
-    # Two stages, and two data-parallel ranks.
-    assert [report["rank"] for report in reports] == [0, 1, 2, 3]
+    assert [report["coordinate"][:10] for report in reports] == ["pipeline 0", "pipeline 1"]
     for report in reports:
-        assert report["microbatches"] == 3
-        assert report["peak_bytes"]["weights"] == report["kept_bytes"]["weights"] > 0
-        kinds = {each["kind"] for each in report["collectives"]}
-        assert kinds == {"all_gather", "reduce_scatter", "all_reduce", "send", "receive"}
-        assert [each["count"] for each in report["synchronisations"]] == [1]
+        assert {each["kind"] for each in report["collectives"]} == {"all_reduce", "send", "receive"}
 
 
-def test_the_report_has_tables(on_fake_gpu: Call, capsys):
-    code = plan.main(["--dry-run", "--world-size", "2", "--deepspeed", *SMALL])
-    printed = capsys.readouterr().out
-    assert code == 0
-    assert "rank 1 of 2 (pipeline 1, data 0, tensor 0), 3 of 16 microbatches" in printed
-    assert "communication" in printed
-    assert "blocking copy to the host" in printed
-    assert "This is the step of the native engine" in printed
+@pytest.mark.parametrize(
+    ("flags", "world_size", "ranks"),
+    [
+        ("", 1, [0]),
+        ("--tensor-model-parallel-size 2 --global-batch-size 64", 64, [0, 62]),
+        # Of 4 stages with 8 data-parallel ranks each: first, middle and last.
+        (PP4, 32, [0, 7, 16, 23, 24, 31]),
+    ],
+)
+def test_a_rank_of_each_kind_is_run(flags, world_size, ranks):
+    assert list_rank_kinds(plan_case(Case(flags, world_size))) == ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--global-batch-size 64", 2),
+        ("--global-batch-size 2", 1),
+        (PP4, 5),
+        (f"{PP4} --num-layers 8 --num-layers-per-virtual-pipeline-stage 1", 8),
+    ],
+)
+def test_a_step_is_as_long_as_needed(flags, expected):
+    world_size = 32 if PP4 in flags else 1
+    assert choose_microbatches(plan_case(Case(flags, world_size))) == expected
+
+
+def test_the_text_has_tables(on_fake_gpu: Call):
+    case = Case("--bf16 --deepspeed --tensor-model-parallel-size 2 --global-batch-size 4", 2, 1)
+    text = "\n".join(format_dry_run(plan_case(case), [on_fake_gpu(run_case, case)]))
+    assert "rank 1 of 2 (pipeline 0, data 0, tensor 1), 2 of 2 microbatches" in text
+    assert "communication" in text
+    assert re.search(r"all_reduce +tensor +2 +bfloat16 +8.19 kB +default +20", text)
+    assert "blocking copy to the host" in text
+    assert "This is the step of the native engine" in text
 
 
 @pytest.mark.parametrize(
