@@ -92,6 +92,7 @@ def _format_memory(report: RankReport) -> list[str]:
         for kind, size in report.step.peak.items()
     ]
     kept = sum(report.step.kept.values())
+    # Kinds have different peaks. These are their sizes at the peak of the sum.
     rows.append(("total", format_bytes(report.step.peak_bytes), format_bytes(kept)))
     return _format_table(rows)
 
@@ -111,6 +112,7 @@ def _format_collectives(report: RankReport) -> list[str]:
         for each, count in report.step.collectives.items()
     ]
     if len(rows) == 1:
+        # One rank sends nothing. A table with a head only would look like an error.
         return ["  no collectives"]
     return _format_table(rows)
 

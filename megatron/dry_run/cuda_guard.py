@@ -70,6 +70,7 @@ def build_guard() -> Path:
         "-ltorch_cpu",
         f"-Wl,-rpath,{torch_folder / 'lib'}",
     ]
+    # The message of a compiler is shown only if it fails, because torch's headers cause warnings.
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         part.unlink(missing_ok=True)

@@ -150,6 +150,7 @@ class FakeGpu(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator as it is: on fake tensors, or on real ones of the host."""
+        # A factory has no tensor among its arguments, so its device decides.
         device = kwargs.get("device")
         makes_gpu = device is not None and torch.device(device).type == "cuda"
         if not makes_gpu and FakeTensor not in types:
@@ -184,6 +185,7 @@ class FakeGpu(TorchDispatchMode):
         tensor = args[0]
         if not _is_on_gpu(tensor):
             return func(*args, **kwargs)
+        # `item`, `float`, `bool` and a branch on a tensor all come here.
         self._wait("a number is read")
         return torch.full((), _FILL.get(tensor.dtype, 0), dtype=tensor.dtype).item()
 
@@ -212,6 +214,7 @@ class FakeGpu(TorchDispatchMode):
         target = torch.device(kwargs.get("device") or source.device)
         if target.type == source.device.type or "cuda" not in (target.type, source.device.type):
             return self._run(func, (type(source),), args, kwargs)
+        # From here on, exactly one side is on the GPU.
         self._record_copy(source, target, bool(kwargs.get("non_blocking")))
         if target.type == "cuda":
             return self._run(func, (FakeTensor,), args, kwargs)
@@ -248,6 +251,7 @@ class FakeGpu(TorchDispatchMode):
         if pinned is None:
             # The host memory of a copy from the GPU is allocated by the copy, and is not pinned.
             pinned = target.type == "cuda" and self._has_pinned(source)
+        # CUDA stages a copy from memory that is not pinned, whatever the caller asks for.
         blocking = not (asynchronous and pinned)
         size = source.numel() * source.element_size()
         direction = "to the GPU" if target.type == "cuda" else "to the host"
@@ -284,6 +288,7 @@ class FakeGpu(TorchDispatchMode):
         largest = max(map(_count_bytes, tensors), default=0)
         if name == "allgather_":
             largest *= ranks
+        # NCCL runs it on a stream of its own, which waits for this one.
         stream = get_current_stream().stream_id
         on_gpu = any(map(_is_on_gpu, tensors))
         self._collectives[
@@ -300,6 +305,7 @@ class FakeGpu(TorchDispatchMode):
     def _name_group(self, args: tuple[Any, ...]) -> tuple[str, int]:
         """Return the name and the size of the group of a message."""
         for each in args:
+            # Operators of c10d get the group as an object, functional collectives by its name.
             if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
                 group = dist.ProcessGroup.unbox(each)
                 return self._groups.get(group.group_name, group.group_name), group.size()

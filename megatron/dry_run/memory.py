@@ -46,6 +46,7 @@ class MemoryLog:
         if serial is None:
             serial = len(self._sizes)
             self._serials[key] = serial
+            # The size is added below, by the same lines as for a storage that was resized.
             self._sizes.append(0)
             self._kinds.append(_find_kind())
             self._references[key] = weakref.ref(storage, lambda _: self._release(key))
@@ -84,6 +85,7 @@ class MemoryLog:
         used = sum(delta for _, delta in self._events[: self._start])
         highest = used
         at = self._start
+        # Only an event that adds memory can make a new highest sum.
         for number, (_, delta) in enumerate(self._events[self._start :], self._start + 1):
             used += delta
             if used > highest:
@@ -101,6 +103,7 @@ class MemoryLog:
 
 def _find_kind() -> str:
     """Return what memory is used for that is allocated now, from the functions that are running."""
+    # The first three frames are this module and the dispatch mode.
     frame: Any = sys._getframe(3)
     for _ in range(_DEPTH):
         if frame is None:

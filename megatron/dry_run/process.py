@@ -73,6 +73,7 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
         ConfigError: There is no C++ compiler, or a process ended.
         TrainingError: The step raised.
     """
+    # The ranks are independent of each other, so each process takes the next one when it is free.
     # Each process takes some seconds to start, so there are no more than there is work.
     workers = min(len(ranks), len(os.sched_getaffinity(0)))
     with open_pool(workers) as pool:

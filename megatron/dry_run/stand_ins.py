@@ -42,6 +42,7 @@ class FakeStream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> "FakeStream":
         """Create a new stream of the only GPU, or the one with these ids."""
+        # torch passes ids for a stream that exists already.
         if ids:
             return super().__new__(cls, **ids)
         return super().__new__(cls, device=GPU, priority=priority)
@@ -149,6 +150,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "is_bf16_supported": lambda including_emulation=True: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,
+        # One GPU, because the device guard has one. So every rank of a host has number 0.
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
@@ -244,7 +246,7 @@ def _replace_attention() -> None:
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
         if query.device.type == "cuda" and not enable_gqa:
-            # The kernel reads a bias for each sample and head.
+            # The kernel reads a bias for each sample and head. Expanding it needs no memory.
             bias = attn_mask
             if bias is not None:
                 bias = bias.expand(query.shape[0], query.shape[1], -1, -1)

@@ -75,7 +75,7 @@ def run_rank(
         rank: The rank of the world.
         microbatches: Number of microbatches of a step. Default: that of the final batch size.
         steps: Number of steps.
-        make: Makes the microbatches.
+        make: Makes the microbatches. They have the full sequence length.
         visit: Called with the rank before the steps.
     """
     plan.raise_on_errors()
@@ -83,12 +83,14 @@ def run_rank(
     if microbatches is None:
         microbatches = plan.get_num_microbatches(plan.batch_size.final)
     gpu.forget_memory()
+    built: FakeRank | None = None
     with gpu:
-        built = build_rank(plan, rank)
         try:
+            built = build_rank(plan, rank)
             visit(built)
             batch = plan.config.batch
             for number in range(1, steps + 1):
+                # New ones for each step, as the data loader makes them.
                 samples = make(microbatches, batch.micro_batch_size, plan.config.model.seq_length)
                 gpu.start_step()
                 built.engine.train_batch(samples, iteration=number, lr=1e-4)
@@ -97,7 +99,8 @@ def run_rank(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            del built
+            built = None
+            # Engines are in reference cycles. The next rank would slow down with all their tensors.
             gc.collect()
     return RankReport(rank, coordinate, microbatches, record)
 
@@ -124,12 +127,14 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         control=dist.new_group(backend="fake") if plan.world_size > 1 else None,
     )
     gpu.name_groups(_name_groups(mesh))
+    # The engine needs the function before the rank exists that the function labels.
     built: list[FakeRank] = []
     engine = NativeEngine(
         plan,
         mesh,
         timers,
         before_update=lambda: _label_gradients(built[0]),
+        # Drawing billions of numbers would take minutes, and fake tensors could not hold them.
         initialise=lambda *arguments: None,
     )
     built.append(FakeRank(plan, mesh, timers, engine, gpu))
