@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
 _MEMORY = 80 << 30
@@ -192,6 +194,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
     torch._C._set_only_lift_cpu_tensors(True)
     _replace_resize(note_storage)
     _replace_tolist()
+    _replace_nccl()
     _replace_attention()
     _replace_rms_norm()
     _skip_pipeline_vote()
@@ -220,6 +223,16 @@ def _replace_tolist() -> None:
         return tensor.cpu().tolist()
 
     FakeTensor.tolist = copy_to_list  # type: ignore[assignment, method-assign]
+
+
+def _replace_nccl() -> None:
+    """Let the fake process group take the place of NCCL, which a CPU build lacks."""
+    join = dist.init_process_group
+
+    def join_fake(backend: str | None = None, *args: Any, **options: Any) -> None:
+        join("fake" if backend == "nccl" else backend, *args, **options)
+
+    dist.init_process_group = join_fake
 
 
 def _replace_attention() -> None:

@@ -1,5 +1,7 @@
 """Everything around a step on the fake GPU: a complete training, evaluation, checks, the probe."""
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from cuda.conftest import Call
 from cuda.fake_ranks import Case, check_replicas, evaluate, probe_node, train
 from cuda.test_steps import BF16
 
+from megatron.dry_run.process import call_in_pool, open_pool
 from megatron.dry_run.record import StepTrace
 
 
@@ -68,6 +71,22 @@ def test_a_training_saves_loads_and_evaluates(on_fake_gpu: Call, corpus, tmp_pat
     assert sum_copies(second, "checkpoint/", blocking=True) == 0
     assert sum_copies(second, "checkpoint/shard_file.py", blocking=False) == STATE_BYTES
     assert count_waits(second, "checkpoint/shard_file.py") == 1
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_trains_on_one_process(corpus, tmp_path):
+    # A process of its own, because DeepSpeed keeps its process group.
+    with open_pool(1) as pool:
+        arguments = make_arguments(corpus, tmp_path, "--deepspeed", "--exit-interval", "2")
+        step = call_in_pool(pool, train, arguments)
+    assert (tmp_path / "latest").read_text().strip() == "global_step2"
+    records = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [each for each in map(json.loads, records) if each["kind"] == "train"]
+    # A dropped update has no loss. What is read from a fake GPU is 2.
+    assert [each["lm_loss"] for each in steps] == [2.0, 2.0]
+    # It waits more than once a step. The native engine does not.
+    assert count_waits(step, "engine/deepspeed.py") > 2
 
 
 @pytest.mark.parametrize(
