@@ -4,6 +4,7 @@
     python tools/plan.py --world-size 8 --config run.yaml --lr 3e-4
     python tools/plan.py train/my-run/my-run.slurm
     python tools/plan.py --expand scripts/train.sh small 8
+    python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
 
 The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
 warnings.
@@ -24,6 +25,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from megatron.commands.plan_dry_run import build_dry_run_json, format_dry_run, run_dry
 from megatron.commands.plan_report import build_json, format_plan
 from megatron.commands.plan_source import (
     CommandSource,
@@ -43,6 +45,7 @@ from megatron.plan import Plan, resolve
 from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list
+from megatron.schedule.progress import ForecastPoint
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ class PlanArguments:
     script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
+    dry_run: bool = False
+    """Run one training step on fake GPUs, for a rank of each kind (first, middle and last stage,
+    first and last data rank). The report gets peak memory, collectives, and what the host waits
+    for. It needs a C++ compiler."""
+    dry_run_microbatches: int | None = None
+    """Microbatches of the dry run. Default: one more than the pipeline has stages, and twice as
+    many as it has ranks if they are interleaved."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -200,14 +210,34 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
-    shown = (plan, at, warnings, uses, options.hardware, options.device_memory_gib)
-    if options.json:
-        print(json.dumps(build_json(*shown), indent=1))
-    else:
-        print("\n".join(format_plan(*shown)))
+    _print_report(options, plan, at, warnings, uses)
     if plan.errors:
         return 2
     return 0
+
+
+def _print_report(
+    options: PlanArguments,
+    plan: Plan,
+    at: list[ForecastPoint],
+    warnings: list[str],
+    uses: list[DatasetUse],
+) -> None:
+    """Print the plan, and what the dry run finds if it is asked for."""
+    # A plan with errors has no step that could be run.
+    reports = []
+    if options.dry_run and not plan.errors:
+        reports = run_dry(plan, options.dry_run_microbatches)
+    if options.json:
+        report = build_json(plan, at, warnings, uses, options.hardware, options.device_memory_gib)
+        if options.dry_run:
+            report["dry_run"] = build_dry_run_json(reports)
+        print(json.dumps(report, indent=1))
+        return
+    lines = format_plan(plan, at, warnings, uses, options.hardware, options.device_memory_gib)
+    if reports:
+        lines += format_dry_run(plan, reports)
+    print("\n".join(lines))
 
 
 def _choose_ranks_per_node(options: PlanArguments, source: CommandSource) -> int:

@@ -22,6 +22,31 @@ from megatron.launch_script import (
     read_launch_script,
 )
 
+_SWITCHES = frozenset(
+    {
+        "--json",
+        "--no-json",
+        "--help",
+        "-h",
+        "--expand",
+        "--no-expand",
+        "--dry-run",
+        "--no-dry-run",
+    }
+)
+"""The tool's own flags without a value."""
+_WITH_VALUE = frozenset(
+    {
+        "--world-size",
+        "--consumed-samples",
+        "--hardware",
+        "--device-memory-gib",
+        "--ranks-per-node",
+        "--dry-run-microbatches",
+    }
+)
+"""The tool's own flags with one value."""
+
 
 @dataclass(frozen=True)
 class CommandSource:
@@ -37,13 +62,6 @@ class CommandSource:
     ranks_per_node: int | None = None
 
 
-_FLAGS_WITH_A_VALUE = (
-    "--world-size",
-    "--consumed-samples",
-    "--hardware",
-    "--device-memory-gib",
-    "--ranks-per-node",
-)
 """Flags of the tool that take one value."""
 
 
@@ -59,9 +77,9 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in ("--json", "--no-json", "--help", "-h", "--expand", "--no-expand"):
+        if name in _SWITCHES:
             own.append(word)
-        elif name in _FLAGS_WITH_A_VALUE:
+        elif name in _WITH_VALUE:
             # The value is attached with '=', or it is the next word.
             own.append(word)
             if "=" not in word:
