@@ -4,6 +4,7 @@ Nominal values are those of data sheets. Shares say how much of a nominal value 
 reaches. They are fitted on the runs that docs/planner.md names, or by tools/calibrate.py.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib.resources import files
@@ -83,6 +84,7 @@ class Hardware:
         )
 
 
+_COUNTS = ("multiprocessors", "ranks_per_node")
 _FOLDER = files("megatron.cost") / "hardware"
 
 
@@ -150,8 +152,16 @@ def _check_values(values: dict[str, Any], name: str) -> None:
                 f"{', '.join(sorted(known))}."
             )
         if key == "name":
+            if not isinstance(value, str):
+                raise ConfigError(f"hardware {name}: name is {value!r}; it must be a text.")
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"hardware {name}: {key} is {value!r}; it must be above 0.")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # A comparison with NaN is False, so it is refused here as well.
+        if not number or not 0 < value < math.inf:
+            raise ConfigError(
+                f"hardware {name}: {key} is {value!r}; it must be above 0 and finite."
+            )
+        if key in _COUNTS and value != int(value):
+            raise ConfigError(f"hardware {name}: {key} is {value}; it must be a whole number.")
         if key.endswith("_share") and value > 1:
             raise ConfigError(f"hardware {name}: {key} is {value}; it must not exceed 1.")

@@ -117,6 +117,8 @@ class Software:
     held_gradient_bytes: int = 4
     """Bytes of a parameter's gradient in memory."""
     dropout: bool = True
+    held_outputs: bool = False
+    """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     held_logit_bytes: int = 8
@@ -140,6 +142,8 @@ SOFTWARE = {
             gradient_bytes=2,
             held_gradient_bytes=2,
         ),
+        # The same with selective recomputation, sequence parallelism, and gradients that the matrix
+        # product adds to the fp32 sum by itself.
         Software(
             "megatron-lm-2022",
             flash=False,
@@ -156,7 +160,12 @@ SOFTWARE = {
             held_gradient_bytes=2,
             gradient_bytes=2,
             dropout=False,
+            held_outputs=True,
+            allocator=1.15,
+            fixed_gib=4.5,
         ),
+        # Its bf16 optimizer keeps the sum of the gradients in fp32, beside bf16 gradients. The sum
+        # is a second pass over them for each microbatch.
         Software(
             "megatron-deepspeed-bf16",
             sequence_parallel=False,
@@ -166,7 +175,12 @@ SOFTWARE = {
             held_gradient_bytes=6,
             gradient_bytes=4,
             dropout=False,
+            held_outputs=True,
+            allocator=1.15,
+            fixed_gib=4.5,
         ),
+        # Collectives of all kinds overlap with computation, as its documentation advises. Kernels
+        # are fused, so there is next to no time between them.
         Software(
             "megatron-core",
             hidden_tensor=0.7,
@@ -176,23 +190,38 @@ SOFTWARE = {
             gradient_bytes=2,
             dropout=False,
         ),
+        # FSDP gathers the next layer while one computes. torch.compile fuses pointwise kernels.
         Software(
             "fsdp-compiled",
             hidden_data=1.0,
             contention=0.15,
             dropout=False,
             gradient_bytes=2,
-            held_logit_bytes=16,
+            held_logit_bytes=12,
         ),
+        # The loss has bf16 logits, an fp32 copy of them, their log-softmax and two gradients.
         Software(
             "fsdp-eager",
-            pointwise=2.0,
+            pointwise=2.5,
             hidden_data=1.0,
             contention=0.15,
             dropout=False,
             gradient_bytes=4,
             logit_bytes=70,
-            held_logit_bytes=18,
+            held_logit_bytes=16,
+        ),
+        # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. The fused loss keeps one copy
+        # of the logits. No GPU run of it has been measured yet, so its constants are those of FSDP.
+        Software(
+            "trainer",
+            pointwise=1.5,
+            hidden_data=1.0,
+            contention=0.15,
+            hidden_pipeline=True,
+            held_outputs=True,
+            held_logit_bytes=4,
         ),
     )
 }
+TRAINER = SOFTWARE["trainer"]
+"""This trainer."""

@@ -188,7 +188,7 @@ def _estimate_rank(
     tokens = shape.config.seq_length * layout.micro_batch // layout.context
     if any(stage.last for stage in stages):
         logits = software.held_logit_bytes * tokens * shape.padded_vocab_size / layout.tensor
-    buffers = _estimate_buffers(shape, layout, software, parameters, stages)
+    buffers = _estimate_buffers(shape, layout, software, parameters, stages, visits)
     tensors = held.total - held.gradients + gradients + activations + recomputed + logits + buffers
     fixed = (software.allocator - 1) * tensors + software.fixed_gib * 2**30
     return RankMemory(
@@ -239,6 +239,7 @@ def _estimate_buffers(
     software: Software,
     parameters: int,
     stages: Sequence[Stage],
+    visits: int,
 ) -> float:
     """Return the bytes of buffers for communication."""
     size = 0.0
@@ -252,5 +253,8 @@ def _estimate_buffers(
     if layout.pipeline > 1:
         # A message is received in each direction while another is computed with.
         tokens = shape.config.seq_length * layout.micro_batch // layout.context
-        size += 4 * 2 * tokens * shape.config.hidden_size
+        message = 2 * tokens * shape.config.hidden_size
+        size += 4 * message
+        if software.held_outputs:
+            size += visits * message
     return size

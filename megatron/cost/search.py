@@ -32,11 +32,14 @@ class SearchSpace:
     software: Software
     tensor: int | None = None
     pipeline: int | None = None
+    context: int = 1
     micro_batch: int | None = None
     virtual: int | None = None
     recompute: str | None = None
     zero_stage: int | None = None
     partition: str | None = None
+    hsdp: bool | None = None
+    """Whether ZeRO stage 3 shards over the ranks of a node only."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,12 @@ def list_divisors(number: int) -> list[int]:
 def iterate_layouts(space: SearchSpace) -> Iterator[RankLayout]:
     """Yield each legal layout of the space."""
     for tensor in _list_tensor_sizes(space):
-        for pipeline in list_divisors(space.devices // tensor):
+        for pipeline in list_divisors(space.devices // (tensor * space.context)):
             if space.pipeline not in (None, pipeline):
                 continue
             if pipeline > space.shape.config.num_layers:
                 continue
-            data = space.devices // (tensor * pipeline)
+            data = space.devices // (tensor * pipeline * space.context)
             if space.batch_size % data == 0:
                 yield from _iterate_microbatches(space, tensor, pipeline, data)
 
@@ -80,7 +83,7 @@ def _list_tensor_sizes(space: SearchSpace) -> list[int]:
         size
         for size in sizes
         if space.tensor in (None, size)
-        and space.devices % size == 0
+        and space.devices % (size * space.context) == 0
         and config.num_attention_heads % size == 0
         and space.shape.ffn_hidden_size % size == 0
         and max(size, space.shape.query_groups) % min(size, space.shape.query_groups) == 0
@@ -99,6 +102,7 @@ def _iterate_microbatches(
                 tensor=tensor,
                 pipeline=pipeline,
                 data=data,
+                context=space.context,
                 micro_batch=micro,
                 virtual=virtual,
                 partition=partition,
@@ -120,9 +124,14 @@ def _list_stage_choices(
     choices = [(1, partition) for partition in partitions]
     layers = space.shape.config.num_layers
     # Interleaved 1F1B needs rounds of the same size, and virtual stages of the same size.
+    # The trainer has no uneven virtual stages, so they are only tried for those that ask for them.
+    method = "uniform"
+    if space.partition == BALANCED_ENDS:
+        layers += 2
+        method = BALANCED_ENDS
     if layers % pipeline == 0 and microbatches % pipeline == 0:
         sizes = list_divisors(layers // pipeline)
-        choices += [(size, "uniform") for size in sizes if 1 < size <= _MAX_VIRTUAL]
+        choices += [(size, method) for size in sizes if 1 < size <= _MAX_VIRTUAL]
     return [choice for choice in choices if space.virtual in (None, choice[0])]
 
 
@@ -133,9 +142,15 @@ def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayo
         stages = [1] if base.pipeline > 1 else [1, 3]
     for stage in stages:
         assert stage is not None, "a ZeRO stage was chosen"
-        yield replace(base, zero_stage=stage)
+        if not (stage == 3 and space.hsdp):
+            yield replace(base, zero_stage=stage)
         node = max(1, space.hardware.ranks_per_node // base.tensor)
-        if stage == 3 and 1 < node < base.data and base.data % node == 0:
+        if (
+            stage == 3
+            and space.hsdp is not False
+            and 1 < node < base.data
+            and base.data % node == 0
+        ):
             yield replace(base, zero_stage=stage, shard=node)
 
 

@@ -121,7 +121,7 @@ class StepPrediction:
         return seconds
 
     @cached_property
-    def ranks(self) -> tuple[Seconds, ...]:
+    def rank_seconds(self) -> tuple[Seconds, ...]:
         """Computation of each pipeline rank in a step, by what it does."""
         p = self.job.layout.pipeline
         m = self.schedule.microbatches
@@ -141,7 +141,7 @@ class StepPrediction:
         for the last one to come back.
         """
         p = self.job.layout.pipeline
-        busiest = max(range(p), key=lambda rank: self.ranks[rank].total)
+        busiest = max(range(p), key=lambda rank: self.rank_seconds[rank].total)
         forward = sum(each.forward.total for each in self.passes[:busiest])
         backward = sum(each.backward.total for each in self.passes[:busiest])
         sent = 0.0
@@ -149,7 +149,7 @@ class StepPrediction:
             # Each visit sends its result, apart from those of the two ends.
             visits = self.schedule.microbatches * (2 * self.job.layout.virtual - 1)
             sent = visits * self._estimate_message()
-        return self.ranks[busiest].total + sent + forward + backward + self._fixed_seconds
+        return self.rank_seconds[busiest].total + sent + forward + backward + self._fixed_seconds
 
     @cached_property
     def pipeline_seconds(self) -> float:
@@ -187,15 +187,20 @@ class StepPrediction:
         """Seconds of the step."""
         return self.pipeline_seconds + self._fixed_seconds
 
-    def compute_tflops(self, *, hardware: bool) -> float:
-        """Return the TFLOPs of a device, with full attention.
+    def compute_tflops(self, *, hardware: bool, causal: bool = False) -> float:
+        """Return the TFLOPs of a device.
 
         Args:
             hardware: Count recomputed layers as well.
+            causal: Count only the half of attention that the mask leaves.
         """
         recompute = self.job.layout.layers_recomputed if hardware else 0
         work = flops.count_iteration_flops(
-            self.job.shape, self.job.batch_size, self.job.seq_length, recompute=recompute
+            self.job.shape,
+            self.job.batch_size,
+            self.job.seq_length,
+            recompute=recompute,
+            causal=causal,
         )
         return work / self.seconds / self.job.layout.ranks / 1e12
 

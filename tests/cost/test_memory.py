@@ -1,0 +1,95 @@
+"""Memory against the closed forms of papers, and by what the layout must change."""
+
+from dataclasses import replace
+
+import pytest
+from cost.published import make_gpt, make_llama, read_rows
+from shared_data import shared_dir
+
+from megatron.cost.layout import SOFTWARE, RankLayout
+from megatron.cost.memory import estimate_memory
+from megatron.model import flops
+
+GIB = 2**30
+PLAIN = replace(SOFTWARE["megatron-lm-2022"], fixed_gib=0, held_logit_bytes=0)
+
+
+@pytest.mark.parametrize("name", ["22B", "530B"])
+def test_closed_forms_of_korthikanti(name):
+    """Equations 1 to 6 and table 2 of 2205.05198, which count no embeddings and no biases."""
+    rows = read_rows(shared_dir("data", "published-runs", "performance.json"))
+    row = next(row for row in rows if row.get("name") == name and "heads" in row)
+    shape = make_gpt(row["hidden"], row["layers"], row["heads"], row["seq"], row["vocab"])
+    layout = RankLayout(
+        tensor=row["tp"],
+        pipeline=row["pp"],
+        virtual=row["interleave"],
+        micro_batch=row["micro_batch"],
+        zero_stage=0,
+    )
+    layers = row["layers"] // row["pp"]
+    matrices = layers * flops.count_layer_matrix_parameters(shape, row["tp"])
+    states = flops.estimate_parameter_memory(matrices, half=True).total
+    assert states / GIB == pytest.approx(row["gib_parameters_and_optimizer"], rel=1e-6)
+    for key, chosen in (
+        ("gib_activations_tp_only", layout),
+        (
+            "gib_activations_selective_sequence_parallel",
+            replace(layout, recompute="selective", sequence_parallel=True),
+        ),
+    ):
+        memory = estimate_memory(shape, chosen, PLAIN, row["batch"])[0]
+        assert memory.activations / GIB == pytest.approx(row[key], rel=1e-5)
+
+
+def test_each_kind_of_memory_of_a_small_pipeline():
+    shape = make_gpt(1024, 4, 16, 512, 32000)
+    layout = RankLayout(pipeline=2, data=4, micro_batch=2, recompute="full")
+    first, last = estimate_memory(shape, layout, SOFTWARE["megatron-core"], 64)
+    sbh = 512 * 2 * 1024
+    # Two microbatches in flight on the first rank, each with the inputs of two layers.
+    assert first.activations == 2 * 2 * 2 * sbh
+    assert last.activations == 2 * 2 * sbh
+    assert first.logits == 0
+    assert last.logits == 8 * 512 * 2 * 32000
+    parameters = flops.count_stage_parameters(shape, 1, (2, 2))
+    assert first.weights == 2 * parameters[0]
+    assert first.optimizer_states == 8 * parameters[0] / 4
+    assert first.master_weights == 4 * parameters[0] / 4
+    assert first.gradients == 4 * parameters[0]
+    assert first.buffers == 4 * 2 * sbh
+    parts = vars(first).values()
+    assert first.total == pytest.approx(sum(parts))
+
+
+def test_zero_stage_3_gathers_what_it_shards():
+    shape = make_llama(4096, 32, 32, 8, 14336, 4096, 128256)
+    software = SOFTWARE["fsdp-compiled"]
+    (whole,) = estimate_memory(shape, RankLayout(data=8, zero_stage=1), software, 8)
+    (sharded,) = estimate_memory(shape, RankLayout(data=8, zero_stage=3), software, 8)
+    assert sharded.weights == pytest.approx(whole.weights / 8, rel=1e-6)
+    assert whole.buffers == 0
+    # Two layers and what is outside of the layers, in half precision.
+    assert 2 * 1.05e9 < sharded.buffers < 6e9
+    assert sharded.total < whole.total
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "operators"},
+        {"micro_batch": 1},
+        {"context": 2},
+        {"tensor": 2},
+        {"tensor": 2, "sequence_parallel": True},
+    ],
+)
+def test_changes_that_need_less_memory(change):
+    shape = make_llama(2048, 8, 16, 8, 5632, 2048, 32000)
+    layout = RankLayout(data=2, micro_batch=2)
+    # Without a flash kernel, so that selective recomputation has something to leave out.
+    before = estimate_memory(shape, layout, PLAIN, 8)[0]
+    after = estimate_memory(shape, replace(layout, **change), PLAIN, 8)[0]
+    assert after.activations < before.activations
