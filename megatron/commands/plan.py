@@ -16,14 +16,34 @@ Exit code 0 means that the plan has no errors. Exit code 2 means that it has err
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
+from megatron.commands.plan_cost import (
+    CostOptions,
+    build_cost_json,
+    can_be_predicted,
+    draw_pipeline,
+    format_cost,
+    predict_plan,
+    write_trace,
+)
 from megatron.commands.plan_report import build_json, format_plan
+from megatron.commands.plan_search import (
+    build_search_json,
+    draw_pareto,
+    format_explanation,
+    format_search,
+    parse_layout,
+    predict_layout,
+    search_plan,
+)
 from megatron.commands.plan_source import (
     CommandSource,
     read_source,
@@ -31,10 +51,11 @@ from megatron.commands.plan_source import (
     split_arguments,
     write_documents,
 )
-from megatron.commands.plan_strategies import HARDWARE
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.cost.goodput import FAILURES_PER_1000_NODE_DAYS
+from megatron.cost.hardware import Hardware, load_hardware
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
@@ -65,13 +86,36 @@ class PlanArguments:
     """Follow the branches, loops and functions of a script. Without it, the last assignment before
     the training command applies. No command runs, so values of $(...) stay unknown. If this system
     cannot contain the shell, the script is refused."""
-    hardware: Literal["a100", "h100", "gh200"] = "a100"
-    """Kind of the devices, for the estimate of communication. Nodes have 8 of them (gh200: 4)."""
+    hardware: str = "a100-80g"
+    """Kind of the devices and their cluster: v100-32g, a100-40g, a100-80g (or a100), jean-zay-a100,
+    h100, h100-96g, h200, gh200, b200, or a YAML file of your own (docs/planner.md)."""
     ranks_per_node: int | None = None
     """Ranks of a node, over which --sharding-strategy hsdp shards. Default: the ranks that the
     script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
+    search: bool = False
+    """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
+    memory, and what the others lose."""
+    explain: str | None = None
+    """Say why a layout loses to the fastest one, as in tp=8,pp=6,micro-batch=4,recompute=full. What
+    is not given is as in the training command. Also searches."""
+    pareto: Path | None = None
+    """Draw time against memory of all layouts that fit into this file. Also searches."""
+    trace: Path | None = None
+    """Write the predicted step as a trace for https://ui.perfetto.dev into this file."""
+    picture: Path | None = None
+    """Draw the pipeline of the predicted step into this file."""
+    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
+    """Failures that end the run, for each 1,000 days of a node."""
+    restart_minutes: float = 10.0
+    """Minutes from a failure to the first new step."""
+    save_gb_per_second: float = 2.0
+    """GB per second at which each node writes a checkpoint while training waits."""
+    pue: float = 1.2
+    """Energy of the data centre relative to that of the nodes."""
+    carbon_intensity: float = 300.0
+    """Grams of CO2 equivalents of a kilowatt-hour."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,6 +169,7 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node {options.ranks_per_node} must be at least 1.")
+    _check_cost_options(options)
     source = read_source(training, expand=options.expand)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
@@ -157,6 +202,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             "--world-size is not given: planned for one replica of the model, "
             f"{format_count(world_size, 'process', 'processes')}."
         )
+    hardware = _choose_hardware(options, source)
     # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
@@ -166,7 +212,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         world_size,
         loaded.origin,
         consumed_samples=position,
-        ranks_per_node=_choose_ranks_per_node(options, source),
+        ranks_per_node=hardware.ranks_per_node,
     )
     # Iteration 0 is the state before the first step, so it may be forecast.
     late = [iteration for iteration in options.at if iteration > plan.train_iters]
@@ -193,19 +239,101 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    cost = _build_cost_options(options)
     if options.json:
-        print(json.dumps(build_json(plan, at, warnings, uses, options.hardware), indent=1))
+        report = build_json(plan, at, warnings, uses, hardware)
+        report["cost"] = build_cost_json(plan, hardware, cost)
+        print(json.dumps({**report, **_report_search_json(plan, options, hardware)}, indent=1))
     else:
-        print("\n".join(format_plan(plan, at, warnings, uses, options.hardware)))
+        lines = format_plan(plan, at, warnings, uses, hardware, format_cost(plan, hardware, cost))
+        print("\n".join([*lines, *_report_search(plan, options, hardware)]))
     if plan.errors:
         return 2
+    _draw_step(plan, options, hardware)
     return 0
 
 
-def _choose_ranks_per_node(options: PlanArguments, source: CommandSource) -> int:
-    """Return the ranks of a node: as given, as the script starts them, or as is usual."""
+def _check_cost_options(options: PlanArguments) -> None:
+    """Raise ConfigError if an assumption about the cluster is not above 0 and finite."""
+    for name in (
+        "failures_per_1000_node_days",
+        "restart_minutes",
+        "save_gb_per_second",
+        "pue",
+        "carbon_intensity",
+    ):
+        value = getattr(options, name)
+        # A comparison with NaN is False.
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0 and finite.")
+
+
+def _build_cost_options(options: PlanArguments) -> CostOptions:
+    return CostOptions(
+        failures_per_1000_node_days=options.failures_per_1000_node_days,
+        restart_minutes=options.restart_minutes,
+        save_gb_per_second=options.save_gb_per_second,
+        pue=options.pue,
+        carbon_intensity=options.carbon_intensity,
+    )
+
+
+def _wants_search(options: PlanArguments) -> bool:
+    return options.search or options.explain is not None or options.pareto is not None
+
+
+def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> list[str]:
+    """Return the lines of the search and of --explain, and draw what --pareto asks for."""
+    if plan.errors or not _wants_search(options):
+        return []
+    explained = None
+    if options.explain is not None:
+        # A mistake in the layout is reported before the search, which takes seconds.
+        explained = predict_layout(plan, hardware, parse_layout(options.explain, plan))
+    found = search_plan(plan, hardware)
+    lines = ["", *format_search(found)]
+    if explained is not None:
+        lines += ["", *format_explanation(explained, found)]
+    if options.pareto is not None:
+        draw_pareto(found, options.pareto)
+    return lines
+
+
+def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) -> dict[str, Any]:
+    """Return the search as plain data. Empty without a search."""
+    if plan.errors or not _wants_search(options):
+        return {}
+    found = search_plan(plan, hardware)
+    if options.pareto is not None:
+        draw_pareto(found, options.pareto)
+    return {"search": build_search_json(found)}
+
+
+def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
+    """Write the trace and the picture that are asked for.
+
+    Raises:
+        ConfigError: The model of cost does not cover the plan, or a file cannot be written.
+    """
+    if options.trace is None and options.picture is None:
+        return
+    if not can_be_predicted(plan):
+        raise ConfigError(
+            "--trace and --picture need a predicted step, and the model of cost covers bf16 and "
+            "fp16; give --bf16 or --fp16."
+        )
+    prediction = predict_plan(plan, hardware)
+    if options.trace is not None:
+        write_trace(prediction, options.trace)
+    if options.picture is not None:
+        draw_pipeline(prediction, options.picture)
+
+
+def _choose_hardware(options: PlanArguments, source: CommandSource) -> Hardware:
+    """Return the hardware, with the ranks of a node as given or as the script starts them."""
+    hardware = load_hardware(options.hardware)
     given = options.ranks_per_node or source.ranks_per_node
-    return given or HARDWARE[options.hardware].network.ranks_per_node
+    return replace(hardware, ranks_per_node=given or hardware.ranks_per_node)
 
 
 def find_training_data(plan: Plan) -> list[DatasetUse]:

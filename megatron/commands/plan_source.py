@@ -22,6 +22,34 @@ from megatron.launch_script import (
     read_launch_script,
 )
 
+_SWITCHES = (
+    "--json",
+    "--no-json",
+    "--help",
+    "-h",
+    "--expand",
+    "--no-expand",
+    "--search",
+    "--no-search",
+)
+"""Arguments of this tool without a value."""
+_WITH_VALUE = (
+    "--world-size",
+    "--consumed-samples",
+    "--hardware",
+    "--ranks-per-node",
+    "--explain",
+    "--pareto",
+    "--trace",
+    "--picture",
+    "--failures-per-1000-node-days",
+    "--restart-minutes",
+    "--save-gb-per-second",
+    "--pue",
+    "--carbon-intensity",
+)
+"""Arguments of this tool with one value."""
+
 
 @dataclass(frozen=True)
 class CommandSource:
@@ -49,9 +77,9 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in ("--json", "--no-json", "--help", "-h", "--expand", "--no-expand"):
+        if name in _SWITCHES:
             own.append(word)
-        elif name in ("--world-size", "--consumed-samples", "--hardware", "--ranks-per-node"):
+        elif name in _WITH_VALUE:
             # The value is attached with '=', or it is the next word.
             own.append(word)
             if "=" not in word:

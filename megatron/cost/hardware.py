@@ -45,16 +45,14 @@ class Hardware:
     """Share of the peak that a flash attention kernel reaches with heads of 128."""
     memory_share: float = 0.85
     """Share of the memory bandwidth that a pointwise kernel reaches."""
-    node_share: float = 0.78
+    node_share: float = 0.8
     """Share of the node's bandwidth that a large collective reaches."""
     network_share: float = 0.8
     """Share of the network's bandwidth that a large collective reaches."""
     launch_seconds: float = 4e-6
     """Shortest time of a kernel."""
-    node_hop_seconds: float = 4e-6
-    """Latency of a hop inside a node."""
-    hop_seconds: float = 1e-5
-    """Latency of a hop between nodes."""
+    hop_seconds: float = 5e-6
+    """Latency of one hop of a ring."""
     host_watts: float = 100.0
     """Power of the rest of the node for each device."""
 
@@ -84,6 +82,8 @@ class Hardware:
         )
 
 
+_ALIASES = {"a100": "a100-80g"}
+"""Short names of hardware files."""
 _COUNTS = ("multiprocessors", "ranks_per_node")
 _FOLDER = files("megatron.cost") / "hardware"
 
@@ -103,6 +103,7 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: The name is not known and there is no such file, or a value of it is wrong.
     """
+    name = _ALIASES.get(name, name)
     if name in list_hardware():
         return _parse((_FOLDER / f"{name}.yaml").read_text(), name)
     path = Path(name)

@@ -8,7 +8,7 @@ has 2 bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.cost.collectives import estimate_ring_seconds
+from megatron.cost.collectives import estimate_collective_seconds
 from megatron.cost.hardware import Hardware
 from megatron.cost.kernels import (
     Gemm,
@@ -140,6 +140,7 @@ class LayerTimes:
     def estimate_embedding(self) -> Passes:
         """Estimate the embedding: a lookup, and a scattered sum in the backward pass."""
         h = self._shape.config.hidden_size
+        # A row of the table is read and written for each token.
         lookup = estimate_memory_seconds(4 * self._tokens * h, self._hardware)
         summed = estimate_memory_seconds(8 * self._tokens * h, self._hardware, 2)
         reduced = 0.0
@@ -150,6 +151,7 @@ class LayerTimes:
     def estimate_output(self) -> Passes:
         """Estimate the final norm, the output layer and the loss."""
         h = self._shape.config.hidden_size
+        # The vocabulary is sharded, and so are the logits and the loss.
         vocabulary = self._shape.padded_vocab_size // self._layout.tensor
         product = Gemm(self._tokens, vocabulary, h)
         traffic = self._software.logit_bytes * self._tokens * vocabulary
@@ -247,8 +249,10 @@ class LayerTimes:
         replicated_backward = (18 * h + 2 * mask) / sharing
         activation = self._mlp_in + self._f
         activation_backward = 2 * self._mlp_in + self._f
+        # Queries, keys and values are copied to the order that the kernel needs.
         copies = 2 * (self._q + self._k)
         if config.position_embedding_type == "rotary":
+            # The rotation reads and writes queries and keys once more.
             copies *= 2
         if config.add_bias_linear:
             # The gradient of a bias is a sum over all tokens.
@@ -283,8 +287,9 @@ class LayerTimes:
             if self._layout.sequence_parallel:
                 backward += 2 * self._time_collective(2 * self._tokens * h, passes=1)
         if self._layout.context > 1:
+            # Keys and values of the complete sequence, 2 bytes each.
             gathered = 4 * self._k * self._tokens * self._layout.context
-            once = estimate_ring_seconds(
+            once = estimate_collective_seconds(
                 gathered,
                 self._layout.context,
                 self._hardware,
@@ -293,11 +298,12 @@ class LayerTimes:
             forward += once
             # Gathered again, and the gradients are reduced.
             backward += 2 * once
+        # What overlaps costs nothing here. Its contention is part of the fitted shares.
         waiting = 1 - self._software.hidden_tensor
         return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
 
     def _time_collective(self, size: float, passes: int) -> float:
-        return estimate_ring_seconds(size, self._layout.tensor, self._hardware, passes=passes)
+        return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)
 
     def _wait(self, kernels: int) -> float:
         return kernels * self._software.kernel_gap

@@ -46,6 +46,8 @@ class RankLayout:
     @property
     def shard_size(self) -> int:
         """Ranks that share one copy of the model. Context-parallel ranks hold the same weights."""
+        if self.zero_stage == 0:
+            return 1
         return (self.shard or self.data) * self.context
 
     @property
@@ -117,6 +119,11 @@ class Software:
     held_gradient_bytes: int = 4
     """Bytes of a parameter's gradient in memory."""
     dropout: bool = True
+    """Whether the layers have dropout, which writes masks."""
+    half: bool = True
+    """Whether it computes in bf16 or fp16. Otherwise in fp32, at half the rate or less."""
+    optimizer: str = "adam"
+    """The value of --optimizer."""
     held_outputs: bool = False
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
     logit_bytes: int = 56

@@ -111,6 +111,7 @@ def estimate_layer_bytes(
         layout.micro_batch,
         layout.tensor,
         sequence_parallel=layout.sequence_parallel,
+        half=software.half,
         scores_kept=kept and not software.flash,
     )
     if layout.recompute == "operators" and not working:
@@ -177,13 +178,20 @@ def _estimate_rank(
     """Return the memory of a rank with these parameters and stages."""
     held = flops.estimate_parameter_memory_per_rank(
         parameters,
-        half=True,
+        half=software.half,
         data_parallel_size=layout.data * layout.context,
         shard_size=layout.shard_size,
         zero_stage=layout.zero_stage,
+        state_bytes=flops.count_state_bytes(
+            software.optimizer,
+            parameters,
+            sum(len(stage.layers) for stage in stages)
+            * flops.count_layer_matrix_parameters(shape, layout.tensor),
+        ),
     )
     gradients = held.gradients * software.held_gradient_bytes / 4
     activations, recomputed = _estimate_activations(shape, layout, software, stages, visits)
+    # Only the last stage computes the loss.
     logits = 0.0
     tokens = shape.config.seq_length * layout.micro_batch // layout.context
     if any(stage.last for stage in stages):
@@ -218,6 +226,7 @@ def _estimate_activations(
         layout.micro_batch,
         layout.tensor,
         sequence_parallel=layout.sequence_parallel or layout.partition_inputs,
+        half=software.half,
     )
     kept_input //= layout.context
     of_visits = 0

@@ -65,9 +65,11 @@ def iterate_layouts(space: SearchSpace) -> Iterator[RankLayout]:
         for pipeline in list_divisors(space.devices // (tensor * space.context)):
             if space.pipeline not in (None, pipeline):
                 continue
+            # Each stage needs a layer.
             if pipeline > space.shape.config.num_layers:
                 continue
             data = space.devices // (tensor * pipeline * space.context)
+            # All data-parallel ranks get the same number of samples.
             if space.batch_size % data == 0:
                 yield from _iterate_microbatches(space, tensor, pipeline, data)
 
@@ -121,6 +123,7 @@ def _list_stage_choices(
         return [(1, partitions[0])]
     if space.partition is None:
         partitions.append(BALANCED_ENDS)
+    # Stages need not be even without virtual stages.
     choices = [(1, partition) for partition in partitions]
     layers = space.shape.config.num_layers
     # Interleaved 1F1B needs rounds of the same size, and virtual stages of the same size.

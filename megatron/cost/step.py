@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron.cost.collectives import estimate_message_seconds, estimate_ring_seconds
+from megatron.cost.collectives import estimate_collective_seconds, estimate_message_seconds
 from megatron.cost.hardware import Hardware
 from megatron.cost.kernels import estimate_memory_seconds
 from megatron.cost.layers import LayerTimes, Passes, Seconds
@@ -14,6 +14,12 @@ from megatron.cost.pipeline import StageTimes, estimate_pipeline_seconds
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank
 from megatron.model.shape import ModelShape
+from megatron.schedule.communication import (
+    Collectives,
+    StepTraffic,
+    count_traffic,
+    estimate_time,
+)
 from megatron.schedule.pipeline import PipelineSchedule
 
 _OPTIMIZER_BYTES = 34
@@ -111,13 +117,14 @@ class StepPrediction:
         job = self.job
         layout = job.layout
         length = job.seq_length or job.shape.config.seq_length
+        # The hidden states in half precision, [s, b, h].
         size = 2 * length * layout.micro_batch // layout.context * job.shape.config.hidden_size
         stride = layout.tensor * layout.context * layout.data
         message = size / layout.tensor
         seconds = estimate_message_seconds(message, stride, job.hardware)
         # The receivers gather the parts of the others, unless they need only their own.
         if layout.tensor > 1 and not layout.sequence_parallel:
-            seconds += estimate_ring_seconds(size, layout.tensor, job.hardware)
+            seconds += estimate_collective_seconds(size, layout.tensor, job.hardware)
         return seconds
 
     @cached_property
@@ -161,10 +168,16 @@ class StepPrediction:
         """Data-parallel communication of the rank that waits longest."""
         p = self.job.layout.pipeline
         layers = count_layers_per_rank(self.stages, p)
-        parameters = flops.count_stage_parameters(self.job.shape, self.job.layout.tensor, layers)
+        # Other ranks send at most as much as one of these.
+        ranks = {0, p - 1, layers.index(max(layers))}
         each = [
-            _estimate_data_parallel(self.job, parameters[rank], self.passes[rank::p], self.schedule)
-            for rank in range(p)
+            _estimate_data_parallel(
+                self.job,
+                count_step_traffic(self.job, self.stages, rank),
+                self.passes[rank::p],
+                self.schedule.microbatches,
+            )
+            for rank in ranks
         ]
         return max(each, key=lambda seconds: seconds.waited)
 
@@ -173,6 +186,7 @@ class StepPrediction:
         """Seconds of the update of the rank with most parameters."""
         layout = self.job.layout
         layers = count_layers_per_rank(self.stages, layout.pipeline)
+        # Ranks update at the same time, so the one with most parameters decides.
         parameters = max(flops.count_stage_parameters(self.job.shape, layout.tensor, layers))
         if layout.zero_stage >= 1:
             parameters = -(-parameters // layout.shard_size)
@@ -277,40 +291,55 @@ def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Part
     return passes
 
 
+def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> StepTraffic:
+    """Count what pipeline rank `rank` sends to other data-parallel ranks in a step."""
+    layout = job.layout
+    layers = count_layers_per_rank(stages, layout.pipeline)
+    parameters = flops.count_stage_parameters(job.shape, layout.tensor, layers)[rank]
+    of_layer = flops.count_layer_parameters(job.shape, layout.tensor)
+    return count_traffic(
+        [of_layer] * layers[rank],
+        parameters - layers[rank] * of_layer,
+        shard_size=layout.shard_size,
+        copies=layout.copies,
+        zero_stage=layout.zero_stage,
+        microbatches=build_schedule(layout, job.batch_size).microbatches,
+        weight_bytes=2 if job.software.half else 4,
+        gradient_bytes=job.software.gradient_bytes,
+    )
+
+
 def _estimate_data_parallel(
-    job: StepJob, parameters: int, passes: Sequence[Passes], schedule: PipelineSchedule
+    job: StepJob, traffic: StepTraffic, passes: Sequence[Passes], microbatches: int
 ) -> DataParallelSeconds:
-    """Estimate the communication of a rank with these parameters and stages."""
+    """Estimate the communication of a rank with this traffic and these stages."""
     layout = job.layout
     software = job.software
-    shard = layout.shard_size
-    stride = layout.tensor
 
-    def time_ring(size: float, ranks: int, inner: int, passes: int = 1) -> float:
-        return estimate_ring_seconds(size, ranks, job.hardware, stride=inner, passes=passes)
+    def estimate(part: StepTraffic) -> float:
+        return estimate_time(
+            part,
+            job.hardware.network,
+            shard_size=layout.shard_size,
+            copies=layout.copies,
+            inner_ranks=layout.tensor,
+        ).total
 
-    weights = 2 * parameters
-    gradients = software.gradient_bytes * parameters
-    copies = time_ring(gradients / shard, layout.copies, stride * shard, 2)
     forward = sum(each.forward.total for each in passes)
     backward = sum(each.backward.total for each in passes)
-    if layout.zero_stage == 0:
-        reduced = time_ring(gradients, shard * layout.copies, stride, 2)
-        return _hide(reduced, software.hidden_data * backward, software)
-    gathered = time_ring(weights, shard, stride)
-    reduced = time_ring(gradients, shard, stride)
-    m = schedule.microbatches
     if layout.zero_stage == 3:
         # Weights are gathered for each pass of each microbatch, and gradients reduced after it.
-        total = m * (2 * gathered + reduced) + copies
-        hidden = software.hidden_data * m * (forward + backward)
-        return _hide(total, hidden, software)
-    reductions = m if layout.zero_stage == 2 else 1
+        hidden = software.hidden_data * microbatches * (forward + backward)
+        return _hide(estimate(traffic), hidden, software)
+    nothing = Collectives()
+    gathered = estimate(StepTraffic(traffic.all_gather, nothing, nothing))
+    reduced = estimate(StepTraffic(nothing, traffic.reduce_scatter, traffic.all_reduce))
+    # Stage 2 reduces after each microbatch, and the others after the last one.
+    covered = microbatches if layout.zero_stage == 2 else 1
     parts = [
         _hide(gathered, software.hidden_data * forward, software),
-        _hide(reduced + copies, software.hidden_data * backward, software),
+        _hide(reduced, software.hidden_data * covered * backward, software),
     ]
-    parts += [_hide(reduced, software.hidden_data * backward, software)] * (reductions - 1)
     return DataParallelSeconds(
         sum(part.total for part in parts), sum(part.waited for part in parts)
     )
