@@ -28,10 +28,8 @@ import tyro
 from megatron.commands.plan_cost import (
     CostOptions,
     build_cost_json,
-    can_be_predicted,
     draw_pipeline,
     format_cost,
-    predict_plan,
     write_trace,
 )
 from megatron.commands.plan_report import build_json, format_plan
@@ -60,6 +58,7 @@ from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.plan import Plan, resolve
+from megatron.plan_prediction import can_be_predicted, predict_plan
 from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list

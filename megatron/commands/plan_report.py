@@ -9,7 +9,6 @@ from megatron.commands.plan_estimates import (
     choose_final_schedule,
     compute_flops,
     estimate_memory,
-    get_recomputed_share,
 )
 from megatron.commands.plan_strategies import (
     choose_strategy,
@@ -21,6 +20,7 @@ from megatron.cost.hardware import Hardware
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
 from megatron.plan import Plan
+from megatron.plan_prediction import get_recomputed_share
 from megatron.plural import format_count
 from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule

@@ -5,7 +5,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megatron.commands.plan_cost import describe_layout, describe_software
 from megatron.cost.hardware import Hardware
 from megatron.cost.layout import RankLayout
 from megatron.cost.search import (
@@ -18,6 +17,7 @@ from megatron.cost.step import StepJob, StepPrediction
 from megatron.errors import ConfigError
 from megatron.figure import make_figure, save_figure
 from megatron.plan import Plan
+from megatron.plan_prediction import describe_layout, describe_software
 
 _SHOWN = 10
 _PARTS = ("gemm", "attention", "pointwise", "tensor", "gaps")

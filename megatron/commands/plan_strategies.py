@@ -7,10 +7,10 @@ are estimates: the padding of rows is left out. Computation and memory are those
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.commands.plan_cost import predict_plan
 from megatron.cost.hardware import Hardware
 from megatron.cost.step import StepPrediction, count_step_traffic
 from megatron.plan import Plan
+from megatron.plan_prediction import predict_plan
 from megatron.schedule.communication import CommunicationTime, estimate_time
 
 _NEAR = 1.05

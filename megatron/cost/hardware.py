@@ -115,6 +115,33 @@ def load_hardware(name: str) -> Hardware:
     return _parse(path.read_text(), path.stem)
 
 
+_DEVICES = (
+    ("GH200", "gh200"),
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H100 80GB HBM3", "h100"),
+    ("A100 SXM4 80GB", "a100-80g"),
+    ("A100 SXM4 40GB", "a100-40g"),
+    ("V100 SXM2 32GB", "v100-32g"),
+    ("V100 SXM3 32GB", "v100-32g"),
+)
+"""Part of a device's name -> its hardware file. The first match wins."""
+
+
+def find_hardware(device_name: str) -> Hardware | None:
+    """Return the hardware of a device, in its usual cluster. None if there is no file for it.
+
+    `device_name` is the name that `torch.cuda.get_device_name` returns.
+    """
+    # Names are spelled with and without hyphens. Complete words are compared, as GH200 contains
+    # H200.
+    words = f" {device_name.replace('-', ' ')} ".upper()
+    for part, name in _DEVICES:
+        if f" {part} " in words:
+            return load_hardware(name)
+    return None
+
+
 def _parse(text: str, name: str) -> Hardware:
     """Return the hardware that a YAML text describes. Its default name is `name`."""
     try:

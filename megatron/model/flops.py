@@ -279,6 +279,12 @@ def count_hardware_flops_per_token(
     return 3 * layers + again + 3 * logits
 
 
+def compute_causal_share(shape: ModelShape, recompute: Fraction | float = 0) -> float:
+    """Return the hardware FLOPs with causal attention relative to those with full attention."""
+    causal = count_hardware_flops_per_token(shape, recompute=recompute, causal=True)
+    return causal / count_hardware_flops_per_token(shape, recompute=recompute)
+
+
 def count_recomputed_layers(layers: range, share: Fraction | float) -> int:
     """Return how many of `layers` (global numbers) are recomputed.
 
