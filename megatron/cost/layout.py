@@ -126,6 +126,12 @@ class Software:
     """The value of --optimizer."""
     held_outputs: bool = False
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
+    keeps_copies: bool = False
+    """Whether a layer also keeps its rotated queries and keys, the attention's output in both
+    orders, and the activated gate. Fused kernels do not."""
+    reduces_layers: bool = False
+    """Whether the gradients of the last microbatch are reduced layer by layer. A step of one
+    microbatch then never has all gradients in memory."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     held_logit_bytes: int = 8
@@ -226,6 +232,8 @@ SOFTWARE = {
             contention=0.15,
             hidden_pipeline=True,
             held_outputs=True,
+            keeps_copies=True,
+            reduces_layers=True,
             held_logit_bytes=4,
         ),
     )

@@ -114,9 +114,28 @@ def estimate_layer_bytes(
         half=software.half,
         scores_kept=kept and not software.flash,
     )
+    if software.keeps_copies:
+        whole += _count_copy_bytes(shape, layout, software)
     if layout.recompute == "operators" and not working:
         whole = _count_operator_bytes(shape, layout)
     return whole // layout.context
+
+
+def _count_copy_bytes(shape: ModelShape, layout: RankLayout, software: Software) -> int:
+    """Return the bytes of a layer's copies for one microbatch. See `Software.keeps_copies`."""
+    q = shape.config.num_attention_heads * shape.head_dim
+    k = shape.query_groups * shape.head_dim
+    width = q
+    if shape.config.position_embedding_type == "rotary":
+        width += q + k
+    if shape.config.glu_activation is not None:
+        width += shape.ffn_hidden_size
+    value = 2 if software.half else 4
+    copies = value * width // layout.tensor
+    if layout.sequence_parallel:
+        # The input of one of the two groups of matrices is kept as it was gathered.
+        copies += value * shape.config.hidden_size * (layout.tensor - 1) // layout.tensor
+    return shape.config.seq_length * layout.micro_batch * copies
 
 
 def _count_operator_bytes(shape: ModelShape, layout: RankLayout) -> int:
@@ -161,7 +180,8 @@ def estimate_memory(
             software,
             parameters[rank],
             select_stages_of_rank(stages, rank, layout.pipeline),
-            schedule.count_in_flight(rank),
+            schedule,
+            rank,
         )
         for rank in (range(layout.pipeline) if ranks is None else ranks)
     )
@@ -173,9 +193,11 @@ def _estimate_rank(
     software: Software,
     parameters: int,
     stages: Sequence[Stage],
-    visits: int,
+    schedule: PipelineSchedule,
+    rank: int,
 ) -> RankMemory:
-    """Return the memory of a rank with these parameters and stages."""
+    """Return the memory of pipeline rank `rank` with these parameters and stages."""
+    visits = schedule.count_in_flight(rank)
     held = flops.estimate_parameter_memory_per_rank(
         parameters,
         half=software.half,
@@ -190,6 +212,8 @@ def _estimate_rank(
         ),
     )
     gradients = held.gradients * software.held_gradient_bytes / 4
+    if software.reduces_layers and schedule.microbatches == 1 and layout.zero_stage in (1, 2):
+        gradients = software.held_gradient_bytes * parameters / layout.shard_size
     activations, recomputed = _estimate_activations(shape, layout, software, stages, visits)
     # Only the last stage computes the loss.
     logits = 0.0
@@ -197,6 +221,15 @@ def _estimate_rank(
     if any(stage.last for stage in stages):
         logits = software.held_logit_bytes * tokens * shape.padded_vocab_size / layout.tensor
     buffers = _estimate_buffers(shape, layout, software, parameters, stages, visits)
+    if software.reduces_layers and recomputed:
+        # The loss has freed its logits when the first layers are recomputed. At the loss, nothing
+        # is recomputed.
+        logits = max(0.0, logits - recomputed)
+    elif software.reduces_layers:
+        # The peak is at the loss, before gradients are reduced.
+        buffers -= _count_reduced_bytes(shape, layout, software)
+        if schedule.microbatches == 1 and layout.zero_stage >= 1:
+            gradients = 0.0
     tensors = held.total - held.gradients + gradients + activations + recomputed + logits + buffers
     fixed = (software.allocator - 1) * tensors + software.fixed_gib * 2**30
     return RankMemory(
@@ -242,6 +275,13 @@ def _estimate_activations(
     return activations, estimate_layer_bytes(shape, layout, software, working=True)
 
 
+def _count_reduced_bytes(shape: ModelShape, layout: RankLayout, software: Software) -> int:
+    """Return the bytes of a layer's gradients while stage 3 reduces them."""
+    if layout.zero_stage != 3 or layout.shard_size == 1:
+        return 0
+    return software.gradient_bytes * flops.count_layer_parameters(shape, layout.tensor)
+
+
 def _estimate_buffers(
     shape: ModelShape,
     layout: RankLayout,
@@ -258,7 +298,7 @@ def _estimate_buffers(
         outside = parameters - layers * of_layer
         # Their weights are gathered together, and gradients are reduced layer by layer.
         gathered = min(_PREFETCHED, layers) * of_layer + outside
-        size += 2 * gathered + software.gradient_bytes * of_layer
+        size += 2 * gathered + _count_reduced_bytes(shape, layout, software)
     if layout.pipeline > 1:
         # A message is received in each direction while another is computed with.
         tokens = shape.config.seq_length * layout.micro_batch // layout.context
