@@ -27,6 +27,7 @@ def get_recomputed_share(plan: Plan) -> Fraction:
 def describe_software(plan: Plan) -> Software:
     """Return how this trainer runs the plan's configuration."""
     config = plan.config
+    # What the flags change. The rest is the trainer itself.
     return replace(
         TRAINER,
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,

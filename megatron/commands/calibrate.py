@@ -71,6 +71,7 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
         DataError: The run has no steps.
         OSError: The file cannot be written.
     """
+    # A wrong name is reported before a minute of measurements.
     base = None if options.base is None else load_hardware(options.base)
     if options.run is not None or options.seconds is not None:
         hardware = _fit_run(options, training, base)
@@ -87,6 +88,7 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
 
 def format_hardware(hardware: Hardware) -> str:
     """Return the text of a hardware file."""
+    # More digits than a measurement has would only look exact.
     values = {
         name: value if isinstance(value, str | int) else float(f"{value:.4g}")
         for name, value in asdict(hardware).items()

@@ -182,6 +182,7 @@ def _format_row(label: str, text: str) -> str:
 def _format_breakdown(prediction: StepPrediction) -> list[str]:
     """Format a bar for each part of a step."""
     parts = list_breakdown(prediction)
+    # Shares refer to the sum of the parts, which is the step.
     total = sum(seconds for _, seconds in parts)
     return [
         _format_row(
@@ -198,6 +199,7 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
     totals = [rank.total / 2**30 for rank in prediction.memory]
     fullest = totals.index(max(totals))
     verdict = "fits" if prediction.fits else "DOES NOT FIT"
+    # Kinds that do not matter would make the line longer than the terminal.
     kinds = ", ".join(
         f"{name.replace('_', ' ')} {size / 2**30:,.1f}"
         for name, size in vars(prediction.memory[fullest]).items()
@@ -253,6 +255,7 @@ def _simulate(prediction: StepPrediction, purpose: str) -> SimulatedPipeline:
     """
     schedule = prediction.schedule
     visits = 2 * schedule.microbatches * schedule.ranks * schedule.stages_per_rank
+    # A trace of a million events opens in no viewer.
     if visits > _MOST_DRAWN:
         raise ConfigError(
             f"{purpose}: the step has {visits:,} passes of a microbatch through a stage, and at "
@@ -283,6 +286,7 @@ def draw_pipeline(prediction: StepPrediction, path: Path) -> None:
     """
     pipeline = _simulate(prediction, f"--picture {path}")
     ranks = len(pipeline.events)
+    # The height grows with the ranks, so that their rows stay readable.
     figure = make_figure(12, max(1.5, 0.5 + 0.35 * ranks))
     axes = figure.add_subplot()
     for forward, colour, label in ((True, "#4477aa", "forward"), (False, "#ee8866", "backward")):

@@ -125,6 +125,7 @@ def format_search(search: PlannedSearch) -> list[str]:
     ]
     if not found.fastest:
         return [*lines, "none fits: use more devices, or devices with more memory"]
+    # Each one is compared with the first.
     best = found.fastest[0]
     for prediction in found.fastest:
         lines.append(_format_candidate(prediction))
@@ -195,6 +196,7 @@ def _sum_recomputed(prediction: StepPrediction) -> float:
     job = prediction.job
     if job.layout.recompute == "none":
         return 0.0
+    # The difference to the same layout without recomputation.
     without = StepPrediction(replace(job, layout=replace(job.layout, recompute="none")))
     busiest = max(prediction.rank_seconds, key=lambda each: each.total)
     same = max(without.rank_seconds, key=lambda each: each.total)
@@ -210,6 +212,7 @@ def parse_layout(text: str, plan: Plan) -> RankLayout:
     Raises:
         ConfigError: The text cannot be read, or the sizes do not divide the devices or the batch.
     """
+    # The plan gives what the text leaves out.
     layout = describe_layout(plan)
     for part in text.replace(" ", "").split(","):
         key, _, value = part.partition("=")
@@ -291,6 +294,7 @@ def draw_pareto(search: PlannedSearch, path: Path) -> None:
     figure = make_figure(8, 5)
     axes = figure.add_subplot()
     fitting = search.result.fitting
+    # Most layouts are not simulated, so the axis has lower bounds.
     front = find_pareto_front(fitting)
     axes.scatter(
         [each.lower_bound for each in fitting],

@@ -63,6 +63,7 @@ def build_measured_hardware(measured: Measured, base: Hardware | None, name: str
         else:
             network = base.network_gb_per_second * base.ranks_per_node
             shares["network_share"] = measured.ring_gb_per_second / network
+    # A base of another device gives shares that no device can have.
     for key, share in shares.items():
         if share > 1:
             raise ConfigError(
@@ -81,6 +82,7 @@ def fit_gemm_share(job: StepJob, seconds: float) -> Hardware:
     Raises:
         ConfigError: No share from 0.02 to 1 gives this time.
     """
+    # Below this share the time would be that of a fault.
     low = _LOWEST_SHARE
     high = 1.0
     fastest = _predict(job, high)

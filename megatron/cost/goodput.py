@@ -46,6 +46,7 @@ def estimate_mean_hours_to_failure(
         ranks_per_node: Devices of a node.
         rate: Failures for each 1,000 days of a node.
     """
+    # A device that fails takes its node out of the run, so nodes are counted.
     nodes = -(-devices // ranks_per_node)
     return 24 * 1000 / (rate * nodes)
 
@@ -55,6 +56,7 @@ def choose_save_interval(save_seconds: float, mean_seconds_to_failure: float) ->
 
     For saves that are short it is Young's sqrt(2 x save x time to failure), less the save.
     """
+    # Beyond this point the series does not hold. Saves then take most of the time anyway.
     if save_seconds >= 2 * mean_seconds_to_failure:
         return mean_seconds_to_failure
     ratio = save_seconds / (2 * mean_seconds_to_failure)
@@ -77,6 +79,7 @@ def estimate_goodput(reliability: Reliability, interval: float | None = None) ->
     # costs a restart (Daly, equation 13).
     segment = interval + save
     wall = mean * math.exp(reliability.restart_seconds / mean) * math.expm1(segment / mean)
+    # Failures are also possible during restarts, so they follow from the wall time.
     failures = wall / mean
     restarts = failures * reliability.restart_seconds
     lost = max(0.0, wall - segment - restarts)
@@ -112,6 +115,7 @@ def estimate_footprint(
         pue: Energy of the data centre relative to that of the nodes.
         grams_per_kilowatt_hour: Carbon intensity of the electricity.
     """
+    # The host draws its power whether or not the device is busy.
     watts = utilisation * hardware.watts + hardware.host_watts
     kilowatt_hours = devices * hours * watts * pue / 1000
     return Footprint(

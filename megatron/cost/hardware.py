@@ -103,6 +103,7 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: The name is not known and there is no such file, or a value of it is wrong.
     """
+    # Plans of the first versions said a100.
     name = _ALIASES.get(name, name)
     if name in list_hardware():
         return _parse((_FOLDER / f"{name}.yaml").read_text(), name)
@@ -148,9 +149,11 @@ def _parse(text: str, name: str) -> Hardware:
         values = yaml.safe_load(text)
     except yaml.YAMLError as failure:
         raise ConfigError(f"hardware {name}: the file is not valid YAML: {failure}") from None
+    # An empty file is None, and a list is no mapping either.
     if not isinstance(values, dict):
         raise ConfigError(f"hardware {name}: the file must be a mapping of names to values.")
     base = values.pop("base", None)
+    # A file that is copied to a new name should report the new name.
     values.setdefault("name", name)
     _check_values(values, name)
     if base is not None:
@@ -164,6 +167,7 @@ def _parse(text: str, name: str) -> Hardware:
     try:
         return Hardware(**values)
     except TypeError:
+        # `_check_values` has found unknown names, so only missing ones are left.
         required = [field.name for field in fields(Hardware) if field.name not in values]
         raise ConfigError(
             f"hardware {name}: without a base, the file needs each value that has no default; it "
@@ -191,5 +195,6 @@ def _check_values(values: dict[str, Any], name: str) -> None:
             )
         if key in _COUNTS and value != int(value):
             raise ConfigError(f"hardware {name}: {key} is {value}; it must be a whole number.")
+        # A share above 1 would be faster than the data sheet.
         if key.endswith("_share") and value > 1:
             raise ConfigError(f"hardware {name}: {key} is {value}; it must not exceed 1.")

@@ -60,6 +60,7 @@ def compute_gemm_utilisation(gemm: Gemm, multiprocessors: int) -> float:
     """
     best = 0.0
     for rows, columns, speed in _TILES:
+        # Tiles at the edges are padded.
         down = math.ceil(gemm.m / rows)
         across = math.ceil(gemm.n / columns)
         tiles = gemm.batch * down * across
@@ -69,6 +70,7 @@ def compute_gemm_utilisation(gemm: Gemm, multiprocessors: int) -> float:
         # With less than a wave there is nothing to split, and multiprocessors stay idle.
         if quantised > 1:
             quantised = waves + _WAVE_LOSS * (quantised - waves)
+        # The fastest tile is the one that cuBLAS chooses, or nearly so.
         best = max(best, speed * edges * waves / quantised)
     return best * _measure_alignment(gemm) * gemm.k / (gemm.k + _DEPTH)
 
@@ -92,6 +94,7 @@ def estimate_gemm_seconds(gemm: Gemm, hardware: Hardware) -> float:
         * hardware.gemm_share
         * compute_gemm_utilisation(gemm, hardware.multiprocessors)
     )
+    # Tensors that fit in the cache are read faster. This matters for small kernels only.
     memory = gemm.bytes / hardware.memory_rate
     return max(gemm.flops / rate, memory, hardware.launch_seconds)
 
@@ -109,5 +112,6 @@ def estimate_flash_seconds(flops: float, head_dim: int, hardware: Hardware) -> f
         head_dim: Width of a head. Narrow heads have short products, which are slower.
         hardware: The device.
     """
+    # A head of 128 has the share of the hardware file, and narrower ones less.
     width = min(1.0, head_dim / (head_dim + 16) * 144 / 128)
     return max(flops / (hardware.peak * hardware.attention_share * width), hardware.launch_seconds)

@@ -99,6 +99,7 @@ class LayerTimes:
         self._length = seq_length or shape.config.seq_length
         self._tokens = self._length * layout.micro_batch // layout.context
         config = shape.config
+        # Heads are divided over tensor-parallel ranks.
         self._q = config.num_attention_heads * shape.head_dim // layout.tensor
         # With fewer groups than ranks, each rank has one group.
         self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
@@ -107,6 +108,7 @@ class LayerTimes:
 
     def estimate_layer(self, window: int | None = None) -> Passes:
         """Estimate one layer without recomputation. `window` is that of its attention."""
+        # These run one after the other, so their times add up.
         core = self._estimate_core(window)
         projections = self._estimate_projections()
         pointwise = self._estimate_pointwise()
@@ -211,6 +213,7 @@ class LayerTimes:
             )
         batch = self._layout.micro_batch * heads
         rows = self._length // self._layout.context
+        # Each head of each sample is one product of the batch.
         scores = Gemm(rows, self._length, width, batch)
         values = Gemm(rows, width, self._length, batch)
         elements = batch * rows * self._length

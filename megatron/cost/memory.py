@@ -59,6 +59,7 @@ def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
     Raises:
         ConfigError: The layers cannot be divided so.
     """
+    # Without virtual stages the trainer decides by the method alone.
     per_virtual = None
     layers = shape.config.num_layers
     if layout.virtual > 1 and layout.partition == BALANCED_ENDS:
@@ -125,6 +126,7 @@ def _count_copy_bytes(shape: ModelShape, layout: RankLayout, software: Software)
     """Return the bytes of a layer's copies for one microbatch. See `Software.keeps_copies`."""
     q = shape.config.num_attention_heads * shape.head_dim
     k = shape.query_groups * shape.head_dim
+    # The contiguous copy of the attention's output.
     width = q
     if shape.config.position_embedding_type == "rotary":
         width += q + k
@@ -144,6 +146,7 @@ def _count_operator_bytes(shape: ModelShape, layout: RankLayout) -> int:
     k = shape.query_groups * shape.head_dim
     # The kept products are those for query, value, gate and the MLP's output.
     sharded = 2 * (2 * q + k + shape.ffn_hidden_size) // layout.tensor
+    # The inputs of both norms.
     whole = 2 * 2 * shape.config.hidden_size
     if layout.sequence_parallel:
         whole //= layout.tensor
@@ -262,6 +265,7 @@ def _estimate_activations(
         half=software.half,
     )
     kept_input //= layout.context
+    # Recomputed layers keep less, and which ones they are depends on the stage.
     of_visits = 0
     recomputes = False
     for stage in stages:
@@ -302,6 +306,7 @@ def _estimate_buffers(
     if layout.pipeline > 1:
         # A message is received in each direction while another is computed with.
         tokens = shape.config.seq_length * layout.micro_batch // layout.context
+        # Hidden states in half precision.
         message = 2 * tokens * shape.config.hidden_size
         size += 4 * message
         if software.held_outputs:

@@ -162,7 +162,9 @@ def _simulate_spans(
     orders = [_list_steps(schedule, rank) for rank in range(p)]
     durations = [*times.forward, *times.backward]
     spans: list[list[tuple[float, float]]] = [[] for _ in range(p)]
+    # Time at which each rank has finished its last visit.
     free = [0.0] * p
+    # A negative time means that a result does not exist yet.
     arrived = [-1.0] * (len(durations) * schedule.microbatches)
     # A rank is looked at again whenever one of its neighbours has finished a visit.
     waiting = list(range(p))
@@ -205,6 +207,7 @@ def estimate_pipeline_seconds(schedule: PipelineSchedule, times: StageTimes) -> 
     """
     p = schedule.ranks
     m = schedule.microbatches
+    # One rank never waits.
     if p == 1:
         return m * (sum(times.forward) + sum(times.backward))
     enough = 4 * p
@@ -216,6 +219,7 @@ def estimate_pipeline_seconds(schedule: PipelineSchedule, times: StageTimes) -> 
     rounds = (m - enough - rest) // p
     short = _shorten(schedule, enough + rest)
     longer = _shorten(schedule, enough + rest + p)
+    # What the first round and the last one add is the same in both steps.
     first = _measure_seconds(short, times)
     return first + rounds * (_measure_seconds(longer, times) - first)
 

@@ -80,6 +80,7 @@ def _list_tensor_sizes(space: SearchSpace) -> list[int]:
     Between nodes, the collectives of each layer would take longer than its computation.
     """
     config = space.shape.config
+    # Groups of other sizes would be uneven over the nodes.
     sizes = list_divisors(space.hardware.ranks_per_node)
     return [
         size
@@ -110,6 +111,7 @@ def _iterate_microbatches(
                 partition=partition,
                 sequence_parallel=tensor > 1 and space.software.sequence_parallel,
             )
+            # ZeRO and recomputation do not depend on each other.
             for sharded in _iterate_sharding(space, base):
                 yield from _iterate_recomputation(space, sharded)
 
@@ -147,6 +149,7 @@ def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayo
         assert stage is not None, "a ZeRO stage was chosen"
         if not (stage == 3 and space.hsdp):
             yield replace(base, zero_stage=stage)
+        # Groups inside a node gather weights over the fast links.
         node = max(1, space.hardware.ranks_per_node // base.tensor)
         if (
             stage == 3
@@ -220,6 +223,7 @@ def find_pareto_front(predictions: Sequence[StepPrediction]) -> list[StepPredict
     Times are the lower bounds, because most layouts are not simulated.
     """
     front = []
+    # From fast to slow, each layout of the front needs less memory than all before it.
     least = float("inf")
     for prediction in sorted(predictions, key=lambda each: (each.lower_bound, each.peak_bytes)):
         if prediction.peak_bytes < least:

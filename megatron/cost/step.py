@@ -147,6 +147,7 @@ class StepPrediction:
         The busiest rank computes all its microbatches, and waits for the first one to reach it and
         for the last one to come back.
         """
+        # The bound is what the search sorts by, so it must be cheap.
         p = self.job.layout.pipeline
         busiest = max(range(p), key=lambda rank: self.rank_seconds[rank].total)
         forward = sum(each.forward.total for each in self.passes[:busiest])
@@ -209,6 +210,7 @@ class StepPrediction:
             causal: Count only the half of attention that the mask leaves.
         """
         recompute = self.job.layout.layers_recomputed if hardware else 0
+        # The same function counts the FLOPs of the training log.
         work = flops.count_iteration_flops(
             self.job.shape,
             self.job.batch_size,
@@ -347,5 +349,6 @@ def _estimate_data_parallel(
 
 def _hide(total: float, hidden: float, software: Software) -> DataParallelSeconds:
     """Return what is waited for if `hidden` seconds of computation run at the same time."""
+    # What is hidden is not free: it slows the computation by its contention.
     covered = min(total, hidden)
     return DataParallelSeconds(total, total - covered + software.contention * covered)

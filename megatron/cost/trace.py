@@ -18,6 +18,7 @@ def build_trace(prediction: StepPrediction, pipeline: SimulatedPipeline) -> dict
     """
     events: list[dict[str, Any]] = []
     for rank, visits in enumerate(pipeline.events):
+        # Metadata that names the row.
         events.append(
             {
                 "name": "thread_name",
@@ -28,6 +29,7 @@ def build_trace(prediction: StepPrediction, pipeline: SimulatedPipeline) -> dict
             }
         )
         for event in visits:
+            # Perfetto colours events by their names and categories.
             direction = "forward" if event.visit.forward else "backward"
             events.append(
                 {
@@ -68,5 +70,6 @@ def _build_end(prediction: StepPrediction, start: float, rank: int) -> list[dict
                     "args": {},
                 }
             )
+        # Both follow each other.
         start += seconds
     return found

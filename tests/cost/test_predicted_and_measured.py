@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megatron.config.cli import load_config
 from megatron.observe.chronicle import CHRONICLE, append_event
@@ -22,7 +23,7 @@ def make_plan(*more: str) -> Plan:
     return plan
 
 
-def write_run(folder: Path, start: dict, seconds: list[float]) -> None:
+def write_run(folder: Path, start: Any, seconds: list[float]) -> None:
     append_event(folder / CHRONICLE, "start", 0, {"seconds": 1.0, "devices": 64, **start})
     rows = [
         {

@@ -84,6 +84,7 @@ def _measure_product(device: torch.device, seconds: float) -> float:
 
 def _measure_copy(device: torch.device, seconds: float) -> float:
     """Return the bytes that a copy reads and writes, in 10^12 a second."""
+    # A copy reads and writes each element once.
     source = torch.ones(_COPIED[device.type] // 4, device=device)
     target = torch.empty_like(source)
     taken = _time_call(lambda: target.copy_(source), device, seconds)
@@ -92,6 +93,7 @@ def _measure_copy(device: torch.device, seconds: float) -> float:
 
 def _measure_ring(device: torch.device, ranks: int, seconds: float) -> float:
     """Return the GB a second that a device sends in an all-reduce of all ranks."""
+    # The backends of training.
     backend = "nccl" if device.type == "cuda" else "gloo"
     torch.distributed.init_process_group(backend)
     try:
