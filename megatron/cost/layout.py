@@ -109,8 +109,6 @@ class Software:
     both use the memory and the multiprocessors."""
     hidden_pipeline: bool = False
     """Whether ranks compute while activations are sent between stages."""
-    scattered_pipeline: bool = True
-    """Whether each tensor-parallel rank sends only its part of the activations."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0

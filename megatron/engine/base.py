@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.batches import Microbatch
+from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.tally import Tally
 from megatron.parallel.rng import DropoutKey
@@ -29,6 +30,13 @@ Accept = Callable[[float, float | None], bool]
 """Takes the loss and the gradient norm of a step. Returns whether it may change the weights.
 
 The norm is None if the engine does not know it before the update. The loss is finite.
+"""
+
+
+Vote = Callable[[], float]
+"""Returns a number of this rank, which the step's all-reduce adds up over all ranks.
+
+It is called as late as possible, when the gradients are complete.
 """
 
 
@@ -86,6 +94,8 @@ class StepResult:
     """None if they were not asked for."""
     rejected: bool = False
     """Whether the step was finite and was dropped because `accept` returned False."""
+    votes: float | None = None
+    """The sum of the ranks' votes. None if there was no vote, or no message that could carry it."""
 
     @property
     def is_nan(self) -> bool:
@@ -121,6 +131,9 @@ class Engine(Protocol):
     change, because a save may still copy them.
     """
 
+    stages: Sequence[GPT]
+    """The stages of this rank, in the order of the layers."""
+
     def train_batch(
         self,
         microbatches: Sequence[Microbatch],
@@ -130,6 +143,7 @@ class Engine(Protocol):
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
         accept: Accept | None = None,
+        vote: Vote | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -141,6 +155,7 @@ class Engine(Protocol):
             with_layer_statistics: Fill `StepResult.layers`.
             accept: Decides whether a finite step changes weights, moments and loss scale. It gets
                 the same numbers on all ranks. None: every finite step does.
+            vote: Returns this rank's term of `StepResult.votes`.
         """
         ...
 

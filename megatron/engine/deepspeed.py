@@ -25,6 +25,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megatron.engine.base import (
     Accept,
     PhaseTimers,
     StepResult,
+    Vote,
     build_inputs,
     skip_timing,
     skip_waiting,
@@ -55,6 +57,7 @@ from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMome
 from megatron.engine.fragments import Fragment
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.optimizer import choose_rate, compute_squared_norm
+from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.errors import ConfigError
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
 from megatron.model.inputs import Inputs
@@ -179,6 +182,7 @@ class DeepSpeedEngine(EngineBase):
         # the last gradient and the update.
         def wait_and_update(*args: Any, **kwargs: Any) -> Any:
             self._before_update()
+            self._share_replicated_gradients()
             self._show_infinities()
             with self._reject_step():
                 result = update(*args, **kwargs)
@@ -186,7 +190,26 @@ class DeepSpeedEngine(EngineBase):
             return result
 
         engine.optimizer.step = wait_and_update
+        self._time_gathering(engine.optimizer)
         return engine
+
+    def _time_gathering(self, optimizer: Any) -> None:
+        """Count the time in which ZeRO 3 gathers parameters as communication.
+
+        DeepSpeed gathers them in hooks inside of a block, where this rank waits for the others.
+        """
+        offload = getattr(optimizer, "parameter_offload", None)
+        # The other stages gather nothing.
+        if offload is None:
+            return
+        coordinator = offload.get_param_coordinator()
+        fetch = coordinator.fetch_sub_module
+
+        def fetch_and_time(*args: Any, **kwargs: Any) -> None:
+            with self._mesh.tensor_parallel.comm_timer():
+                fetch(*args, **kwargs)
+
+        coordinator.fetch_sub_module = fetch_and_time
 
     def _limit_groups(self, backend: Any) -> None:
         """Give the groups that DeepSpeed creates the same time-out as ours.
@@ -221,6 +244,35 @@ class DeepSpeedEngine(EngineBase):
                 f"--deepspeed-config {path}: DeepSpeed refuses it: {reason}; "
                 "change the setting that it names"
             ) from error
+
+    def _share_replicated_gradients(self) -> None:
+        """Give the tensor-parallel ranks the same gradients of the parameters that all hold."""
+        gradients = [
+            self._get_gradient(fragment)
+            for fragment in self._fragments
+            if fragment.spec.shard_dim is None
+        ]
+        # The hooks of `_mark` have added up partial gradients already.
+        add_over_tensor_ranks([], gradients, self._mesh.tensor_parallel)
+
+    def _get_gradient(self, fragment: Fragment) -> Tensor:
+        """Return the reduced gradient of a fragment, which the next update reads."""
+        optimizer = self._engine.optimizer
+        # BF16_Optimizer has a flat gradient of each partition, and so has offload.
+        flats = getattr(optimizer, "fp32_groups_gradient_flat_partition", None)
+        if flats is None:
+            flat = self._flats[fragment.flat].grad
+        else:
+            flat = flats[fragment.flat]
+        if flat is not None:
+            return flat.narrow(0, fragment.at, fragment.size)
+        # ZeRO has a list of tensors, which it concatenates to the flat gradient in its update.
+        start = 0
+        for gradient in optimizer.averaged_gradients[fragment.flat]:
+            if start == fragment.at:
+                return gradient
+            start += gradient.numel()
+        raise AssertionError(f"no gradient begins at {fragment.at} of partition {fragment.flat}")
 
     def _show_infinities(self) -> None:
         """Put an infinity into every rank's gradients if those of any rank are not finite.
@@ -513,6 +565,7 @@ class DeepSpeedEngine(EngineBase):
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
         accept: Accept | None = None,
+        vote: Vote | None = None,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         assert not with_layer_statistics, "`support.py` refuses statistics of layers"
@@ -530,7 +583,9 @@ class DeepSpeedEngine(EngineBase):
         self._accept = accept
         self._rejected = False
         with self._timers("forward-backward"):
-            loss = self._train(build_inputs(microbatches, iteration, self._mesh.device))
+            loss, votes = self._train(
+                build_inputs(microbatches, iteration, self._mesh.device), vote
+            )
         applied = engine.was_step_applied()
         # What DeepSpeed returns after a dropped step depends on its optimizer.
         if applied:
@@ -538,17 +593,23 @@ class DeepSpeedEngine(EngineBase):
         else:
             norm = math.inf
         self._step_count += applied
-        return self._finish_step(
+        result = self._finish_step(
             loss, norm, applied=applied, num_zeros=None, rejected=self._rejected
         )
+        return replace(result, votes=votes)
 
-    def _train(self, inputs: list[Inputs]) -> float:
-        """Run forward, backward and the update, and return the mean loss over all ranks."""
+    def _train(self, inputs: list[Inputs], vote: Vote | None) -> tuple[float, float | None]:
+        """Run forward, backward and the update.
+
+        Returns:
+            The mean loss over all ranks, and the sum of the votes. DeepSpeed's pipeline reduces the
+            loss itself, so no message can carry votes there.
+        """
         self._wrapped_stage.begin(inputs)
         self._microbatches = len(inputs)
         if self._mesh.grid.pipeline > 1:
             self._update_activation_shape(inputs)
-            return float(self._engine.train_batch(make_empty_batches(len(inputs))))
+            return float(self._engine.train_batch(make_empty_batches(len(inputs)))), None
         self._engine.train()
         # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -562,7 +623,11 @@ class DeepSpeedEngine(EngineBase):
             self._engine.backward(loss)
             total += loss.detach().double() / len(inputs)
             self._engine.step()
-        return self._average_over_ranks(total)
+        votes = torch.full_like(total, 0.0 if vote is None else vote())
+        loss_sum, votes_sum = self._sum_over_ranks(torch.stack((total, votes)))
+        if vote is None:
+            return loss_sum / self._mesh.grid.world_size, None
+        return loss_sum / self._mesh.grid.world_size, votes_sum
 
     def _evaluate(self, inputs: list[Inputs]) -> float:
         self._wrapped_stage.begin(inputs)
@@ -578,7 +643,7 @@ class DeepSpeedEngine(EngineBase):
         with torch.no_grad():
             for _ in inputs:
                 total += self._engine(None).double() / len(inputs)
-        return self._average_over_ranks(total)
+        return self._sum_over_ranks(total.reshape(1))[0] / self._mesh.grid.world_size
 
     def _update_activation_shape(self, inputs: list[Inputs]) -> None:
         """Reset DeepSpeed's buffers if the shape of the microbatches has changed.
@@ -590,11 +655,11 @@ class DeepSpeedEngine(EngineBase):
             self._engine.reset_activation_shape()
             self._shape = inputs[0].tokens.shape
 
-    def _average_over_ranks(self, value: Tensor) -> float:
+    def _sum_over_ranks(self, values: Tensor) -> list[float]:
         # Only used without a pipeline, where every rank has a loss. Tensor-parallel ranks have the
         # same one, so the mean over all ranks is the mean over the data-parallel ranks.
-        dist.all_reduce(value)
-        return float(value) / self._mesh.grid.world_size
+        dist.all_reduce(values)
+        return values.tolist()
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from megatron.engine.base import (
     Accept,
     PhaseTimers,
     StepResult,
+    Vote,
     build_inputs,
     skip_timing,
     skip_waiting,
@@ -31,6 +32,7 @@ from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.optimizer import MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.parallelize import RankStage, shard_offset
+from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
 from megatron.model.inputs import Inputs
@@ -72,7 +74,6 @@ class NativeEngine(EngineBase):
         self._masters = [
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
-        self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = build_optimizer(self._masters, plan, mesh)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
@@ -159,6 +160,7 @@ class NativeEngine(EngineBase):
         decoupled_lr: float | None = None,
         with_layer_statistics: bool = False,
         accept: Accept | None = None,
+        vote: Vote | None = None,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
@@ -177,7 +179,7 @@ class NativeEngine(EngineBase):
                 train=True,
             )
         with self._timers("optimizer"):
-            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept)
+            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept, vote)
             # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
@@ -198,6 +200,7 @@ class NativeEngine(EngineBase):
         rates: tuple[float, float | None],
         recorder: LayerRecorder | None,
         accept: Accept | None,
+        vote: Vote | None,
     ) -> StepResult:
         """Reduce, check, unscale and clip the gradients, and update the weights.
 
@@ -207,17 +210,18 @@ class NativeEngine(EngineBase):
             rates: `lr` and `decoupled_lr` of `train_batch`.
             recorder: It records the gradients before clipping, and the weights after the update.
             accept: See `Engine.train_batch`.
+            vote: See `Engine.train_batch`.
         """
         for master in self._masters:
             gradient = master.model.grad
             assert gradient is not None, f"{master.name} got no gradient"
             master.weight.grad = self._get_local_tensor(gradient)
-        self._add_partial_gradients()
+        self._add_replicated_gradients()
         self._add_tied_gradients()
         if recorder is not None:
             recorder.record_gradients(self._list_counted(), scale)
         # The norm is only right after the partial and tied gradients were added up.
-        loss_value, squares, zeros = self._reduce_step(loss)
+        loss_value, squares, zeros, votes = self._reduce_step(loss, vote)
         if math.isfinite(squares):
             norm = math.sqrt(squares) / scale
         else:
@@ -249,34 +253,29 @@ class NativeEngine(EngineBase):
         result = self._finish_step(
             loss_value, norm, applied=applied, num_zeros=num_zeros, rejected=rejected
         )
+        result = replace(result, votes=votes)
         if recorder is None:
             return result
         recorder.record_weights(self._list_counted())
         return replace(result, layers=recorder.reduce())
 
-    def _add_partial_gradients(self) -> None:
-        """Add up the partial gradients over the tensor-parallel ranks.
+    def _add_replicated_gradients(self) -> None:
+        """Give the tensor-parallel ranks the same gradients of the parameters that all hold.
 
         With sequence parallelism, the gradients of norms, learned positions and some biases cover
         only this rank's part of the sequence. Norms of heads, xIELU's weights, and keys and values
-        that ranks share have gradients of this rank's heads or channels. One all-reduce sends all
-        of them, because most are small.
+        that ranks share have gradients of this rank's heads or channels.
         """
-        gradients = [
-            m.weight.grad
-            for m in self._partial
-            if m.weight.grad is not None and m.weight.grad.numel()
-        ]
-        if not gradients:
-            return
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        tp = self._mesh.tensor_parallel
-        with tp.comm_timer():
-            dist.all_reduce(flat, group=tp.group)
-        for gradient, summed in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
-            gradient.copy_(summed.view_as(gradient))
+        partial = []
+        replicated = []
+        for master in self._masters:
+            gradient = master.weight.grad
+            assert gradient is not None, "gradients are set before they are added up"
+            if master.spec.partial_gradient:
+                partial.append(gradient)
+            elif master.spec.shard_dim is None:
+                replicated.append(gradient)
+        add_over_tensor_ranks(partial, replicated, self._mesh.tensor_parallel)
 
     def _add_tied_gradients(self) -> None:
         """Add up the gradients of the word embedding and its copy on the last stage.
@@ -289,33 +288,27 @@ class NativeEngine(EngineBase):
                 with self._mesh.tensor_parallel.comm_timer():
                     dist.all_reduce(master.weight.grad, group=self._mesh.ends)
 
-    def _reduce_step(self, loss: Tensor) -> tuple[float, float, float]:
-        """Return the mean loss, the squared gradient norm and the number of zeros.
+    def _reduce_step(
+        self, loss: Tensor, vote: Vote | None
+    ) -> tuple[float, float, float, float | None]:
+        """Return the mean loss, the squared gradient norm, the number of zeros, and the votes.
 
-        They are those of the complete model. One all-reduce sums all three.
+        They are those of the complete model and of all ranks. One all-reduce sums all four.
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
+        # An infinity in a replica is in the first rank's gradient too, which is counted.
         squares = compute_squared_norm(mine).to(loss.device)
-        # Only the first tensor-parallel rank counts a replicated parameter, but an infinity must be
-        # seen on whichever rank it occurs. 0 x inf is nan, so it makes the sum nan. The copy of a
-        # tied embedding needs no check, because its gradient is the same sum as the original's.
-        # Copies of the model have the same reduced gradients as the first one.
-        replicated = [
-            m
-            for m in self._masters
-            if m.spec.shard_dim is None and m.weight.numel() and not self._is_counted(m)
-        ]
-        squares += 0.0 * compute_squared_norm(
-            [m.weight.grad for m in replicated if m.weight.grad is not None]
-        ).to(loss.device)
         if self._count_zeros:
             zeros = count_zeros(mine).to(loss.device)
         else:
             zeros = torch.zeros_like(squares)
-        loss_value, squares_value, zeros_value = self._sum_over_ranks(
-            torch.stack((self._compute_loss_share(loss), squares, zeros))
+        own_vote = 0.0 if vote is None else vote()
+        # A fill is one kernel. Making a tensor from the number would copy it from host memory.
+        votes = torch.full_like(squares, own_vote)
+        loss_value, squares_value, zeros_value, votes_value = self._sum_over_ranks(
+            torch.stack((self._compute_loss_share(loss), squares, zeros, votes))
         )
-        return loss_value, squares_value, zeros_value
+        return loss_value, squares_value, zeros_value, None if vote is None else votes_value
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
         """Return this rank's term of the mean loss. The sum over all ranks is the mean.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.model.shape import ModelShape
-from megatron.parallel.collectives import enter_tensor_parallel
+from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     Init,
@@ -121,10 +121,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))  # [s, b, f/t] in between
         # The tensor-parallel region is entered once for both matrices. Two entries would double the
         # communication.
-        x = enter_tensor_parallel(x, self.tp)
-        up = self.up(x, entered=True)  # [s, b, f/t]
-        if self.gate is None:
-            return self.down(self.activation(up))
-        return self.down(self.activation(self.gate(x, entered=True)) * up)
+        up, gate = apply_entered_linears(
+            x, [(self.up.weight, self.up.bias), (self.gate.weight, self.gate.bias)], self.tp
+        )
+        return self.down(self.activation(gate) * up)

@@ -16,6 +16,8 @@ In a compiled graph the same pairs are torch's functional collectives, because t
 trace them. `comm_timer` does not run there.
 """
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.mesh import CommTimer, TensorParallel
 
 # torch 2.13 renamed these functions and logs a warning if the old names are used.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,6 +81,50 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     with tp.comm_timer():
         _reduce_scatter_single(out, x, group=tp.group)
     return out
+
+
+@dataclass
+class PendingTensor:
+    """A tensor that a collective may still be writing into."""
+
+    tensor: Tensor
+    work: dist.Work | None = None
+    """The collective, or None if there is nothing to wait for."""
+    comm_timer: CommTimer = nullcontext
+
+    def wait(self) -> Tensor:
+        """Return the tensor when it is complete. On a GPU only the stream waits, not the host.
+
+        The timer measures the wait. What was hidden behind computation does not count.
+        """
+        if self.work is not None:
+            with self.comm_timer():
+                self.work.wait()
+        return self.tensor
+
+
+def begin_all_reduce(x: Tensor, tp: TensorParallel) -> PendingTensor:
+    """Start to add up `x` in place over the tensor-parallel ranks. Not differentiable."""
+    return PendingTensor(x, dist.all_reduce(x, group=_group(tp), async_op=True), tp.comm_timer)
+
+
+def begin_all_gather(x: Tensor, tp: TensorParallel) -> PendingTensor:
+    """Start to concatenate the ranks' tensors: [n, ...] -> [n t, ...]. Not differentiable."""
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
+    work = _all_gather_single(out, x, group=_group(tp), async_op=True)
+    return PendingTensor(out, work, tp.comm_timer)
+
+
+def begin_reduce_scatter(x: Tensor, tp: TensorParallel) -> PendingTensor:
+    """Start to compute this rank's part of the ranks' sum: [n, ...] -> [n/t, ...].
+
+    Not differentiable.
+    """
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
+    work = _reduce_scatter_single(out, x, group=_group(tp), async_op=True)
+    return PendingTensor(out, work, tp.comm_timer)
 
 
 # The second result of each `backward` is the gradient of `tp`, which has none.

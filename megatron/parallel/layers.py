@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import enter_tensor_parallel, leave_tensor_parallel
+from megatron.parallel.collectives import leave_tensor_parallel
+from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.mesh import TensorParallel
 
 
@@ -166,18 +167,10 @@ class ColumnParallelLinear(nn.Module):
                 (local,), ParameterSpec((out_features,), Init.ZERO, shard_dim=0)
             )
 
-    def forward(self, x: Tensor, *, entered: bool = False) -> Tensor:
-        """Return this rank's output features.
-
-        Args:
-            x: [s, b, in], or [s/t, b, in] with sequence parallelism.
-            entered: Whether `x` is the result of `enter_tensor_parallel`, which several layers can
-                share. It is then [s, b, in].
-
-        Returns:
-            [s, b, out/t]
-        """
-        return F.linear(x if entered else enter_tensor_parallel(x, self.tp), self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t]."""
+        (out,) = apply_entered_linears(x, [(self.weight, self.bias)], self.tp)
+        return out
 
 
 class SharedGroupsLinear(nn.Module):
@@ -257,7 +250,8 @@ class SharedGroupsLinear(nn.Module):
         bias = None
         if self.bias is not None and self.shared_bias is not None:
             bias = torch.cat((self.bias, self.shared_bias[self.own_pair]))
-        return F.linear(enter_tensor_parallel(x, self.tp), weight, bias)
+        (out,) = apply_entered_linears(x, [(weight, bias)], self.tp)
+        return out
 
 
 class RowParallelLinear(nn.Module):

@@ -1,5 +1,8 @@
 """The decision to stop, made once an iteration by all ranks together.
 
+The decision needs no message of its own: each rank's vote travels with the loss of the step. Only
+after an evaluation or a save do the ranks ask each other again, because that takes long.
+
 Only rank 0 reads the clock and looks for the kill switch. Ranks whose clocks or file systems differ
 can therefore not disagree. A signal counts on whichever rank receives it.
 """
@@ -25,6 +28,7 @@ from megatron.observe.log_line import (
     format_kill_switch_line,
 )
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import OutOfStepError
 
 _REPEATED_SECONDS = 10.0
 """A signal repeated within this time counts as one signal.
@@ -51,6 +55,14 @@ class StopReason(IntEnum):
     """The spike guard goes back to an earlier checkpoint, and the same processes continue there."""
 
 
+_SIGNAL_VOTE = float(1 << 8)
+"""The vote of a rank that has received a signal.
+
+It is larger than any reason of rank 0, whose vote is the number of its reason. The sum of a million
+ranks is still exact.
+"""
+
+
 class Exits:
     """Decides when the run stops, and handles the signals that stop it."""
 
@@ -74,6 +86,8 @@ class Exits:
         self._signalled_at = 0.0
         self._switch_error: str | None = None
         """Why the last search for the kill switch failed. None if it did not fail."""
+        self._votes: float | None = None
+        """The sum of all ranks' votes in the last step. None if they did not vote."""
 
     def catch_signals(self) -> None:
         """Let SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGUSR2 stop the run after its iteration."""
@@ -113,9 +127,31 @@ class Exits:
         with contextlib.suppress(OSError):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
 
+    def vote(self, before: int, after: int) -> float:
+        """Return this rank's vote on a step from iteration `before` to `after`.
+
+        The sum of all votes goes to `count_votes`.
+        """
+        vote = 0.0
+        if self._mesh.rank == 0:
+            vote += self._rank_zero_reason(before, after)
+        if self._signal:
+            vote += _SIGNAL_VOTE
+        return vote
+
+    def count_votes(self, votes: float | None) -> None:
+        """Remember the sum of the votes for `decide`. None if no message could carry them."""
+        self._votes = votes
+
     def decide(
-        self, before: int, after: int, numbers: Sequence[float] = ()
-    ) -> tuple[StopReason, list[float]]:
+        self,
+        before: int,
+        after: int,
+        numbers: Sequence[float] = (),
+        of_each_rank: float | None = None,
+        *,
+        ask_again: bool = False,
+    ) -> tuple[StopReason, list[float], list[float]]:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 
         All ranks call it together and get the same answer.
@@ -124,27 +160,45 @@ class Exits:
             before: The iteration before the step.
             after: The iteration after it.
             numbers: Decisions of rank 0, as many on each rank. They travel in the same message.
+            of_each_rank: A number of this rank that all ranks get. Either each rank has one or
+                none.
+            ask_again: Whether much time has passed since the votes. A reason that came up since
+                then must not wait for another step.
 
         Returns:
-            The reason, and rank 0's `numbers`.
+            The reason, rank 0's `numbers`, and the numbers of all ranks.
+
+        Raises:
+            OutOfStepError: A rank has sent another message than this one.
         """
-        if self._signal:
-            mine = StopReason.SIGNAL
-        else:
-            mine = StopReason.NONE
-        if self._mesh.rank == 0:
-            mine = max(mine, self._rank_zero_reason(before, after))
+        votes = self._votes
+        # A vote counts for one step.
+        self._votes = None
+        shared = [] if of_each_rank is None else [of_each_rank]
+        # A single rank needs no message.
         if self._mesh.grid.world_size == 1:
-            return StopReason(mine), list(numbers)
+            return _read_votes(self.vote(before, after)), list(numbers), shared
+        if votes is not None and not numbers and not shared and not ask_again:
+            return _read_votes(votes), [], []
+        mine = _read_votes(self.vote(before, after))
         if self._mesh.rank != 0:
             # The maximum is then rank 0's number, bit for bit.
             numbers = [-math.inf] * len(numbers)
+        if of_each_rank is not None:
+            # Each rank has a place of its own, and the maximum leaves its number as it is.
+            shared = [-math.inf] * self._mesh.grid.world_size
+            shared[self._mesh.rank] = of_each_rank
         # The tensor is on the CPU and the control group uses gloo. The decision therefore does not
         # wait for work that is queued on the device.
-        agreed = torch.tensor([float(mine), *numbers], dtype=torch.float64)
+        # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
+        # iteration show that this has not happened.
+        check = [float(after), -float(after)]
+        agreed = torch.tensor([float(mine), *check, *numbers, *shared], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        reason, *decided = agreed.tolist()
-        return StopReason(int(reason)), decided
+        reason, largest, smallest, *others = agreed.tolist()
+        if [largest, smallest] != check:
+            raise OutOfStepError({})
+        return StopReason(int(reason)), others[: len(numbers)], others[len(numbers) :]
 
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:
         """Return the reason that rank 0 alone can see: kill switch, duration or interval."""
@@ -192,3 +246,10 @@ class Exits:
         if reason == StopReason.SIGNAL:
             return f"received a signal to stop; {format_exit_iteration_line(iteration)}"
         return format_exit_iteration_line(iteration)
+
+
+def _read_votes(votes: float) -> StopReason:
+    """Return the reason that a sum of votes stands for."""
+    if votes >= _SIGNAL_VOTE:
+        return StopReason.SIGNAL
+    return StopReason(int(votes))

@@ -98,6 +98,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
     stop = StopReason.NONE
     evaluated_at = -1
     run.clock.start()
+    run.step_clock.start()
     run.reporter.start(state.iteration)
     while stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
@@ -109,7 +110,8 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
         if skipped is not None:
-            skip_range(run, skipped)
+            with run.step_clock.pause():
+                skip_range(run, skipped)
         else:
             with run.profiler.record(before + 1), run.memory_history.record(before + 1):
                 train_iteration(run)
@@ -123,16 +125,19 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         if skipped is None and is_due(
             plan.config.parallel.check_invariants_interval, before, state.iteration
         ):
-            check_invariants(run)
+            with run.step_clock.pause():
+                check_invariants(run)
         if skipped is None and (
             is_due(run.clock.eval_interval, before, state.iteration) or run.clock.upcoming.evaluate
         ):
-            evaluate_validation(run)
+            with run.step_clock.pause():
+                evaluate_validation(run)
             evaluated_at = state.iteration
         if skipped is None and is_due(
             plan.config.batch.eval_tasks_interval, before, state.iteration
         ):
-            evaluate_tasks(run)
+            with run.step_clock.pause():
+                evaluate_tasks(run)
         # A reason to stop does not prevent the save. `train` saves the last iteration if it was
         # not due here.
         save_when_due(run, before)
@@ -145,13 +150,20 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
 
 
 def decide(run: Run, before: int) -> StopReason:
-    """Agree with all ranks on the reason to stop, and on rank 0's decision about the next step."""
+    """Agree with all ranks on the reason to stop, and on rank 0's decision about the next step.
+
+    The same message compares how fast the ranks compute, if that is due.
+    """
     iteration = run.state.iteration
     save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
     eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
     proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
-    stop, decided = run.exits.decide(before, iteration, proposed)
+    own_time = run.stragglers.take_report(before, iteration)
+    stop, decided, times = run.exits.decide(
+        before, iteration, proposed, own_time, ask_again=run.step_clock.has_paused
+    )
     run.clock.accept(decided)
+    run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
     return stop
 
 
@@ -167,9 +179,10 @@ def extend_data(run: Run) -> None:
     if train is None or not train.must_extend(batch_size):
         return
     # Building an index takes long. The ranks wait for each other outside of other collectives.
-    build_ranks(run.mesh).work(
-        lambda: train.extend(batch_size), "building the next data index", run.reporter.say
-    )
+    with run.step_clock.pause():
+        build_ranks(run.mesh).work(
+            lambda: train.extend(batch_size), "building the next data index", run.reporter.say
+        )
     for note in run.sources.take_notes():
         run.reporter.say(note)
 
@@ -214,7 +227,6 @@ def train_iteration(run: Run) -> None:
     plan = run.plan
     state = run.state
     timers = run.timers
-    start = time.perf_counter()
     # Size and length depend on the counters before this step. They must be read before `advance`.
     seq_length = plan.get_seq_length(state.iteration + 1)
     batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
@@ -226,23 +238,27 @@ def train_iteration(run: Run) -> None:
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
-    result = run.engine.train_batch(
-        microbatches,
-        iteration=iteration,
-        lr=rate,
-        decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
-        with_layer_statistics=is_due(
-            plan.config.logging.log_layer_stats_interval, state.iteration, iteration
-        ),
-        accept=choose_accept(run),
-    )
+    with run.stragglers.measure(iteration):
+        result = run.engine.train_batch(
+            microbatches,
+            iteration=iteration,
+            lr=rate,
+            decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
+            with_layer_statistics=is_due(
+                plan.config.logging.log_layer_stats_interval, state.iteration, iteration
+            ),
+            accept=choose_accept(run),
+            vote=lambda: run.exits.vote(iteration - 1, iteration),
+        )
+    run.exits.count_votes(result.votes)
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
     if plan.config.logging.log_params_norm:
         params_norm = run.engine.compute_parameter_norm()
     else:
         params_norm = None
-    seconds = time.perf_counter() - start
+    # The time is that since the same line of the iteration before, see `StepClock`.
+    seconds = run.step_clock.finish_iteration()
     run.clock.costs.record_step(seconds, batch_size * seq_length)
     report_forecast(run)
     run.reporter.report_step(
@@ -373,10 +389,11 @@ def save_when_due(run: Run, before: int) -> None:
     saver.poll()
     saver.record_iterations(before, run.state.iteration)
     if saver.is_due(before, run.state.iteration) or run.clock.upcoming.save:
-        begin_save(run, saver)
-        if not run.plan.config.checkpoint.async_save:
-            with run.timers(SAVE):
-                saver.complete()
+        with run.step_clock.pause():
+            begin_save(run, saver)
+            if not run.plan.config.checkpoint.async_save:
+                with run.timers(SAVE):
+                    saver.complete()
     if not saver.in_flight:
         run.clock.end_save()
 

@@ -131,11 +131,11 @@ def test_a_step_sends_what_the_formula_counts(
             weight_bytes=weight,
             gradient_bytes=gradient,
         )
-        # One more all-reduce of three fp64 numbers: loss, gradient norm and number of zeros.
+        # One more all-reduce of four fp64 numbers: loss, gradient norm, zeros and votes.
         expected = {
             "all_gather_single": traffic.all_gather,
             "reduce_scatter_single": traffic.reduce_scatter,
-            "all_reduce": Collectives(traffic.all_reduce.count + 1, traffic.all_reduce.bytes + 24),
+            "all_reduce": Collectives(traffic.all_reduce.count + 1, traffic.all_reduce.bytes + 32),
         }
         found = {name: Collectives(*values) for name, values in recorded.items()}
         assert found == {name: sent for name, sent in expected.items() if sent.count}

@@ -267,7 +267,7 @@ def walk_through_host_memory(flags: str, steps: list[Work]) -> tuple[list[Seen],
 
     from megatron.engine import pipeline
 
-    counts = {"_copy_to_host": 0, "_take_from_host": 0}
+    counts = {"_prepare_messages": 0, "_complete_messages": 0}
 
     def count(name: str) -> mock._patch:
         original = getattr(pipeline._Stage, name)
@@ -283,11 +283,11 @@ def walk_through_host_memory(flags: str, steps: list[Work]) -> tuple[list[Seen],
     elsewhere = torch.device("cpu", 0)
     with (
         mock.patch.object(pipeline, "choose_message_device", return_value=elsewhere),
-        count("_copy_to_host"),
-        count("_take_from_host"),
+        count("_prepare_messages"),
+        count("_complete_messages"),
     ):
         seen = walk(flags, steps)
-    return seen, counts["_copy_to_host"], counts["_take_from_host"]
+    return seen, counts["_prepare_messages"], counts["_complete_messages"]
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -306,3 +306,42 @@ def test_messages_through_host_memory_change_no_bit(pool: ProcessPool, virtual: 
     messages = borders * (2 * 8 + 4 + 2 * 4)
     assert sum(outcome.value[1] for outcome in outcomes) == messages
     assert sum(outcome.value[2] for outcome in outcomes) == messages
+
+
+def walk_and_measure_messages(
+    flags: str, steps: list[Work], split: bool
+) -> tuple[list[Seen], set[int]]:
+    """Return what `walk` returns, and the numbers of elements of the messages that were sent."""
+    from contextlib import AbstractContextManager, nullcontext
+
+    from megatron.engine import pipeline
+
+    sizes: set[int] = set()
+    prepare = pipeline._Stage._prepare_messages
+
+    def measure(stage, ops):
+        prepared = prepare(stage, ops)
+        sizes.update(op.tensor.numel() for op in prepared)
+        return prepared
+
+    whole: AbstractContextManager[object] = nullcontext()
+    if not split:
+        whole = mock.patch.object(pipeline._Stage, "_splits", return_value=False)
+    with whole, mock.patch.object(pipeline._Stage, "_prepare_messages", measure):
+        seen = walk(flags, steps)
+    return seen, sizes
+
+
+def test_tensor_parallel_ranks_send_parts_of_a_message(pool: ProcessPool) -> None:
+    """The numbers are those of complete messages, bit for bit."""
+    flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    steps = [Work(8), evaluation(4), Work(4, 16)]
+    complete = {32 * 32, 16 * 32}
+    whole = pool.run(4, walk_and_measure_messages, flags, steps, False)
+    parts = pool.run(4, walk_and_measure_messages, flags, steps, True)
+    succeed(whole)
+    succeed(parts)
+    for before, after in zip(whole, parts, strict=True):
+        assert before.value[1] == complete
+        assert after.value[1] == {size // 2 for size in complete}
+        assert list_numbers(after.value[0]) == list_numbers(before.value[0])
