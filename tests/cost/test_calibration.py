@@ -110,3 +110,15 @@ def test_the_cost_model_imports_no_torch():
         "megatron.cost.calibration; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_file_of_a_measured_device_can_be_loaded(tmp_path, monkeypatch, capsys):
+    short = measure_device(seconds=0.05)
+    monkeypatch.setattr("megatron.operations.slurm.device_benchmark.measure_device", lambda: short)
+    path = tmp_path / "here.yaml"
+    assert calibrate.main([str(path)]) == 0
+    assert "matrix product:" in capsys.readouterr().out
+    found = load_hardware(str(path))
+    assert found.name == "here"
+    assert found.peak_tflops == pytest.approx(short.tflops, rel=0.001)
+    assert found.multiprocessors == short.multiprocessors
