@@ -126,7 +126,8 @@ class Software:
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
     keeps_copies: bool = False
     """Whether a layer also keeps its rotated queries and keys, the attention's output in both
-    orders, and the activated gate. Fused kernels do not."""
+    orders, the activated gate, and inputs that sequence parallelism gathered. Fused kernels do
+    not."""
     reduces_layers: bool = False
     """Whether the gradients of the last microbatch are reduced layer by layer. A step of one
     microbatch then never has all gradients in memory."""

@@ -135,8 +135,8 @@ def _count_copy_bytes(shape: ModelShape, layout: RankLayout, software: Software)
     value = 2 if software.half else 4
     copies = value * width // layout.tensor
     if layout.sequence_parallel:
-        # The input of one of the two groups of matrices is kept as it was gathered.
-        copies += value * shape.config.hidden_size * (layout.tensor - 1) // layout.tensor
+        # The inputs of attention and MLP are kept as they were gathered.
+        copies += 2 * value * shape.config.hidden_size * (layout.tensor - 1) // layout.tensor
     return shape.config.seq_length * layout.micro_batch * copies
 
 

@@ -116,6 +116,12 @@ LLAMA_7B = (
         ),
         ("--sharding-strategy fsdp --checkpoint-activations", {0: 5.96}),
         ("--sharding-strategy fsdp --num-layers 16", {0: 14.1}),
+        ("--sharding-strategy fsdp", {0: 25.9}),
+        (
+            "--zero-stage 1 --tensor-model-parallel-size 8 --sequence-parallel "
+            "--global-batch-size 256",
+            {0: 11.2},
+        ),
     ],
 )
 def test_tensors_of_this_trainer_within_5_percent(flags, gigabytes):
