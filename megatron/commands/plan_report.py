@@ -9,20 +9,18 @@ from megatron.commands.plan_estimates import (
     choose_final_schedule,
     compute_flops,
     estimate_memory,
-    get_recomputed_share,
 )
 from megatron.commands.plan_strategies import (
-    USABLE,
-    Hardware,
-    choose_hardware,
     choose_strategy,
     estimate_compute_seconds,
     estimate_strategies,
 )
 from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
+from megatron.cost.hardware import Hardware
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
 from megatron.plan import Plan
+from megatron.plan_prediction import get_recomputed_share
 from megatron.plural import format_count
 from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule
@@ -37,9 +35,8 @@ def build_json(
     plan: Plan,
     at: list[ForecastPoint],
     warnings: list[str],
-    uses: Sequence[DatasetUse] = (),
-    hardware: str = "a100",
-    device_memory_gib: float | None = None,
+    uses: Sequence[DatasetUse],
+    hardware: Hardware,
 ) -> dict[str, Any]:
     """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
     shown = ["iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"]
@@ -70,41 +67,26 @@ def build_json(
         "data_phases": [build_phase_json(planned) for planned in plan.data_phases],
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
         "memory_bytes": estimate_memory(plan),
-        "device": _build_device_json(plan, choose_hardware(hardware, device_memory_gib)),
         "flops": compute_flops(plan),
-        "communication": _build_communication_json(plan, hardware, device_memory_gib),
+        "communication": _build_communication_json(plan, hardware),
         "errors": list(plan.errors),
         "warnings": warnings,
         "flags_without_effect": split_off_flags_without_effect(warnings)[1],
     }
 
 
-def _build_device_json(plan: Plan, device: Hardware) -> dict[str, Any]:
-    """Return in bytes what the rank that needs most needs, and what a device has."""
-    memory_bytes = estimate_memory(plan)
-    needed = memory_bytes["rank"]["total"] + memory_bytes["activations"]
-    return {
-        "needed_bytes": needed,
-        "memory_bytes": device.memory,
-        "fits": needed <= USABLE * device.memory,
-    }
-
-
-def _build_communication_json(
-    plan: Plan, hardware: str, device_memory_gib: float | None
-) -> dict[str, Any] | None:
+def _build_communication_json(plan: Plan, hardware: Hardware) -> dict[str, Any] | None:
     """Return the estimates of each strategy as plain data, in seconds of a step and in bytes.
 
     It is None for a plan with errors, whose sizes may be placeholders.
     """
     if plan.errors:
         return None
-    device = choose_hardware(hardware, device_memory_gib)
-    estimates = estimate_strategies(plan, device)
-    compute = estimate_compute_seconds(plan, device)
+    estimates = estimate_strategies(plan, hardware)
+    compute = estimate_compute_seconds(plan, hardware)
     best = choose_strategy(estimates, compute)
     return {
-        "hardware": hardware,
+        "hardware": hardware.name,
         "compute_seconds": compute,
         "strategies": {
             each.name: {
@@ -168,19 +150,20 @@ def format_plan(
     plan: Plan,
     at: list[ForecastPoint],
     warnings: list[str],
-    uses: Sequence[DatasetUse] = (),
-    hardware: str = "a100",
-    device_memory_gib: float | None = None,
+    uses: Sequence[DatasetUse],
+    hardware: Hardware,
+    cost: Sequence[str] = (),
 ) -> list[str]:
-    """Format the plan for people, one line per entry."""
+    """Format the plan for people, one line per entry. `cost` has the lines of its prediction."""
     lines = [
         *_format_model(plan),
         *_format_training(plan),
         *_format_phases(plan),
         *([_format_row("epochs", describe_epochs(uses))] if uses else []),
-        *_format_memory(plan, choose_hardware(hardware, device_memory_gib)),
+        *_format_memory(plan),
         *_format_flops(plan),
-        *_format_communication(plan, hardware, device_memory_gib),
+        *_format_communication(plan, hardware),
+        *cost,
     ]
     if at:
         lines += [
@@ -364,7 +347,7 @@ _MEMORY_RULES = {
 """Value of --optimizer -> the bytes of a parameter."""
 
 
-def _format_memory(plan: Plan, device: Hardware) -> list[str]:
+def _format_memory(plan: Plan) -> list[str]:
     memory_bytes = estimate_memory(plan)
     # The figures of a rank are those of the rank that needs most.
     if plan.pipeline_size > 1:
@@ -397,22 +380,7 @@ def _format_memory(plan: Plan, device: Hardware) -> list[str]:
             f"; {visits} {'virtual stages' if plan.stages_per_rank > 1 else 'microbatches'} "
             "in flight"
         )
-    row = f"{'about':>12}{configured:>12,.2f}   ({note})"
-    return [*lines, _format_row("  activations", row), _format_fit(plan, device)]
-
-
-def _format_fit(plan: Plan, device: Hardware) -> str:
-    """Format whether the rank that needs most fits on a device."""
-    found = _build_device_json(plan, device)
-    if found["fits"]:
-        verdict = "fits"
-    else:
-        verdict = "does not fit: use more ranks with --zero-stage 3, or tensor or pipeline ranks"
-    row = (
-        f"{found['needed_bytes'] / 1e9:,.1f} of {device.memory / 1e9:,.1f} GB "
-        f"({device.memory / (1 << 30):,.1f} GiB) of a device, {verdict}"
-    )
-    return _format_row("  in total", row)
+    return [*lines, _format_row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
 
 
 def _format_layer_share(share: Fraction) -> str:
@@ -449,18 +417,17 @@ def _format_flops(plan: Plan) -> list[str]:
     return lines
 
 
-def _format_communication(plan: Plan, hardware: str, device_memory_gib: float | None) -> list[str]:
+def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
     """Format the communication of each strategy. One data-parallel rank sends nothing."""
     # The sizes of a plan with errors may be placeholders.
     if plan.data_parallel_size == 1 or plan.errors:
         return []
-    device = choose_hardware(hardware, device_memory_gib)
-    estimates = estimate_strategies(plan, device)
-    compute = estimate_compute_seconds(plan, device)
+    estimates = estimate_strategies(plan, hardware)
+    compute = estimate_compute_seconds(plan, hardware)
     lines = [
         _format_row(
             "communication, s",
-            f"about, in a step, on {hardware} (nodes of {device.network.ranks_per_node}); "
+            f"about, in a step, on {hardware.name} (nodes of {hardware.ranks_per_node}); "
             f"computation takes {compute:,.3g}",
         )
     ]

@@ -24,25 +24,36 @@ from megatron.launch_script import (
 
 _SWITCHES = frozenset(
     {
-        "--json",
-        "--no-json",
-        "--help",
-        "-h",
-        "--expand",
-        "--no-expand",
         "--dry-run",
+        "--expand",
+        "--help",
+        "--json",
         "--no-dry-run",
+        "--no-expand",
+        "--no-json",
+        "--no-search",
+        "--search",
+        "-h",
     }
 )
 """The tool's own flags without a value."""
 _WITH_VALUE = frozenset(
     {
-        "--world-size",
+        "--carbon-intensity",
         "--consumed-samples",
-        "--hardware",
         "--device-memory-gib",
-        "--ranks-per-node",
         "--dry-run-microbatches",
+        "--explain",
+        "--failures-per-1000-node-days",
+        "--hardware",
+        "--pareto",
+        "--picture",
+        "--pue",
+        "--ranks-per-node",
+        "--restart-minutes",
+        "--save-gb-per-second",
+        "--trace",
+        "--world-size",
     }
 )
 """The tool's own flags with one value."""
@@ -60,9 +71,6 @@ class CommandSource:
     warnings: tuple[str, ...] = ()
     documents: Mapping[str, str] = field(default_factory=dict)
     ranks_per_node: int | None = None
-
-
-"""Flags of the tool that take one value."""
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
