@@ -115,8 +115,7 @@ class Stall:
 class StoringRank:
     """A real run without output, whose state is stored and loaded.
 
-    All ranks get each command together. This is no `worlds.Rank`. That class makes glibc return all
-    memory at once, which slows contestants that allocate buffers while loading.
+    All ranks get each command together.
     """
 
     def __init__(self, root: Path, argv: list[str]) -> None:

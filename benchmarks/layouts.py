@@ -32,7 +32,15 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from worlds import CORES, Case, LaunchedWorld, WorldFailedError
+from worlds import (
+    CORES,
+    Case,
+    LaunchedWorld,
+    MemoryRank,
+    Rank,
+    Serving,
+    WorldFailedError,
+)
 
 from megatron.schedule.pipeline import compute_bubble_fraction
 
@@ -76,7 +84,9 @@ def shape_flags(layers: int, hidden: int, seq: int, micro: int, batch: int) -> s
 
 
 @contextlib.contextmanager
-def worlds_of(cases: Sequence[Case], folder: str) -> Iterator[dict[str, LaunchedWorld]]:
+def worlds_of(
+    cases: Sequence[Case], folder: str, serve: Serving = Rank
+) -> Iterator[dict[str, LaunchedWorld]]:
     """Yield the worlds of all cases that run on CPUs or have a GPU for each rank."""
     with ExitStack() as stack:
         worlds = {}
@@ -88,7 +98,7 @@ def worlds_of(cases: Sequence[Case], folder: str) -> Iterator[dict[str, Launched
                     flush=True,
                 )
                 continue
-            worlds[case.name] = world = LaunchedWorld(case, folder)
+            worlds[case.name] = world = LaunchedWorld(case, folder, serve)
             stack.callback(world.close)
         yield worlds
 
@@ -302,7 +312,7 @@ def _memory_rows(
     peaks: dict[str, tuple[int, int]] = {}
     for case in cases:
         # Each case gets fresh processes, because an allocator keeps the peak of an earlier case.
-        with worlds_of([case], folder) as worlds:
+        with worlds_of([case], folder, MemoryRank) as worlds:
             for name, world in worlds.items():
                 # The first step allocates optimizer states, buffers and the libraries' own memory.
                 world.ask("steps", 1)

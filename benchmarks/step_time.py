@@ -10,6 +10,10 @@ the loss every step.
     trainer   the loop of pretrain_gpt.py: data source, engine, counters, report
     bare      the fewest lines that train our own model
     hf        the fewest lines that train Hugging Face's model of the same shape (bf16 by autocast)
+    plain     the fewest lines that train a plain GPT-2 like nanoGPT's (bf16 by autocast)
+
+A name with "-compiled" is the same loop with torch.compile. The trainer compiles with its own flag,
+--use-torch-compile. The compiled contestants need a C++ compiler on a CPU.
 
 Rounds are interleaved, so a drift of the machine's speed affects all of them. Medians are quoted.
 """
@@ -24,6 +28,7 @@ from typing import Literal
 
 import torch
 import tyro
+from plain_gpt import PlainGPT
 from worlds import CORPUS, one_iteration
 
 from megatron.checkpoint.ranks import Ranks
@@ -57,6 +62,18 @@ LLAMA = (
 )
 
 
+Contestant = Literal[
+    "trainer",
+    "bare",
+    "hf",
+    "plain",
+    "trainer-compiled",
+    "hf-compiled",
+    "plain-compiled",
+]
+COMPILED = "-compiled"
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The command line."""
@@ -67,8 +84,8 @@ class Arguments:
     """Architectures to run."""
     precision: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """Number formats to run."""
-    contestants: tuple[Literal["trainer", "bare", "hf"], ...] = ("trainer", "bare", "hf")
-    """The loops to compare."""
+    contestants: tuple[Contestant, ...] = ("trainer", "bare", "hf", "plain")
+    """The loops to compare. plain is left out for the Llama shape."""
     rounds: int = 7
     """Interleaved rounds."""
     steps: int = 3
@@ -171,16 +188,44 @@ def build_hf_model(plan: Plan, shape: str) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(llama)
 
 
-def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
-    """Return a step of Hugging Face's model in a bare loop."""
-    model = build_hf_model(run.plan, shape).to(device)
+class HuggingFaceLoss(torch.nn.Module):
+    """Hugging Face's model of a shape, which returns the mean loss of a batch."""
+
+    def __init__(self, plan: Plan, shape: str) -> None:
+        """Build the model."""
+        super().__init__()
+        self.model = build_hf_model(plan, shape)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of tokens and labels, each [b, s]."""
+        logits = self.model(tokens).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def build_plain_model(plan: Plan) -> torch.nn.Module:
+    """Build the plain GPT-2 of the same shape."""
+    config = plan.config.model
+    return PlainGPT(
+        config.num_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.seq_length,
+        plan.padded_vocab_size,
+    )
+
+
+def loop_step(
+    run: Run, device: torch.device, model: torch.nn.Module, *, compiled: bool
+) -> Callable[[], None]:
+    """Return a step of a model that returns its loss, in a bare loop."""
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    compute_loss = torch.compile(model) if compiled else model
 
     def step() -> None:
         tokens, labels = next_tokens(run, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=run.plan.config.precision.bf16):
-            logits = model(tokens).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            loss = compute_loss(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -190,18 +235,33 @@ def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
     return step
 
 
+def build_step(
+    name: str, arguments: Arguments, shape: str, precision: str, run: Run, folder: str
+) -> Callable[[], None]:
+    """Return one training step of a contestant. `run` is the trainer's, and gives the data."""
+    device = choose_device(0)
+    compiled = name.endswith(COMPILED)
+    kind = name.removesuffix(COMPILED)
+    if kind == "bare":
+        return bare_step(run, device)
+    if kind == "trainer":
+        if not compiled:
+            return lambda: one_iteration(run)
+        argv = command_line(arguments, shape, precision, f"{folder}/compiled")
+        other = build_trainer(load_config([*argv, "--use-torch-compile"]), device)
+        return lambda: one_iteration(other)
+    model = HuggingFaceLoss(run.plan, shape) if kind == "hf" else build_plain_model(run.plan)
+    return loop_step(run, device, model, compiled=compiled)
+
+
 def measure(arguments: Arguments, shape: str, precision: str) -> None:
     """Measure all contestants in one shape and precision, and print their rows."""
     device = choose_device(0)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_config(command_line(arguments, shape, precision, folder))
         run = build_trainer(loaded, device)
-        makers: dict[str, Callable[[], Callable[[], None]]] = {
-            "trainer": lambda: lambda: one_iteration(run),
-            "bare": lambda: bare_step(run, device),
-            "hf": lambda: hf_step(run, device, shape),
-        }
-        steps = {name: makers[name]() for name in arguments.contestants}
+        names = [n for n in arguments.contestants if shape == "gpt2" or not n.startswith("plain")]
+        steps = {name: build_step(name, arguments, shape, precision, run, folder) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         memory: dict[str, float] = {}
         # Round 0 warms up and is not counted.
@@ -240,7 +300,7 @@ def print_rows(
         rate = tokens / statistics.median(times)
         low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
         row = (
-            f"{shape:5} {precision:4} {name:8} {rate:10.0f} tokens/s   {low:8.1f} / "
+            f"{shape:5} {precision:4} {name:16} {rate:10.0f} tokens/s   {low:8.1f} / "
             f"{middle:8.1f} "
             f"/ {high:8.1f} ms"
         )

@@ -1,4 +1,6 @@
-"""Measure what --hang-timeout costs: the calls of a heartbeat, and the changes of the phase.
+"""Measure what --hang-timeout and --straggler-interval cost.
+
+These are the calls of a heartbeat, the changes of the phase, and the clock of a block.
 
     python benchmarks/watchdog.py
 
@@ -13,8 +15,10 @@ import threading
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from megatron.observe.timers import Timers
 from megatron.parallel.progress import RankProgress, Stopwatch
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
@@ -64,9 +68,26 @@ def measure_heartbeats(rank: int, port: int) -> None:
         print(f"a look at a phase {look * 1e6:8.2f} us")
         print(f"a change of phase {change * 1e6:8.2f} us, in the main thread")
         print(f"together          {share:8.3%} of the time, and {change * 1e6:.2f} us a step")
+        measure_block_timer()
     store.add("done", 1)
     while rank == 0 and int(store.add("done", 0)) < RANKS:
         time.sleep(0.01)
+
+
+def measure_block_timer() -> None:
+    """Print what the clock of a block costs on a CPU, in the iterations that are measured."""
+    block = torch.nn.Identity()
+    plain = measure(lambda: block(None))
+    timer = Timers().blocks
+    timer.begin_step()
+    hooks = (
+        block.register_forward_pre_hook(lambda *_: timer.enter_block()),
+        block.register_forward_hook(lambda *_: timer.leave_block(), prepend=True),
+    )
+    measured = measure(lambda: block(None))
+    for hook in hooks:
+        hook.remove()
+    print(f"a measured block  {(measured - plain) * 1e6:8.2f} us, in the measured iterations")
 
 
 def measure(act: object) -> float:

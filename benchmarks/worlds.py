@@ -122,7 +122,6 @@ class Rank:
 
     def __init__(self, argv: list[str]) -> None:
         """Start the run of `argv` in this rank."""
-        _free_at_once()
         loaded = load_config(argv)
         world = read_launcher_world()
         ranks = join_ranks(loaded, world)
@@ -130,7 +129,7 @@ class Rank:
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         self._cuda = mesh.device.type == "cuda"
-        # The memory of Python and the libraries is not the run's, so it is subtracted later.
+        # The memory of Python and the libraries is not the run's, so `MemoryRank` subtracts it.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
         self._run = run = start_run(loaded, job, mesh, timers, None)
         self._seen: list[StepRecord] = []
@@ -173,6 +172,19 @@ class Rank:
             tuple(step.result.loss for step in self._seen),
         )
 
+    def _synchronise(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+class MemoryRank(Rank):
+    """A rank whose memory is measured. Its steps are slower, so they are not timed."""
+
+    def __init__(self, argv: list[str]) -> None:
+        """Start the run of `argv` in this rank."""
+        _free_at_once()
+        super().__init__(argv)
+
     def peak_bytes(self, count: int) -> int:
         """Return the peak memory during `count` steps, minus the memory before the run began."""
         if self._cuda:
@@ -186,10 +198,6 @@ class Rank:
         else:
             peak = _status_bytes("VmHWM")
         return peak - self._before
-
-    def _synchronise(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
 
 
 def one_iteration(run: Run) -> None:

@@ -11,9 +11,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.durable import replace_file
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, HungRanksError
 
 FOLDER_VARIABLE = "MEGATRON_ERROR_FOLDER"
 """Environment variable with the folder of the reports. The array task sets it for all ranks."""
@@ -55,6 +56,8 @@ class ErrorReport:
     message: str
     io_error: int | None = None
     """The errno of the I/O error that caused it, if that can be a fault of the host."""
+    hung_hosts: tuple[str, ...] = ()
+    """After a hang, the hosts of the ranks that the others wait for, as the system names them."""
 
     def describe(self) -> str:
         """Return one line for people."""
@@ -79,6 +82,7 @@ def build_report(error: BaseException, environment: Mapping[str, str] = os.envir
         kind=type(error).__name__,
         message=str(error),
         io_error=host_io_error(error),
+        hung_hosts=error.hosts if isinstance(error, HungRanksError) else (),
     )
 
 
@@ -139,17 +143,29 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
     for path in sorted(folder.iterdir()):
         try:
             if path.suffix == ".json":
-                report = ErrorReport(**json.loads(path.read_bytes()))
+                report = _parse_report(json.loads(path.read_bytes()))
             else:
                 report = None
-        # One bad file must not hide the others. TypeError means other fields than ErrorReport has.
-        except (OSError, ValueError, TypeError):
+        # One bad file must not hide the others. TypeError means other fields than ErrorReport has,
+        # and AttributeError that the file holds no object.
+        except (OSError, ValueError, TypeError, AttributeError):
             report = None
         if report is None:
             unreadable.append(path.name)
         else:
             reports.append(report)
     return sorted(reports, key=lambda report: report.rank), unreadable
+
+
+def _parse_report(record: dict[str, Any]) -> ErrorReport:
+    """Return the report of a JSON object.
+
+    Raises:
+        TypeError: It has other fields than ErrorReport has.
+        AttributeError: It is no object.
+    """
+    # JSON has no tuples.
+    return ErrorReport(**{**record, "hung_hosts": tuple(record.get("hung_hosts", ()))})
 
 
 def hosts_at_fault(reports: list[ErrorReport], hosts: int) -> dict[str, str]:

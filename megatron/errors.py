@@ -5,6 +5,7 @@ this package.
 """
 
 import os
+from collections.abc import Sequence
 
 LOST_EXIT_CODE = 1
 """The exit code of a rank that ends because another rank is lost.
@@ -49,6 +50,12 @@ class LostRanksError(MegatronError):
 
 class HungRanksError(LostRanksError):
     """A phase exceeded `--hang-timeout`. The message names the ranks that the others wait for."""
+
+    def __init__(self, message: str, hosts: Sequence[str] = ()) -> None:
+        """Create the error with a message and the hosts of the ranks that the others wait for."""
+        super().__init__(message)
+        self.hosts = tuple(hosts)
+        """Hosts of the ranks that the others wait for. Empty if this rank does not know them."""
 
 
 class TrainingError(MegatronError):

@@ -4,9 +4,10 @@ The lease is a file that names the writer. Its modification time is the writer's
 
 A run that starts while another one is alive in its folder is refused. A run that starts after
 another one was killed takes the folder over. It does so immediately if the kernel shows that the
-process is gone, or Slurm that the job was requeued. Otherwise it waits until the heartbeat has not
-changed for STALE_SECONDS, measured by its own clock. Clocks of different hosts are never compared.
-A file that names no writer, because it is empty or damaged, may still have a heartbeat.
+process is gone, or if Slurm or the array task has ended the earlier start of the same job.
+Otherwise it waits until the heartbeat has not changed for STALE_SECONDS, measured by its own clock.
+Clocks of different hosts are never compared. A file that names no writer, because it is empty or
+damaged, may still have a heartbeat.
 """
 
 import contextlib
@@ -27,6 +28,11 @@ from megatron.errors import CheckpointError
 FILE = "lease.json"
 BEAT_SECONDS = 10.0
 """Seconds between two heartbeats."""
+RESTART_VARIABLE = "MEGATRON_RESTART"
+"""Environment variable with the number of earlier starts in this Slurm job since its last requeue.
+
+The array task sets it. It starts the training again only after the earlier step has ended.
+"""
 STALE_SECONDS = 60.0
 """Seconds without a heartbeat after which the holder is taken for dead.
 
@@ -52,6 +58,8 @@ class LeaseHolder:
     """Slurm's restart count of the job, or 0 outside Slurm."""
     token: str
     """Random ID of this acquisition."""
+    step: int = 0
+    """Number of earlier starts in the job since its last requeue. See `RESTART_VARIABLE`."""
 
     def describe(self) -> str:
         """Return process, host and job for messages."""
@@ -63,18 +71,25 @@ class LeaseHolder:
 
 
 def _make_own_holder() -> LeaseHolder:
-    job = os.environ.get("SLURM_JOB_ID", "")
-    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     pid = os.getpid()
     return LeaseHolder(
         os.uname().nodename,
         _read_boot_id(),
         pid,
         _read_own_start_time(),
-        job,
-        int(restart) if restart.isdigit() else 0,
+        os.environ.get("SLURM_JOB_ID", ""),
+        _read_count("SLURM_RESTART_COUNT"),
         uuid.uuid4().hex,
+        _read_count(RESTART_VARIABLE),
     )
+
+
+def _read_count(name: str) -> int:
+    """Return the number in an environment variable, or 0."""
+    text = os.environ.get(name, "")
+    if text.isdecimal():
+        return int(text)
+    return 0
 
 
 def _read_boot_id() -> str:
@@ -306,6 +321,9 @@ def _read(path: Path) -> LeaseHolder | None:
         return None
     # A later version may have added fields. They are ignored, and the known ones are used.
     known: dict[str, Any] = {field.name: record.get(field.name) for field in fields(LeaseHolder)}
+    if "step" not in record:
+        # An earlier version has written the file.
+        known["step"] = 0
     # A dataclass does not check types. A number instead of a text would fail later, in the
     # comparison of processes.
     for field in fields(LeaseHolder):
@@ -318,8 +336,9 @@ def _is_alive(other: LeaseHolder, me: LeaseHolder) -> bool | None:
     """Return whether a holder's process is alive. None if that cannot be known from this host."""
     if other.boot and other.boot == me.boot:
         return _is_process_alive(other.pid, other.started)
-    # Slurm starts a requeued job only after the earlier start of the same job has ended.
-    if me.job and other.job == me.job and other.restart < me.restart:
+    # Slurm starts a requeued job only after the earlier start of the same job has ended. The array
+    # task does the same with the steps of a job.
+    if me.job and other.job == me.job and (other.restart, other.step) < (me.restart, me.step):
         return False
     return None
 

@@ -14,12 +14,13 @@ the training writes to the main log. What follows depends on how the training en
 - The training explains the error (a wrong flag, NaNs in a row, no room for checkpoints): an alert
   is sent, and pending array tasks are cancelled. The same holds if this array task cannot run, or
   if more than half of its nodes fail the check.
-- An I/O error of one host (EIO, a stale mount, a full local disk): an alert is sent, and this array
-  task is requeued. It and the pending ones exclude that host.
-- A crash (a killed rank, a lost node): this array task is requeued and resumes from the newest
-  checkpoint.
-- --check-nodes found a bad host: an alert is sent, and this array task is requeued. It and the
-  pending ones exclude that host.
+- An I/O error of one host (EIO, a stale mount, a full local disk): an alert is sent. A spare node
+  replaces it, or this array task is requeued. It and the pending ones exclude that host.
+- A crash (a killed rank, a hang): the training starts again in the same job and resumes from the
+  newest checkpoint. After --max-restarts of them within --restart-hours, or if too few good nodes
+  are left, this array task is requeued.
+- --check-nodes found a bad host, or a host hung twice: an alert is sent. A spare node replaces it
+  (--train-nodes), or this array task is requeued. It and the pending ones exclude that host.
 - Several starts in a row trained nothing: an alert is sent, and pending array tasks are cancelled.
 
 Alerts go to the main log and to the outlets in ALERT_MAIL_TO, ALERT_SMTP and ALERT_WEBHOOK.
@@ -37,8 +38,9 @@ import tyro
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.errors import MegatronError, OperationsError
 from megatron.operations.monitor.alerts import Alert, Outlets, deliver
-from megatron.operations.slurm.array_task import EXIT_CODES, ArrayTask, run_array_task
+from megatron.operations.slurm.array_task import run_array_task
 from megatron.operations.slurm.node_report import NodeLimits
+from megatron.operations.slurm.task import EXIT_CODES, ArrayTask
 from megatron.standard_streams import protect_standard_streams
 
 
@@ -54,6 +56,14 @@ class ArrayTaskArguments:
     """The file of --kill-switch-path. Nothing starts while it exists."""
     max_failed_starts: int = 3
     """Starts in a row that train nothing, after which the array ends."""
+    max_restarts: int = 5
+    """Restarts in the same job within --restart-hours. After that, a crash requeues the array task.
+    0: each crash requeues it."""
+    restart_hours: float = 6.0
+    """Length of the time in which restarts are counted, in hours."""
+    train_nodes: int | None = None
+    """Nodes that the training needs. The other nodes of the job (sbatch --nodes) are spares. None:
+    all nodes."""
     check_nodes: bool = False
     """Check every node first. See tools/node_check.py."""
     limits: tyro.conf.OmitArgPrefixes[NodeLimits] = field(default_factory=NodeLimits)
@@ -69,6 +79,13 @@ class ArrayTaskArguments:
         self.limits.check()
         if self.max_failed_starts < 1:
             raise OperationsError(f"--max-failed-starts {self.max_failed_starts} must be 1 or more")
+        if self.max_restarts < 0:
+            raise OperationsError(f"--max-restarts {self.max_restarts} must be 0 or more")
+        # NaN fails this comparison as well.
+        if not self.restart_hours > 0:
+            raise OperationsError(f"--restart-hours {self.restart_hours:g} must be above 0")
+        if self.train_nodes is not None and self.train_nodes < 1:
+            raise OperationsError(f"--train-nodes {self.train_nodes} must be 1 or more")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,6 +122,9 @@ def main(argv: list[str] | None = None) -> int:
                 command=tuple(command),
                 kill_switch=options.kill_switch,
                 max_failed_starts=options.max_failed_starts,
+                max_restarts=options.max_restarts,
+                restart_hours=options.restart_hours,
+                train_nodes=options.train_nodes,
                 nodes=options.limits if options.check_nodes else None,
                 srun=options.srun,
                 alert=send_alert,

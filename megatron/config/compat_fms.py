@@ -29,7 +29,7 @@ _SPECIAL_TOKENS = (
     "--strip-tokens for those that are there already"
 )
 _SPECULATOR = "no speculators are trained here"
-_TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
+_TRACKER = "metrics go to TensorBoard (--tensorboard-dir), metrics.jsonl and --tracker"
 _TRACE = ("--profile-iterations", "4-6", "--profile-dir", "profile_traces")
 _STEPS = "iterations count from the start of the run; fms-fsdp counts from each launch"
 _OWN_CHECKPOINTS = (
@@ -154,9 +154,8 @@ FMS: tuple[Row, ...] = (
     rename_flag("--ckpt-save-path", "--save", arity=1),
     rename_flag("--checkpoint-interval", "--save-interval", arity=1),
     rename_flag("--report-interval", "--log-interval", arity=1),
-    *ignore_flags(
-        _TRACKER, "--tracker --tracker-dir --tracker-project-name --tracker-run-id", arity=1
-    ),
+    rename_flag("--tracker-project-name", "--tracker-project", arity=1),
+    *ignore_flags(_TRACKER, "--tracker-dir --tracker-run-id", arity=1),
     *ignore_flags(_TRACKER, "--use-wandb --use-aim"),
     *ignore_flags(
         _TRACKER,

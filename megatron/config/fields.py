@@ -108,7 +108,10 @@ class Field:
                 f"{self.arity} values, each {_describe_type(typing.get_args(self.annotation)[0])}"
             )
         if self.arity == "*":
-            if typing.get_args(self.annotation)[0] is str:
+            item = typing.get_args(self.annotation)[0]
+            if typing.get_origin(item) is typing.Literal:
+                return f"a list, each {_describe_type(item)}"
+            if item is str:
                 return "a list of text"
             return "a list of whole numbers"
         return _describe_type(self.annotation)

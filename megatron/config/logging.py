@@ -41,6 +41,11 @@ class LoggingConfig:
     and its largest attention logit. The largest output logit is also logged. Default: off."""
     metrics_file: str | None = None
     """File of JSON lines, one for each iteration. Default: metrics.jsonl in --save."""
+    tracker: tuple[Literal["trackio", "wandb"], ...] = ()
+    """Experiment trackers that get the numbers of the metrics file, each by a process of its own.
+    It needs --save, which also stores the ids of the runs. wandb works offline if it has no key."""
+    tracker_project: str = "megatron-3d"
+    """Project that the trackers show the run in."""
     codecarbon_dir: str | None = None
     """Folder for codecarbon's emissions. Default: off."""
     codecarbon_country_iso_code: str = "FRA"

@@ -61,6 +61,12 @@ class ParallelConfig:
     allowed for the first of its kind, the start, a load, a save and the index of the data. After
     that, the ranks that the others wait for are named, with their lines of code, and the run ends
     with code 1. Default: off."""
+    straggler_interval: Annotated[int, NOT_NEGATIVE] = 100
+    """Iterations between two comparisons of how fast the ranks compute, without the time in which
+    they wait for each other. The last ten iterations before it are measured. 0: off."""
+    straggler_factor: Annotated[float, Range("(1, inf)")] = 1.5
+    """A rank is reported as slow if its time is more than this many times the median of all
+    ranks."""
     deepspeed: bool = False
     """Use DeepSpeed as the engine."""
     deepspeed_config: str | None = None

@@ -209,6 +209,12 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
         "checkpoint.keep_latest_checkpoints": checkpoint.keep_latest_checkpoints is not None,
         "checkpoint.hf_export_interval": checkpoint.hf_export_interval is not None,
     }
+    logging = settings.config.logging
+    if logging.tracker and checkpoint.save is None:
+        yield (
+            f"{settings.describe('logging.tracker')} needs --save: the ids of the tracker's runs "
+            "are stored there."
+        )
     for dotted, wanted in saving.items():
         if wanted and checkpoint.save is None:
             yield f"{settings.describe(dotted)} needs --save: without it nothing would be saved."

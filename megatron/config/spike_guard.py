@@ -17,7 +17,7 @@ class SpikeGuardConfig:
     spike."""
     spike_guard_signals: Literal["loss", "both"] = "both"
     """What can be a spike. both: loss and gradient norm."""
-    spike_guard_threshold: Annotated[float, POSITIVE] = 6.0
+    spike_guard_threshold: Annotated[float, POSITIVE] = 10.0
     """A value is a spike if it is this many robust standard deviations above its level."""
     spike_guard_min_rise: Annotated[float, NOT_NEGATIVE] = 0.05
     """A loss must also be above its level by this fraction."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.batches import Microbatch
+from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.tally import Tally
 from megatron.parallel.rng import DropoutKey
@@ -129,6 +130,9 @@ class Engine(Protocol):
     Its constructor takes a function `before_update`. The engine calls it before weights or moments
     change, because a save may still copy them.
     """
+
+    stages: Sequence[GPT]
+    """The stages of this rank, in the order of the layers."""
 
     def train_batch(
         self,

@@ -190,7 +190,26 @@ class DeepSpeedEngine(EngineBase):
             return result
 
         engine.optimizer.step = wait_and_update
+        self._time_gathering(engine.optimizer)
         return engine
+
+    def _time_gathering(self, optimizer: Any) -> None:
+        """Count the time in which ZeRO 3 gathers parameters as communication.
+
+        DeepSpeed gathers them in hooks inside of a block, where this rank waits for the others.
+        """
+        offload = getattr(optimizer, "parameter_offload", None)
+        # The other stages gather nothing.
+        if offload is None:
+            return
+        coordinator = offload.get_param_coordinator()
+        fetch = coordinator.fetch_sub_module
+
+        def fetch_and_time(*args: Any, **kwargs: Any) -> None:
+            with self._mesh.tensor_parallel.comm_timer():
+                fetch(*args, **kwargs)
+
+        coordinator.fetch_sub_module = fetch_and_time
 
     def _limit_groups(self, backend: Any) -> None:
         """Give the groups that DeepSpeed creates the same time-out as ours.

@@ -18,6 +18,7 @@ from megatron.engine.loss_scale import LossScale
 from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
+from megatron.model.gpt import GPT
 from megatron.model.init import initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.tally import Tally
@@ -66,7 +67,7 @@ class EngineBase(ABC):
         self._rank_stages: list[RankStage] = build_stages(
             plan, mesh, self._execution, use_fsdp=use_fsdp
         )
-        self.stages = [stage.model for stage in self._rank_stages]
+        self.stages: Sequence[GPT] = [stage.model for stage in self._rank_stages]
 
     @abstractmethod
     def _evaluate(self, inputs: list[Inputs]) -> float:

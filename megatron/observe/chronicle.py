@@ -35,7 +35,8 @@ class Event:
     time: datetime
     """When it happened. It has a time zone."""
     kind: str
-    """One of start, stop, save, skip, alert and note. `read_history` adds further kinds."""
+    """One of start, stop, save, skip, alert, restart, hang, exclusion and note. `read_history` adds
+    further kinds."""
     iteration: int | None
     """The run's last iteration at that time. None if it is not known, as for a note."""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +60,11 @@ class Chronicle:
         self._path = path
         self._say = say
         self._lost_events = 0
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return self._path.parent
 
     def record(self, kind: str, iteration: int | None, details: Mapping[str, Any]) -> None:
         """Append one event with the current time. See `Event`."""

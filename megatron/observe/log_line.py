@@ -41,6 +41,10 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "nan": ("nan_iterations", int),
 }
 _KILL_SWITCH = "Detected kill switch at "
+_SLOW_RANKS = "slow ranks at iteration "
+_NO_SLOW_RANKS = "none"
+_SHOWN_RANKS = 8
+"""Largest number of slow ranks in a line."""
 # The pattern is not anchored at the line's start. Launchers put `[default7]:` or a time there.
 _TRAINING = re.compile(r"(?:^|[\s:\]])iteration +(\d+)/ *(\d+) \|(.*)")
 _VALIDATION = re.compile(
@@ -208,6 +212,47 @@ def format_no_checkpoint_line(path: str) -> str:
 def format_from_scratch_line() -> str:
     """Return the line that follows `format_no_checkpoint_line`."""
     return "starting from scratch"
+
+
+def starts_launch(line: str) -> bool:
+    """Return whether a line is written once at the start of a launch, before its first step."""
+    return "successfully loaded checkpoint from " in line or format_from_scratch_line() in line
+
+
+def format_slow_ranks_line(
+    iteration: int, slow: Mapping[str, float], slowest: tuple[str, float], median: float
+) -> str:
+    """Return the line about ranks that compute more slowly than the others.
+
+    Args:
+        iteration: The iteration.
+        slow: Name of a slow rank -> its time as a multiple of the median. It may be empty.
+        slowest: The same of the slowest rank, whether it counts as slow or not.
+        median: The median in seconds.
+    """
+    what = f"x the median of {1000 * median:.3g} ms for the forward pass of a block"
+    if slow:
+        shown = [f"{name} takes {ratio:.2f}" for name, ratio in list(slow.items())[:_SHOWN_RANKS]]
+        if len(slow) > _SHOWN_RANKS:
+            shown.append(f"and {len(slow) - _SHOWN_RANKS} more ranks, which take less")
+        return f"{_SLOW_RANKS}{iteration}: {', '.join(shown)} {what}"
+    name, ratio = slowest
+    return (
+        f"{_SLOW_RANKS}{iteration}: {_NO_SLOW_RANKS}; the slowest, {name}, takes {ratio:.2f} {what}"
+    )
+
+
+def parse_slow_ranks_line(line: str) -> str | None:
+    """Return which ranks are slow if the line is about slow ranks, and None otherwise.
+
+    The text is empty if the line reports that no rank is slow.
+    """
+    _, found, text = line.partition(_SLOW_RANKS)
+    if not found:
+        return None
+    if text.partition(": ")[2].startswith(_NO_SLOW_RANKS):
+        return ""
+    return f"{_SLOW_RANKS}{text}".strip()
 
 
 def format_kill_switch_line(path: str) -> str:

@@ -34,6 +34,7 @@ _RESULTS = {
     "validation": ("validation", "lm_loss"),
     "task": ("tasks", "scores"),
     "filters": ("filters", "counts"),
+    "ranks": ("ranks", "times"),
 }
 """Kind of a line -> the key that the reader collects it under, and the field with its result."""
 
@@ -113,6 +114,17 @@ class MetricsFile:
             {"kind": "filters", "iteration": iteration, "name": name, "counts": dict(counts)}
         )
 
+    def write_rank_times(self, iteration: int, name: str, times: Mapping[str, Any]) -> None:
+        """Write one comparison of the ranks' times.
+
+        Args:
+            iteration: The iteration.
+            name: What was measured.
+            times: The median and the largest time in seconds, the slowest rank, and the slow ranks
+                with their multiples of the median.
+        """
+        self._append({"kind": "ranks", "iteration": iteration, "name": name, "times": dict(times)})
+
     def close(self) -> None:
         """Close the file. A network file system may report a failed write only at this point."""
         try:
@@ -187,7 +199,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     An iteration has "validation": {name: loss} and "tasks": {name: {metric: score}} only if it was
     evaluated. It has "filters": {data set: counts} only if it was saved, and documents are left out
-    of streamed data. Iterations of a lost run are left out. These come after the iteration from
+    of streamed data. It has "ranks": {what: times} only if the ranks were compared. Iterations of a
+    lost run are left out. These come after the iteration from
     which a later launch started. Torn lines are skipped. An evaluation without an iteration of its
     own (--eval-only) gives an entry with "iteration" and its results only.
     """

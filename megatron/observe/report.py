@@ -62,6 +62,8 @@ class IterationReport:
     """Current sequence length. None without curriculum learning."""
     mfu: float | None = None
     """Fraction of the device's peak, 0 to 1. None if the peak is not known."""
+    goodput: float | None = None
+    """Share of the run's wall time in steps that were kept, 0 to 1. None if it is not known."""
     gigaflops_without_embeddings: float = 0.0
     """See `Axes`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -8,10 +8,13 @@ of `forward-backward` and `optimizer`, so a sum over phases counts it twice.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
+
+from megatron.observe.block_timer import BlockTimer
 
 DATA_WAIT = "data-wait"
 FORWARD_BACKWARD = "forward-backward"
@@ -128,17 +131,25 @@ class Timers:
             make_event = _make_cuda_event
         self._make_event = make_event
         self._timers: dict[str, _WallTimer | _EventTimer] = {}
+        self.blocks = BlockTimer(self._make_timer)
+        """Measures the forward passes of blocks. `take` does not return its seconds."""
+
+    def _make_timer(self) -> _WallTimer | _EventTimer:
+        if self._make_event is None:
+            return _WallTimer()
+        return _EventTimer(self._make_event)
 
     def __call__(self, phase: str) -> _WallTimer | _EventTimer:
         """Return the context that measures a phase."""
         timer = self._timers.get(phase)
         if timer is None:
-            if self._make_event is None or phase in _HOST_PHASES:
-                timer = _WallTimer()
-            else:
-                timer = _EventTimer(self._make_event)
+            timer = _WallTimer() if phase in _HOST_PHASES else self._make_timer()
             self._timers[phase] = timer
         return timer
+
+    def time_collective(self) -> AbstractContextManager[None]:
+        """Return the context of a collective. Its time does not count in `blocks`."""
+        return self.blocks.leave_out(self(COMMUNICATION))
 
     def add(self, phase: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere."""

@@ -18,6 +18,7 @@ def find_odd_ranks(states: Mapping[int, RankState]) -> dict[int, str]:
         states: The states of the ranks that answer.
     """
     for find in (
+        _find_mixed_up,
         _find_busy,
         _find_other_phase,
         _find_behind,
@@ -57,6 +58,47 @@ def describe_states(
             line += f"; their last collective is {place[1]}"
         lines.append(line)
     return lines
+
+
+def describe_places(places: Mapping[int, Sequence[str]], names: Sequence[str]) -> list[str]:
+    """Return a line for each rank that sends another message than most, and one for the others.
+
+    Args:
+        places: Rank -> the function and the line of code at which it sends.
+        names: The names of all ranks.
+    """
+    rare = _find_rare(places, lambda rank: places[rank][0])
+    lines = [f"{names[rank]} is at {places[rank][1]}" for rank in rare[:_SHOWN]]
+    others = Counter(places[rank][1] for rank in places if rank not in rare)
+    # Without a majority, this line has all ranks.
+    for place, count in others.most_common():
+        lines.append(f"{count} of the other ranks are at {place}")
+    return lines
+
+
+def _find_mixed_up(states: Mapping[int, RankState]) -> dict[int, str]:
+    """Return the ranks that started another operation than most at a number that all have reached.
+
+    A rank has then left out a collective, and gloo has taken its next message for the missing one.
+    The other ranks may have gone on since.
+    """
+    for group in sorted({group for state in states.values() for group in state.recent}):
+        members = {
+            rank: state.recent[group] for rank, state in states.items() if group in state.recent
+        }
+        numbers = set.intersection(*(set(operations) for operations in members.values()))
+        for number in sorted(numbers, key=int):
+            own = {rank: operations[number] for rank, operations in members.items()}
+            # The ranks may send different sizes in an exchange of all with all.
+            if any("all_to_all" in operation for operation in own.values()):
+                continue
+            rare = _find_rare(own, own.__getitem__)
+            if rare:
+                return {
+                    rank: f"its collective number {number} of group {group} is {own[rank]}"
+                    for rank in rare
+                }
+    return {}
 
 
 def _find_busy(states: Mapping[int, RankState]) -> dict[int, str]:

@@ -1,14 +1,54 @@
 """Messages between ranks as JSON text, so that no received message can run code.
 
 torch's `all_gather_object` unpickles what it receives, and a pickle may call any function.
+
+Each message contains the function that sends it. A rank that has left out a message is found at the
+next one, before anything is done with a value of another kind.
 """
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_WRAPPERS = (__file__, str(_PACKAGE / "checkpoint" / "ranks.py"))
+"""Files whose functions send messages for others."""
+
+
+class OutOfStepError(Exception):
+    """The ranks exchange different messages, because one of them has left one out.
+
+    `RollCall` replaces it by an error that names the rank.
+    """
+
+    def __init__(self, places: dict[int, list[str]]) -> None:
+        """Create the error.
+
+        Args:
+            places: Rank -> the function and the line of code at which it sends. It may lack ranks,
+                and is empty if only this rank knows that something is wrong.
+        """
+        text = ", ".join(f"rank {rank} at {line}" for rank, (_, line) in places.items())
+        super().__init__(f"the ranks exchange different messages {text}".rstrip())
+        self.places = places
+
+
+def _find_sender() -> list[str]:
+    """Return the function that sends a message, and its line of code."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename in _WRAPPERS and frame.f_back is not None:
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    if path.is_relative_to(_PACKAGE):
+        path = path.relative_to(_PACKAGE)
+    name = frame.f_code.co_qualname
+    # Ranks may send the same message at two lines of a function, so lines are not compared.
+    return [f"{path} {name}", f"{path}:{frame.f_lineno} {frame.f_code.co_name}"]
 
 
 def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -21,11 +61,12 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     Raises:
         TypeError: The value contains a type that JSON does not have.
         ValueError: The value contains a float that is not finite, or a message is not JSON text.
+        OutOfStepError: Ranks send from different functions.
     """
     # A value that JSON refuses raises here, before the first collective.
-    text = json.dumps(mine, allow_nan=False).encode()
+    text = json.dumps([_find_sender(), mine], allow_nan=False).encode()
     if group is None:
-        return [json.loads(text)]
+        return [json.loads(text)[1]]
     # All tensors of an all-gather must have one shape. So the ranks exchange lengths first, and pad
     # the texts to the longest one.
     size = dist.get_world_size(group)
@@ -37,10 +78,13 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(received, padded, group=group)
-    return [
+    messages = [
         json.loads(row[: int(length)].numpy().tobytes())
         for row, length in zip(received, lengths, strict=True)
     ]
+    if len({function for (function, _), _ in messages}) > 1:
+        raise OutOfStepError({rank: sender for rank, (sender, _) in enumerate(messages)})
+    return [value for _, value in messages]
 
 
 def gather_json_on_rank_0(mine: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
@@ -94,12 +138,14 @@ def broadcast_json(mine: Any, group: dist.ProcessGroup | None) -> Any:
     Raises:
         TypeError: The value of rank 0 contains a type that JSON does not have.
         ValueError: The value of rank 0 contains a float that is not finite.
+        OutOfStepError: Rank 0 sends from another function than this rank.
     """
     if group is None:
         return json.loads(json.dumps(mine, allow_nan=False))
+    own = _find_sender()
     text = bytearray()
     if dist.get_rank(group) == 0:
-        text = bytearray(json.dumps(mine, allow_nan=False).encode())
+        text = bytearray(json.dumps([own, mine], allow_nan=False).encode())
     length = torch.tensor([len(text)])
     dist.broadcast(length, src=0, group=group)
     if dist.get_rank(group) == 0:
@@ -107,4 +153,7 @@ def broadcast_json(mine: Any, group: dist.ProcessGroup | None) -> Any:
     else:
         message = torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(message, src=0, group=group)
-    return json.loads(message.numpy().tobytes())
+    sender, value = json.loads(message.numpy().tobytes())
+    if sender[0] != own[0]:
+        raise OutOfStepError({0: sender, dist.get_rank(group): own})
+    return value

@@ -73,8 +73,17 @@ class RankProgress:
         Args:
             phase: The phase.
         """
+        with self.return_after():
+            self._change(phase)
+            yield
+
+    @contextmanager
+    def return_after(self) -> Iterator[None]:
+        """Return to the present phase afterwards. Its time starts again then.
+
+        Without it, what follows an evaluation would be in the phase of its last batch.
+        """
         outer = self.phase
-        self._change(phase)
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +20,8 @@ FILE_THREAD = "files"
 """Name of the threads in which a rank works on files while the ranks wait together."""
 FLIGHT_RECORDER_ENTRIES = 1000
 """Number of collectives that torch's flight recorder keeps, with a watchdog."""
+_RECENT = 4
+"""Number of collectives of a group that the state of a rank has."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 
@@ -37,6 +39,8 @@ class RankState:
     """Number of changes of the phase so far."""
     collectives: dict[str, list[Any]] = field(default_factory=dict)
     """The last collective of each group: its number in the group, and the operation with sizes."""
+    recent: dict[str, dict[str, str]] = field(default_factory=dict)
+    """The last few collectives of each group: number -> operation with sizes."""
     collective: str = ""
     """The last collective of all groups in words, or nothing if it is not known."""
 
@@ -80,12 +84,17 @@ def read_state(main: int, progress: RankProgress, *, with_collectives: bool) -> 
         for each in busy:
             if each.ident is not None:
                 at = locate_thread(each.ident)
-    collectives: dict[str, list[Any]] = {}
-    collective = ""
-    if with_collectives:
-        collectives, collective = find_last_collectives(read_flight_recorder())
-    phase = progress.phase.name
-    return RankState(at, waits, phase, progress.sequence, collectives, collective)
+    state = RankState(at, waits, progress.phase.name, progress.sequence)
+    if not with_collectives:
+        return state
+    recent, collective = find_last_collectives(read_flight_recorder())
+    last = {group: [max(found), found[max(found)]] for group, found in recent.items()}
+    # The state is sent as JSON, which has no numbers as keys.
+    named = {
+        group: {str(number): operation for number, operation in found.items()}
+        for group, found in recent.items()
+    }
+    return replace(state, collectives=last, recent=named, collective=collective)
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:
@@ -103,13 +112,15 @@ def read_flight_recorder() -> list[dict[str, Any]]:
     return entries
 
 
-def find_last_collectives(entries: list[dict[str, Any]]) -> tuple[dict[str, list[Any]], str]:
-    """Return the last collective of each group, and the last one of all. See `RankState`.
+def find_last_collectives(entries: list[dict[str, Any]]) -> tuple[dict[str, dict[int, str]], str]:
+    """Return the last collectives of each group, and the last one of all groups in words.
+
+    The first result is group -> number in the group -> operation with sizes.
 
     Args:
         entries: What `read_flight_recorder` returned.
     """
-    last: dict[str, list[Any]] = {}
+    last: dict[str, dict[int, str]] = {}
     text = ""
     for entry in entries:
         # Two ranks may have sent each other a different number of messages.
@@ -118,7 +129,10 @@ def find_last_collectives(entries: list[dict[str, Any]]) -> tuple[dict[str, list
         group = entry["process_group"][0]
         sizes = " ".join(str(size) for size in entry["input_sizes"])
         operation = f"{entry['profiling_name']} {sizes}"
-        last[group] = [entry["collective_seq_id"], operation]
+        found = last.setdefault(group, {})
+        found[entry["collective_seq_id"]] = operation
+        if len(found) > _RECENT:
+            del found[min(found)]
         text = f"{operation}, number {entry['collective_seq_id']} of group {group}"
     return last, text
 

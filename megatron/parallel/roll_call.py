@@ -23,6 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.errors import LOST_EXIT_CODE, LostRanksError
+from megatron.parallel.hang_verdict import describe_places
+from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_state import find_location, locate_thread
 from megatron.parallel.time_limit import TimeLimit
 
@@ -102,6 +104,8 @@ class RollCall:
         """
         # Set it first, or the thread could end the process while this method writes its message.
         self._leaving.set()
+        if isinstance(error, OutOfStepError) and error.places:
+            raise self._build_out_of_step_error(error) from error
         cause = lost_connection(error)
         if cause is not None:
             raise self._build_error(cause) from error
@@ -110,6 +114,21 @@ class RollCall:
         else:
             left = f"{type(error).__name__}: {error}"
         call_in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
+
+    def _build_out_of_step_error(self, error: OutOfStepError) -> LostRanksError:
+        """Return the error to raise when the ranks exchange different messages.
+
+        All ranks know where all of them are, so nobody has to be asked.
+        """
+        return LostRanksError(self._describe_out_of_step(error))
+
+    def _describe_out_of_step(self, error: OutOfStepError) -> str:
+        lines = describe_places(error.places, self._names)
+        return (
+            "the ranks are out of step, because one has left out a collective:\n  "
+            + "\n  ".join(lines)
+            + "\ncheck the hosts that are named, and start the run again with the same command"
+        )
 
     def _build_error(self, error: BaseException) -> LostRanksError:
         """Call the roll, unless another rank has called it. Return the error to raise.
@@ -322,7 +341,7 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
     """
     while error is not None:
         of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-        if of_gloo or isinstance(error, dist.DistError):
+        if of_gloo or isinstance(error, dist.DistError | OutOfStepError):
             return error
         error = error.__cause__
     return None

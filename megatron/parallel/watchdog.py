@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from megatron.durable import replace_file
 from megatron.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
-from megatron.parallel.hang_verdict import describe_states
+from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
+from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.progress import RankProgress, Stopwatch
 from megatron.parallel.rank_state import RankState, read_state, write_state
 from megatron.parallel.roll_call import (
@@ -147,7 +148,7 @@ class Watchdog(RollCall):
         verdict = self._verdict or self._describe_hang(found)
         self._write_files(name)
         self._write_verdict(verdict)
-        self._report(HungRanksError(verdict), verdict)
+        self._report(HungRanksError(verdict, self._find_hosts(found)), verdict)
         self._end()
 
     def _follow(self, store: dist.Store) -> None:
@@ -166,6 +167,20 @@ class Watchdog(RollCall):
             # The caller has printed the verdict. The launcher reads it from any rank's file.
             self._report(HungRanksError(verdict), self._describe_exit())
             self._end()
+
+    def _build_out_of_step_error(self, error: OutOfStepError) -> LostRanksError:
+        """Report the error to the launcher as a hang is, and end this process."""
+        # If another thread reports a hang already, that report is at least as good.
+        if not self._acting.acquire(blocking=False):
+            time.sleep(6 * self._window)
+            return LostRanksError(self._describe_exit())
+        text = self._describe_out_of_step(error)
+        self._describe_call()
+        self._write_files(self._call_name)
+        if self._rank == 0:
+            self._write_verdict(text)
+        self._report(HungRanksError(text), text if self._rank == 0 else self._describe_exit())
+        self._end()
 
     def _build_error(self, error: BaseException) -> LostRanksError:
         if self._acting.acquire(blocking=False):
@@ -252,12 +267,26 @@ class Watchdog(RollCall):
             return text
         return f"{text}; a second before, it was at {beat['at']} in {beat['phase']}"
 
+    def _find_hosts(self, found: Found) -> list[str]:
+        """Return the hosts of the ranks that the others wait for, each once.
+
+        The list is empty if nothing shows which host is the cause.
+        """
+        if not found.answers:
+            # The store is silent. Under torchrun the launcher keeps it, which is not a rank.
+            ranks = [0] if store_is_rank_zeros() else []
+        else:
+            ranks = [rank for rank in range(len(self._names)) if rank not in found.answers]
+        # A rank that has left has reported its own error.
+        if not ranks and not self._list_left(found):
+            states = _parse_states(found)
+            ranks = sorted(find_odd_ranks(states))
+            if len(ranks) == len(states):
+                return []
+        return sorted({_parse_host(self._names[rank]) for rank in ranks})
+
     def _list_locations(self, found: Found) -> list[str]:
-        states = {
-            rank: RankState(**answer)
-            for rank, answer in found.answers.items()
-            if "left" not in answer
-        }
+        states = _parse_states(found)
         # A rank that is missing or has left is the one that the others wait for.
         missing = len(states) < len(self._names)
         return describe_states(states, self._names, with_odd=not missing)
@@ -272,6 +301,18 @@ def _write_in_thread(write: Callable[[], None]) -> None:
             write()
 
     call_in_thread(attempt).join(_WRITE_SECONDS)
+
+
+def _parse_states(found: Found) -> dict[int, RankState]:
+    """Return the states of the ranks that have answered and have not left."""
+    return {
+        rank: RankState(**answer) for rank, answer in found.answers.items() if "left" not in answer
+    }
+
+
+def _parse_host(name: str) -> str:
+    """Return the host in a rank's name, such as "rank 2 on n7 (pipeline 0, data 1, tensor 0)"."""
+    return name.partition(" on ")[2].partition(" ")[0]
 
 
 def _make_beat_key(rank: int) -> str:

@@ -50,7 +50,7 @@ def evaluate_tasks(run: Run) -> None:
     tasks = run.tasks
     if tasks is None or tasks.evaluated_at == run.state.iteration:
         return
-    with run.timers(EVALUATE):
+    with run.timers(EVALUATE), run.mesh.progress.return_after():
         likelihoods = EngineScorer(run.engine, run.plan, run.mesh).score(tasks.requests)
         scores = tasks.compute_scores(likelihoods, run.reporter.say)
     for task, values in scores.items():
@@ -85,7 +85,7 @@ def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, EvaluationRe
     batch_size = run.plan.batch_size.final
     if run.token_bytes is None:
         run.token_bytes = _find_token_bytes(run)
-    with run.timers(EVALUATE):
+    with run.timers(EVALUATE), run.mesh.progress.return_after():
         return {
             name: _evaluate_set(run, source, iterations, batch_size, run.token_bytes)
             for name, source in sources.items()

@@ -28,6 +28,7 @@ from megatron.observe.log_line import (
     format_kill_switch_line,
 )
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import OutOfStepError
 
 _REPEATED_SECONDS = 10.0
 """A signal repeated within this time counts as one signal.
@@ -57,9 +58,14 @@ class StopReason(IntEnum):
 _SIGNAL_VOTE = float(1 << 8)
 """The vote of a rank that has received a signal.
 
-It is larger than any reason of rank 0, whose vote is the number of its reason. The sum of a million
-ranks is still exact.
+It is larger than any reason of rank 0, whose vote is the number of its reason.
 """
+_ITERATION_VOTE = float(1 << 29)
+"""Each rank adds this times its iteration modulo 16 to its vote.
+
+It is larger than the votes of a million ranks with a signal, and their sum is still exact in fp64.
+"""
+_ITERATIONS = 16
 
 
 class Exits:
@@ -131,20 +137,39 @@ class Exits:
 
         The sum of all votes goes to `count_votes`.
         """
-        vote = 0.0
+        vote = _ITERATION_VOTE * (after % _ITERATIONS)
         if self._mesh.rank == 0:
             vote += self._rank_zero_reason(before, after)
         if self._signal:
             vote += _SIGNAL_VOTE
         return vote
 
-    def count_votes(self, votes: float | None) -> None:
-        """Remember the sum of the votes for `decide`. None if no message could carry them."""
-        self._votes = votes
+    def count_votes(self, votes: float | None, after: int) -> None:
+        """Remember the sum of the votes for `decide`.
+
+        Args:
+            votes: The sum. None if no message could carry it.
+            after: The iteration after the step.
+
+        Raises:
+            OutOfStepError: A rank has voted on another step, because it has left out a message.
+        """
+        self._votes = None
+        if votes is None:
+            return
+        iterations, self._votes = divmod(votes, _ITERATION_VOTE)
+        if iterations != self._mesh.grid.world_size * (after % _ITERATIONS):
+            raise OutOfStepError({})
 
     def decide(
-        self, before: int, after: int, numbers: Sequence[float] = (), *, ask_again: bool = False
-    ) -> tuple[StopReason, list[float]]:
+        self,
+        before: int,
+        after: int,
+        numbers: Sequence[float] = (),
+        of_each_rank: float | None = None,
+        *,
+        ask_again: bool = False,
+    ) -> tuple[StopReason, list[float], list[float]]:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 
         All ranks call it together and get the same answer.
@@ -153,30 +178,53 @@ class Exits:
             before: The iteration before the step.
             after: The iteration after it.
             numbers: Decisions of rank 0, as many on each rank. They travel in the same message.
+            of_each_rank: A number of this rank that all ranks get. Either each rank has one or
+                none.
             ask_again: Whether much time has passed since the votes. A reason that came up since
                 then must not wait for another step.
 
         Returns:
-            The reason, and rank 0's `numbers`.
+            The reason, rank 0's `numbers`, and the numbers of all ranks.
+
+        Raises:
+            OutOfStepError: A rank has sent another message than this one.
         """
         votes = self._votes
         # A vote counts for one step.
         self._votes = None
+        shared = [] if of_each_rank is None else [of_each_rank]
         # A single rank needs no message.
         if self._mesh.grid.world_size == 1:
-            return _read_votes(self.vote(before, after)), list(numbers)
-        if votes is not None and not numbers and not ask_again:
-            return _read_votes(votes), []
-        mine = _read_votes(self.vote(before, after))
+            return self._find_own_reason(before, after), list(numbers), shared
+        if votes is not None and not numbers and not shared and not ask_again:
+            return _read_votes(votes), [], []
+        mine = self._find_own_reason(before, after)
         if self._mesh.rank != 0:
             # The maximum is then rank 0's number, bit for bit.
             numbers = [-math.inf] * len(numbers)
+        if of_each_rank is not None:
+            # Each rank has a place of its own, and the maximum leaves its number as it is.
+            shared = [-math.inf] * self._mesh.grid.world_size
+            shared[self._mesh.rank] = of_each_rank
         # The tensor is on the CPU and the control group uses gloo. The decision therefore does not
         # wait for work that is queued on the device.
-        agreed = torch.tensor([float(mine), *numbers], dtype=torch.float64)
+        # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
+        # iteration show that this has not happened.
+        check = [float(after), -float(after)]
+        agreed = torch.tensor([float(mine), *check, *numbers, *shared], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        reason, *decided = agreed.tolist()
-        return StopReason(int(reason)), decided
+        reason, largest, smallest, *others = agreed.tolist()
+        if [largest, smallest] != check:
+            raise OutOfStepError({})
+        return StopReason(int(reason)), others[: len(numbers)], others[len(numbers) :]
+
+    def _find_own_reason(self, before: int, after: int) -> StopReason:
+        """Return the reason that this rank sees by itself."""
+        if self._signal:
+            return StopReason.SIGNAL
+        if self._mesh.rank == 0:
+            return self._rank_zero_reason(before, after)
+        return StopReason.NONE
 
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:
         """Return the reason that rank 0 alone can see: kill switch, duration or interval."""

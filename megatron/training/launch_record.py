@@ -1,6 +1,7 @@
 """What the chronicle records about a launch: its start, its stop, and the reason of the stop."""
 
 import json
+import os
 import platform
 from typing import Any
 
@@ -42,6 +43,7 @@ def train_and_record(run: Run, start_seconds: float) -> None:
         reason = stop.name.lower().replace("_", " ")
     # The last save and evaluation come after the last iteration.
     phases = run.timers.take()
+    run.reporter.add_last_phases(phases)
     # The metrics file has these seconds for each iteration. No iteration follows the last ones.
     seconds = {f"{name}_seconds": round(phases.get(name, 0.0), 3) for name in (SAVE, EVALUATE)}
     run.reporter.record_at_close("stop", {"reason": reason, **seconds})
@@ -51,8 +53,11 @@ def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:
     """Return versions, shape, layout and settings of a launch, for its event."""
     plan = run.plan
     model = plan.config.model
+    job_started = os.environ.get("SLURM_JOB_START_TIME", "")
     return {
         "seconds": round(start_seconds, 3),
+        # In seconds since the epoch. It separates the time in the queue from the start.
+        **({"job_started": int(job_started)} if job_started.isdigit() else {}),
         "version": get_code_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -150,15 +150,20 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
 
 
 def decide(run: Run, before: int) -> StopReason:
-    """Agree with all ranks on the reason to stop, and on rank 0's decision about the next step."""
+    """Agree with all ranks on the reason to stop, and on rank 0's decision about the next step.
+
+    The same message compares how fast the ranks compute, if that is due.
+    """
     iteration = run.state.iteration
     save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
     eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
     proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
-    stop, decided = run.exits.decide(
-        before, iteration, proposed, ask_again=run.step_clock.has_paused
+    own_time = run.stragglers.take_report(before, iteration)
+    stop, decided, times = run.exits.decide(
+        before, iteration, proposed, own_time, ask_again=run.step_clock.has_paused
     )
     run.clock.accept(decided)
+    run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
     return stop
 
 
@@ -233,18 +238,19 @@ def train_iteration(run: Run) -> None:
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
-    result = run.engine.train_batch(
-        microbatches,
-        iteration=iteration,
-        lr=rate,
-        decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
-        with_layer_statistics=is_due(
-            plan.config.logging.log_layer_stats_interval, state.iteration, iteration
-        ),
-        accept=choose_accept(run),
-        vote=lambda: run.exits.vote(iteration - 1, iteration),
-    )
-    run.exits.count_votes(result.votes)
+    with run.stragglers.measure(iteration):
+        result = run.engine.train_batch(
+            microbatches,
+            iteration=iteration,
+            lr=rate,
+            decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
+            with_layer_statistics=is_due(
+                plan.config.logging.log_layer_stats_interval, state.iteration, iteration
+            ),
+            accept=choose_accept(run),
+            vote=lambda: run.exits.vote(iteration - 1, iteration),
+        )
+    run.exits.count_votes(result.votes, iteration)
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
     if plan.config.logging.log_params_norm:

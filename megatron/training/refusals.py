@@ -8,6 +8,7 @@ import os
 from megatron.config.cli import LoadedConfig, combine_errors
 from megatron.config.rules import check_rules, list_missing_for_training
 from megatron.engine.support import refuse_unsupported
+from megatron.observe.tracking.trackers import check_trackers_are_installed
 from megatron.plan import Plan, resolve
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
@@ -63,8 +64,8 @@ def check_plan(plan: Plan, *, read_files: bool = True) -> None:
 
     Raises:
         ConfigError: The configuration is wrong, a file of the tokenizer does not exist, the engine
-            cannot run the plan, or a setting is missing that only training needs. The message lists
-            all such errors of one kind.
+            cannot run the plan, the package of a tracker is missing, or a setting is missing that
+            only training needs. The message lists all such errors of one kind.
     """
     errors = list(plan.errors)
     if read_files:
@@ -74,5 +75,6 @@ def check_plan(plan: Plan, *, read_files: bool = True) -> None:
     if errors:
         raise combine_errors(errors)
     refuse_unsupported(plan)
+    check_trackers_are_installed(plan.config.logging.tracker)
     if missing := list_missing_for_training(plan.config):
         raise combine_errors(missing)

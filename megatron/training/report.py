@@ -17,6 +17,7 @@ from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
     format_measures_line,
     format_short_training_line,
+    format_slow_ranks_line,
     format_task_line,
     format_training_line,
     format_validation_line,
@@ -26,9 +27,12 @@ from megatron.observe.progress import ProgressBar
 from megatron.observe.report import Axes, EvaluationResult, IterationReport
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import compute_throughput, find_peak_tflops
+from megatron.observe.tracking.process import TrackerProcess
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
+from megatron.training.goodput_meter import GoodputMeter
 from megatron.training.state import TrainState
+from megatron.training.stragglers import RankTimes
 
 
 @dataclass
@@ -102,11 +106,17 @@ class Reporter:
         """
         self._plan = plan
         self._is_rank_zero = mesh.rank == 0
+        self._rank_names = mesh.names
+        self._slow_ranks: set[int] | None = None
+        """The ranks that the last comparison found to be slow. None before the first one."""
         self._interval = _Interval()
         self._bar = ProgressBar(total=plan.train_iters, show=False)
         self._tensorboard: TensorBoard | None = None
         self._metrics: MetricsFile | None = None
+        self._trackers: list[TrackerProcess] = []
         self._chronicle: Chronicle | None = None
+        self._metrics_path: Path | None = None
+        self._goodput: GoodputMeter | None = None
         self._last_event: tuple[str, Mapping[str, Any]] | None = None
         self._iteration: int | None = None
         self._emissions: Emissions | None = None
@@ -142,7 +152,18 @@ class Reporter:
             # By default the metrics are stored with the checkpoints that they belong to.
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             if path:
+                self._metrics_path = Path(path)
                 self._metrics = MetricsFile(path, say=self.say)
+            # A dictionary removes a name that was given twice.
+            for name in dict.fromkeys(logging.tracker):
+                tracker = TrackerProcess(
+                    name,
+                    logging.tracker_project,
+                    folder=Path(str(save)),
+                    metrics=Path(str(path)),
+                    say=self.say,
+                )
+                self._trackers.append(tracker)
             if save and not self._plan.config.batch.eval_only:
                 self._chronicle = Chronicle(Path(save) / CHRONICLE, say=self._bar.say)
             self._emissions = Emissions(
@@ -197,8 +218,13 @@ class Reporter:
         """Start the reports of a run that continues after `iteration`."""
         self._bar.update(iteration)
         self._iteration = iteration
+        for tracker in self._trackers:
+            tracker.start(iteration)
         if self._metrics is not None:
             self._metrics.start(iteration)
+        # The chronicle and the metrics file have the start of this launch now.
+        if self._chronicle is not None and self._metrics_path is not None:
+            self._goodput = GoodputMeter(self._chronicle.folder, self._metrics_path)
 
     def report_pipeline_schedule(self, batch_size: int) -> None:
         """Print the pipeline schedule of a step of `batch_size` samples, and how long ranks idle.
@@ -235,6 +261,8 @@ class Reporter:
             self._plan.shape, step.batch_size, step.seq_length, recompute=recompute
         )
         model_flops = count_iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
+        if self._goodput is not None:
+            self._goodput.add_step(step.seconds, step.phase_seconds, applied=step.result.applied)
         # TensorBoard and the metrics file get single iterations. The log line gets the mean over
         # the iterations since the last one.
         one = _Interval()
@@ -253,6 +281,8 @@ class Reporter:
             self._tensorboard.write_training(report)
         if self._metrics is not None:
             self._metrics.write_training(report)
+        for tracker in self._trackers:
+            tracker.poll()
         self._bar.update(1, f"loss {step.result.loss:.3f}")
         if state.iteration % config.logging.log_interval == 0:
             self.say(self._format_line(self._report(state, step, self._interval)))
@@ -293,10 +323,55 @@ class Reporter:
             params_norm=step.params_norm,
             # Without a curriculum the log line must not have this field, as in Megatron.
             curriculum_seqlen=None if self._plan.curriculum is None else step.seq_length,
+            goodput=self._compute_goodput(),
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
             phase_seconds=step.phase_seconds,
             layer_statistics={} if step.result.layers is None else vars(step.result.layers),
         )
+
+    def _compute_goodput(self) -> float | None:
+        goodput = None if self._goodput is None else self._goodput.compute()
+        return None if goodput is None else round(goodput.share, 4)
+
+    def report_save(self, iteration: int) -> None:
+        """Record a checkpoint that is safe, and print the goodput from time to time."""
+        self.record("save", {}, iteration)
+        if self._goodput is not None:
+            self._goodput.report_if_due(self.say)
+
+    def add_last_phases(self, phases: Mapping[str, float]) -> None:
+        """Count the save and the evaluation after the last iteration in the goodput."""
+        if self._goodput is not None:
+            self._goodput.add_phases(phases)
+
+    def report_rank_times(self, iteration: int, times: RankTimes | None) -> None:
+        """Report which ranks compute more slowly than the others, if they were compared.
+
+        The log has the first comparison of a launch, each one that finds a slow rank, and the first
+        one after that which finds none. Only a rank that was not slow before is a warning.
+        """
+        if times is None or not self._is_rank_zero:
+            return
+        slow = {self._rank_names[rank]: ratio for rank, ratio in times.slow.items()}
+        slowest = self._rank_names[times.slowest]
+        largest = times.seconds[times.slowest]
+        # The times of all ranks would make the file large, so only those that matter are written.
+        if self._metrics is not None:
+            record = {
+                "median_seconds": times.median,
+                "largest_seconds": largest,
+                "slowest": slowest,
+                "slow": slow,
+            }
+            self._metrics.write_rank_times(iteration, "block forward", record)
+        line = format_slow_ranks_line(
+            iteration, slow, (slowest, largest / times.median), times.median
+        )
+        if times.slow.keys() - (self._slow_ranks or set()):
+            self.say(f"warning: {line}")
+        elif slow or self._slow_ranks is None or self._slow_ranks:
+            self.say(line)
+        self._slow_ranks = set(times.slow)
 
     def report_validation(
         self, state: TrainState, results: dict[str, EvaluationResult], *, test: bool = False
@@ -369,6 +444,13 @@ class Reporter:
             self._tensorboard.close()
         if self._metrics is not None:
             self._metrics.close()
+        # They send the rest at the same time.
+        for tracker in self._trackers:
+            tracker.request_end()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._goodput is not None:
+            self._goodput.report_end(self.say)
         if self._last_event is not None:
             self.record(*self._last_event)
         if self._emissions is not None:

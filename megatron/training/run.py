@@ -24,6 +24,7 @@ from megatron.training.report import Reporter
 from megatron.training.spike_guard import SpikeGuard
 from megatron.training.state import TrainState
 from megatron.training.step_clock import StepClock
+from megatron.training.stragglers import StragglerWatch
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Run:
     timers: Timers
     exits: Exits
     clock: RunClock
+    stragglers: StragglerWatch
     step_clock: StepClock
     saver: Saver | None
     """None if nothing is saved."""

@@ -45,7 +45,7 @@ from megatron.observe.log_line import (
     format_saved_checkpoint_line,
 )
 from megatron.observe.startup import format_start_table
-from megatron.observe.timers import COMMUNICATION, Timers
+from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh
@@ -67,6 +67,7 @@ from megatron.training.run import Run
 from megatron.training.spike_response import build_guard
 from megatron.training.state import TrainState
 from megatron.training.step_clock import StepClock
+from megatron.training.stragglers import StragglerWatch
 
 _BYTES_OF_PARAMETER = 4
 """Size of an fp32 number."""
@@ -93,7 +94,7 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         sequence_parallel=parallel.sequence_parallel,
         shard_size=plan.shard_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
-        comm_timer=lambda: timers(COMMUNICATION),
+        comm_timer=timers.time_collective,
         control=ranks.group,
         progress=ranks.progress,
     )
@@ -371,6 +372,13 @@ def build_run(
         timers,
         exits,
         RunClock(plan, state, sets=(len(sources.valid), len(sources.test))),
+        StragglerWatch(
+            engine.stages,
+            timers.blocks,
+            config.parallel.straggler_interval,
+            config.parallel.straggler_factor,
+            mesh.grid.world_size,
+        ),
         StepClock(mesh.device),
         saver,
         *build_profilers(config, mesh.rank, reporter.say),
@@ -410,7 +418,7 @@ def build_saver(
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
-        reporter.record("save", {}, iteration)
+        reporter.report_save(iteration)
         if exporter is not None:
             exporter.record_checkpoint(iteration)
 

@@ -147,8 +147,8 @@ def _explain_stop(run: Run, spike: Spike, learning_rate: float) -> str:
         f"the spike guard ends the run at iteration {spike.iteration} {often}: {spike.reason}. "
         "Skipping more data will not help. The learning rate of this step was "
         f"{learning_rate:.6g} (--lr {run.plan.lr_schedule.max_lr:g}), and is probably too high. "
-        "Roll back with tools/rollback.py, and continue with a lower --lr and "
-        "--override-lr-scheduler, or correct the data"
+        "Roll back with tools/rollback.py to before the loss rose, and continue with a lower --lr "
+        "and --override-lr-scheduler, or correct the data"
     )
 
 

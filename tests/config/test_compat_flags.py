@@ -31,6 +31,7 @@ OTHER_ARITY = {
     "--profile": "no value in Megatron-LM, one in Microsoft's fork",
     "--profile-steps": "one text with two numbers",
     "--data-path": "one folder of fms-fsdp; one path or a mixture here",
+    "--tracker": "one tracker of fms-fsdp; one or more here",
 }
 
 
@@ -297,6 +298,7 @@ REFUSED_CHOICES = {
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
         "--file-type": ["auto"],
+        "--tracker": ["aim"],
     },
 }
 

@@ -90,6 +90,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"save_at": (5,)}, "--save-at 5 needs --save"),
     ({"async_save": True}, "--async-save needs --save"),
     ({"keep_latest_checkpoints": 2}, "--keep-latest-checkpoints 2 needs --save"),
+    ({"tracker": ("wandb",)}, "--tracker wandb needs --save"),
     (
         {"save": "ckpt", "keep_every": 10},
         "--keep-every 10 needs --keep-latest-checkpoints",

@@ -226,7 +226,7 @@ def values_of_type(annotation: Any) -> st.SearchStrategy[Any]:
     if get_origin(annotation) is tuple:
         first, second, *_ = get_args(annotation)
         if second is ...:
-            return st.lists(simple[first], max_size=3).map(tuple)
+            return st.lists(values_of_type(first), max_size=3).map(tuple)
         return st.tuples(*map(values_of_type, get_args(annotation)))
     return st.one_of(*map(values_of_type, get_args(annotation)))
 

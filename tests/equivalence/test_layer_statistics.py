@@ -72,11 +72,11 @@ def compare_with_plain_pass(argv: list[str]) -> tuple[list[float], list[float]]:
     run = start_without_lease(argv)
     assert run.sources.train is not None
     microbatches = run.sources.train.read_batch(8)
-    plain = compute_plainly(run.engine.stages[0], microbatches)  # type: ignore[attr-defined]
+    plain = compute_plainly(run.engine.stages[0], microbatches)
     # Without a learning rate the norm of the parameters is that before the step.
     result = run.engine.train_batch(microbatches, iteration=1, lr=0.0, with_layer_statistics=True)
     # Iterations without statistics have no hooks.
-    for module in run.engine.stages[0].modules():  # type: ignore[attr-defined]
+    for module in run.engine.stages[0].modules():
         assert not [*module._forward_hooks, *module._forward_pre_hooks], module
     run.reporter.close()
     run.sources.close()

@@ -44,6 +44,7 @@ def _rank(
     largest_file: int | None,
     io_error: tuple[str, str] | None,
     delays: Mapping[str, float],
+    prepare: Callable[[int], None] | None,
 ) -> None:
     from megatron.training.orphans import die_with_launcher
 
@@ -63,6 +64,8 @@ def _rank(
         setattr(importlib.import_module(module), constant, value)
     for name, seconds in delays.items():
         _delay(name, seconds)
+    if prepare is not None:
+        prepare(int(environment["RANK"]))
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     import torch
@@ -111,12 +114,14 @@ class Launch:
         largest_file: Mapping[int, int] | None = None,
         io_error: tuple[str, str] | None = None,
         delays: Mapping[int, Mapping[str, float]] | None = None,
+        prepare: Callable[[int], None] | None = None,
         program: str = "megatron.commands.pretrain",
     ) -> None:
         """Start the ranks.
 
         `io_error`: the folder and the call that fails once on rank 0. `delays`: rank -> function ->
-        seconds by which its first call is slower.
+        seconds by which its first call is slower. `prepare`: called with the rank before the
+        program starts. It must be importable.
         """
         context = start_fork_server()
         logs.mkdir(parents=True)
@@ -147,6 +152,7 @@ class Launch:
                 (largest_file or {}).get(rank),
                 io_error if rank == 0 else None,
                 dict((delays or {}).get(rank, {})),
+                prepare,
             )
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()

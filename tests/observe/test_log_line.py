@@ -109,6 +109,7 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
         "phase_seconds",
         "layer_statistics",
         "gigaflops_without_embeddings",
+        "goodput",
         "tokens_per_second",
     }
     assert set(parsed) == set(vars(report)) - optional_or_derived

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operations.slurm import array_task
-from megatron.operations.slurm.array_task import ArrayTask, TaskOutcome, run_array_task
+from megatron.operations.slurm import client
+from megatron.operations.slurm.array_task import run_array_task
+from megatron.operations.slurm.task import ArrayTask, TaskOutcome
 
 SRUN = """#!/bin/sh
 echo '{"rank": 2, "host": "n2", "kind": "DataError", "message": "m", "io_error": 5}' \\
@@ -21,12 +22,13 @@ exit 1
 
 SCONTROL = """#!/bin/sh
 echo "$@" >> FOLDER/calls
-case "$1 $2" in
-    "show job")
+case "$*" in
+    "show job 12")
         left=$(cat FOLDER/failures)
         if [ "$left" -gt 0 ]; then echo $((left - 1)) > FOLDER/failures; exit 1; fi
         echo "   ReqNodeList=(null) ExcNodeList=n[7-8]" ;;
-    "show hostnames") printf 'n7\\nn8\\n' ;;
+    "show hostnames n[1-4]") printf 'n1\\nn2\\nn3\\nn4\\n' ;;
+    "show hostnames n[7-8]") printf 'n7\\nn8\\n' ;;
 esac
 """
 """A controller that already excludes n7 and n8, and fails as often as the file `failures` has."""
@@ -56,7 +58,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(array_task, "_TRY_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(client, "_TRY_AGAIN_SECONDS", 0.0)
     return folder
 
 
@@ -68,6 +70,9 @@ def make_task(slurm: Path, alerts: list[str]) -> ArrayTask:
         command=("pretrain_gpt.py",),
         kill_switch=None,
         max_failed_starts=3,
+        max_restarts=0,
+        restart_hours=6.0,
+        train_nodes=None,
         nodes=None,
         srun=(),
         alert=alerts.append,

@@ -26,7 +26,9 @@ from megatron.durable import append_lines
 from megatron.errors import OperationsError
 from megatron.observe.log_line import (
     format_kill_switch_line,
+    format_loaded_checkpoint_line,
     format_saved_checkpoint_line,
+    format_slow_ranks_line,
     format_training_complete_line,
     format_training_line,
     format_validation_line,
@@ -504,6 +506,29 @@ def test_samples_per_second_are_compared_if_tflops_are_too_small(squeue: Squeue,
     assert found(log) == ""
     train(log, 51, 60, tflops=0.01, global_batch_size=32, samples_per_second=10.0)
     assert "has become slower: 10 samples per second" in found(log)
+
+
+def test_slow_ranks_are_an_alert_until_they_are_fast_again(squeue: Squeue, log: Path) -> None:
+    squeue(running(HOUR))
+
+    def report(iteration: int, slow: dict[str, float]) -> str:
+        train(log, iteration - 5, iteration)
+        line = format_slow_ranks_line(iteration, slow, ("rank 1 on n2", 1.04), 0.0012)
+        append_lines(log, [f"warning: {line}"])
+        return found(log)
+
+    assert report(10, {}) == ""
+    text = report(20, {"rank 3 on n4 (pipeline 1, data 0, tensor 1)": 2.4})
+    assert "tr8-104B: the others wait for slow ranks at iteration 20: rank 3 on n4" in text
+    assert "2.40 x the median of 1.2 ms" in text
+    # Later lines do not end it.
+    train(log, 21, 25)
+    assert "rank 3 on n4" in found(log)
+    assert report(30, {}) == ""
+    assert "rank 5 on n6" in report(40, {"rank 5 on n6": 1.6})
+    # The next launch may run on other hosts.
+    append_lines(log, [format_loaded_checkpoint_line("/run", 40)])
+    assert found(log) == ""
 
 
 def test_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:

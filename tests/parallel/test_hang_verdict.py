@@ -132,6 +132,23 @@ def test_odd_rank_is_found(odd: RankState, others: RankState, reason: str, rank:
     assert "3 of the other ranks" in lines[1]
 
 
+def test_rank_that_left_out_a_collective_is_found_although_others_went_on() -> None:
+    """gloo mixed the messages number 18. Some ranks have returned from it, and others have not."""
+    behind = make_state(
+        collectives={"0": [18, "sum [4]"]}, recent={"0": {"17": "max [1]", "18": "sum [4]"}}
+    )
+    ahead = make_state(
+        collectives={"0": [19, "max [3]"]},
+        recent={"0": {"17": "max [1]", "18": "sum [4]", "19": "max [3]"}},
+    )
+    culprit = make_state(
+        collectives={"0": [18, "max [3]"]}, recent={"0": {"17": "max [1]", "18": "max [3]"}}
+    )
+    found = find_odd_ranks({0: behind, 1: ahead, 2: behind, 3: culprit})
+    assert list(found) == [3]
+    assert "number 18 of group 0 is max [3]" in found[3]
+
+
 def test_every_rank_is_described_if_no_sign_shows_the_cause() -> None:
     assert sorted(find_odd_ranks({0: make_state(), 1: make_state()})) == [0, 1]
 
@@ -155,7 +172,8 @@ def test_messages_between_two_ranks_are_left_out_of_the_collectives() -> None:
 
     entries = [make_entry(1, "0"), make_entry(1, "1"), make_entry(2, "0")]
     found, last = find_last_collectives([*entries, make_entry(3, "0", is_p2p=True)])
-    assert found == {"0": [2, "gloo:all_reduce [4]"], "1": [1, "gloo:all_reduce [4]"]}
+    operation = "gloo:all_reduce [4]"
+    assert found == {"0": {1: operation, 2: operation}, "1": {1: operation}}
     assert "number 2 of group 0" in last
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import Runner
+
+from megatron.parallel.hang_verdict import describe_places
 
 SIZES = "--num-layers 2 --check-invariants-interval 1 --save-interval 2 --keep-latest-checkpoints 1"
 NATIVE = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -72,6 +75,29 @@ def gather_values(values: list) -> tuple[list, list[str]]:
     start_process_group("gloo", 1)
     with unpickled() as found:
         return gather_json(values[dist.get_rank()], dist.group.WORLD), found
+
+
+def leave_out_a_message(victim: int) -> dict[int, list[str]]:
+    """Exchange two messages, of which one rank leaves out the first."""
+    import torch.distributed as dist
+
+    from megatron.parallel.messages import OutOfStepError, gather_json
+    from megatron.parallel.rendezvous import start_process_group
+
+    def send_first() -> None:
+        gather_json({"first": 1}, dist.group.WORLD)
+
+    def send_second() -> None:
+        gather_json(["second"], dist.group.WORLD)
+
+    start_process_group("gloo", 1)
+    try:
+        if dist.get_rank() != victim:
+            send_first()
+        send_second()
+    except OutOfStepError as error:
+        return error.places
+    raise AssertionError("a wrong message was accepted")
 
 
 def broadcast_values(values: list) -> tuple[list, list[str]]:
@@ -154,6 +180,17 @@ def test_a_run_unpickles_nothing(
         assert found == []
         assert "rank 3 on" in error
         assert "seed: 1234 and 7" in error
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_that_leaves_out_a_message_is_found(victim: int, pool: ProcessPool) -> None:
+    outcomes = pool.run(3, leave_out_a_message, victim)
+    succeed(outcomes)
+    names = ["rank 0 on a", "rank 1 on b", "rank 2 on c"]
+    for outcome in outcomes:
+        first, second = describe_places(outcome.value, names)
+        assert re.fullmatch(rf"{names[victim]} is at \S+test_messages.py:\d+ send_second", first)
+        assert re.fullmatch(r"2 of the other ranks are at \S+:\d+ send_first", second)
 
 
 def gather_on_rank_0(values: list) -> list | None:

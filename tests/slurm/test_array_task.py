@@ -183,7 +183,7 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
     )
     tiny.wait_for_line(SAVED, 3)
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
-    tiny.wait_for_line(f"job {job} is requeued: crashed")
+    tiny.wait_for_line(f"array task {job} starts the training again, restart 1 of 5 within 6 h")
     tiny.wait_for_line("successfully loaded checkpoint", 1)
     tiny.wait_for_line(SAVED, 6)
     tiny.cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
@@ -194,13 +194,15 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
     tiny.wait_for_line("received a signal to stop")
     tiny.wait_for_end(job)
     assert (
-        f"array task {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order"
+        f"array task {job} (requeue 1) ended at iteration {max(tiny.curve())}: left in order"
         in tiny.main_log()
     )
     tiny.wait_for_end(after)
     assert "training is complete at iteration 80" in tiny.main_log()
-    restarts = [(attempt["job"], attempt["restart"]) for attempt in tiny.attempts()]
-    assert restarts == [(job, 0), (job, 1), (job, 2), (after, 0)]
+    starts = [
+        (attempt["job"], attempt["restart"], attempt["is_restart"]) for attempt in tiny.attempts()
+    ]
+    assert starts == [(job, 0, False), (job, 0, True), (job, 1, False), (after, 0, False)]
     curve = tiny.curve()
     assert len(curve) == 80
     assert curve == uninterrupted(samples)
@@ -360,7 +362,12 @@ def test_unusable_save_folder_ends_the_array(tiny: TinyRun) -> None:
 def test_only_the_last_array_task_is_requeued(tiny: TinyRun) -> None:
     """Its job number is also that of the array, which would requeue the first array task too."""
     # The second array task trains until it is killed: 100 iterations take longer than the kill.
-    job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES="6400", EXIT_INTERVAL="100")
+    job = tiny.submit(
+        "--array=1-2%1",
+        TRAIN_SAMPLES="6400",
+        EXIT_INTERVAL="100",
+        ELEMENT_ARGS="--max-restarts 0",
+    )
     tiny.wait_for_line(f"array task {job}_2 starts")
     tiny.wait_for_line("successfully loaded checkpoint")
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)

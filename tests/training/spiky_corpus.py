@@ -41,8 +41,18 @@ def worsening_stretch(first: int, last: int) -> Badness:
     return find_badness
 
 
-def write_corpus(prefix: Path, iterations: int, badness: Badness) -> str:
-    """Write a data set for a run of so many iterations, and return its prefix."""
+def write_corpus(
+    prefix: Path, iterations: int, badness: Badness, *, wrong_rule: bool = False
+) -> str:
+    """Write a data set for a run of so many iterations, and return its prefix.
+
+    Args:
+        prefix: Path of the files without their suffix.
+        iterations: Iterations that the data are for.
+        badness: Fraction of bad tokens of each iteration.
+        wrong_rule: Whether a bad token follows from the one before it by another rule than in the
+            clean text. A model then learns the wrong rule. Otherwise bad tokens are random.
+    """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     order = find_order(prefix.with_name("order"), iterations)
     generator = np.random.default_rng(7)
@@ -54,6 +64,8 @@ def write_corpus(prefix: Path, iterations: int, badness: Badness) -> str:
             spoiled = generator.random(SEQUENCE - 1) < badness(iteration)
             noise = generator.integers(0, VOCABULARY, SEQUENCE - 1)
             part = text[begin : begin + SEQUENCE - 1]
+            if wrong_rule:
+                noise = (11 * text[begin - 1 : begin + SEQUENCE - 2] + 3) % VOCABULARY
             part[spoiled] = noise[spoiled]
     write_tokens(prefix, text)
     return str(prefix)

@@ -16,7 +16,7 @@ VALUES = st.lists(st.floats(min_value=0.01, max_value=100), min_size=1, max_size
 
 def make_estimator(reach: int | None = 1000, *, window: int = 128) -> SpikeEstimator:
     return SpikeEstimator(
-        window=window, smoothing=16, min_steps=16, threshold=6.0, min_rise=0.05, reach=reach
+        window=window, smoothing=16, min_steps=16, threshold=10.0, min_rise=0.05, reach=reach
     )
 
 

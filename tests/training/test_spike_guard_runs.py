@@ -34,7 +34,10 @@ TAIL = 20
 
 
 def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
-    """Run the main job with data that give a loss of nan in these iterations on one rank."""
+    """Run the main job with data that give a loss of nan in these iterations on the last rank.
+
+    The last rank is in the last pipeline stage, where the loss mask is used.
+    """
     import torch
     import torch.distributed as dist
 
@@ -44,8 +47,11 @@ def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
 
     original = NativeEngine.train_batch
 
+    def is_last_rank() -> bool:
+        return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
     def train_batch(self: Any, microbatches: Any, *, iteration: int, **options: Any) -> Any:
-        if first <= iteration <= last and (not dist.is_initialized() or dist.get_rank() == 0):
+        if first <= iteration <= last and is_last_rank():
             mask = torch.full_like(microbatches[0].tokens, torch.nan, dtype=torch.float32)
             microbatches = [dataclasses.replace(m, loss_mask=mask) for m in microbatches]
         return original(self, microbatches, iteration=iteration, **options)
@@ -226,8 +232,10 @@ def test_deepspeed_refuses_to_skip_for_the_norm(run: Runner) -> None:
 
 # Long runs on four processes
 
-ITERATIONS = 300
-FIRST, LAST = 131, 150
+ITERATIONS = 400
+FIRST, LAST = 231, 250
+# A step has 512 tokens, so the losses vary much more than those of a real run.
+THRESHOLD = "--spike-guard-threshold 6"
 LONG_ROLLBACK = f"{ROLLBACK} --spike-guard-skip-after 30"
 LAYOUTS = {
     "dp4": "",
@@ -249,7 +257,7 @@ def clean_run(
     """Return a layout, the clean data set, and the last loss of a clean run in this layout."""
     folder = tmp_path_factory.mktemp("clean")
     corpus = write_corpus(folder / "data" / "text", ITERATIONS, lambda iteration: 0.0)
-    flags = f"{LAYOUTS[request.param]} --spike-guard log"
+    flags = f"{LAYOUTS[request.param]} --spike-guard log {THRESHOLD}"
     succeed(pool.run(4, pretrain, make_argv(folder / "run", corpus, ITERATIONS, flags)))
     assert read_interventions(folder / "run") == []
     return request.param, corpus, read_tail(folder / "run", ITERATIONS)
@@ -264,12 +272,18 @@ def test_run_with_bad_data_ends_as_a_clean_run_on_four_processes(
     if shape == "nan" and "deepspeed" in layout:
         pytest.skip("the test gives nan to the native engine only")
     if shape != "nan":
-        corpus = write_corpus(tmp_path / "data" / "text", ITERATIONS, SHAPES[shape])
+        # A model recovers from slowly increasing noise by itself, but not from a wrong rule.
+        corpus = write_corpus(
+            tmp_path / "data" / "text",
+            ITERATIONS,
+            SHAPES[shape],
+            wrong_rule=shape == "worsening",
+        )
     found = {}
     # Without a guard, ten iterations of nan would end the run.
     for mode in ("off --max-nan-iterations 100", "skip-step", LONG_ROLLBACK.split(None, 1)[1]):
         folder = tmp_path / mode.split()[0]
-        flags = f"{LAYOUTS[layout]} --spike-guard {mode}"
+        flags = f"{LAYOUTS[layout]} --spike-guard {mode} {THRESHOLD}"
         argv = make_argv(folder, corpus, ITERATIONS, flags)
         if shape == "nan":
             succeed(pool.run(4, pretrain_with_nan, argv, FIRST, FIRST + 8))
@@ -278,11 +292,11 @@ def test_run_with_bad_data_ends_as_a_clean_run_on_four_processes(
         found[folder.name] = read_tail(folder, ITERATIONS)
     assert found["skip-step"] == pytest.approx(clean, rel=0.01)
     assert found["rollback"] == pytest.approx(clean, rel=0.01)
-    # Without a guard, the loss ends higher. A model recovers from slowly worsening data almost
-    # completely, so a rollback, which skips good data too, is not better than no guard there.
-    assert found["off"] > {"random": 1.01, "worsening": 1.005, "nan": 0.0}[shape] * clean
+    # Without a guard, the loss ends higher.
     if shape != "nan":
+        assert found["off"] > 1.01 * clean
         assert found["off"] > found["skip-step"]
+        assert found["off"] > found["rollback"]
     decisions = [decision for decision, _ in list_decisions(tmp_path / "rollback")]
     assert "rollback" in decisions
     assert "stop" not in decisions

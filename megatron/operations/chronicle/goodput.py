@@ -1,6 +1,12 @@
-"""Goodput: the share of the wall time of a run in steps that its weights still have."""
+"""Goodput: the share of the wall time of a run in steps that its weights still have.
 
+Invariant: the seconds of all causes sum to the wall time. The report, the status and the training
+log compute it in the same way, from `Totals`.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +18,7 @@ DROPPED = "steps without an update"
 SAVES = "saves"
 EVALUATIONS = "evaluations"
 STARTS = "starts"
+HANGS = "hangs"
 WAITING = "between launches"
 OTHER = "other"
 
@@ -44,6 +51,33 @@ class _Launch:
     begin: float
     loop_start: float
     end: float
+    """Time of the last record, or of the verdict if it hung."""
+    hang_seconds: float
+    """Time from the last record to the verdict of the watchdog."""
+
+
+@dataclass
+class Totals:
+    """Seconds by cause, to which a launch adds its own while it trains."""
+
+    begin: float
+    """Start of the wall time, in seconds since the epoch."""
+    end: float
+    """End of the wall time."""
+    seconds: dict[str, float]
+    """Cause -> its seconds, for all causes but `OTHER`."""
+
+    def compute(self, now: float | None = None) -> Goodput:
+        """Return the goodput.
+
+        Args:
+            now: End of the wall time. Default: the last record.
+        """
+        end = self.end if now is None else max(now, self.end)
+        known = sum(self.seconds.values())
+        # Clocks of the host may jump, so the rest may be negative.
+        other = max(0.0, end - self.begin - known)
+        return Goodput(known + other, {**self.seconds, OTHER: other})
 
 
 def compute_goodput(history: RunHistory) -> Goodput:
@@ -52,9 +86,14 @@ def compute_goodput(history: RunHistory) -> Goodput:
     A launch begins when its process reads its configuration. It ends with its last record. If it
     was killed, the time from there to the next launch counts as between launches.
     """
+    return add_up(history).compute()
+
+
+def add_up(history: RunHistory) -> Totals:
+    """Return the seconds by cause. See `compute_goodput`."""
     launches = list_launches(history)
     if not launches:
-        return Goodput(0.0, dict.fromkeys(_CAUSES, 0.0))
+        return Totals(0.0, 0.0, dict.fromkeys(_CAUSES, 0.0))
     columns = history.columns
     seconds = np.nan_to_num(columns["seconds"])
     applied = ~(np.nan_to_num(columns["skipped_iterations"]) > 0)
@@ -70,14 +109,29 @@ def compute_goodput(history: RunHistory) -> Goodput:
             columns["evaluate_seconds"], [stop.get("evaluate_seconds") for stop in stops]
         ),
         STARTS: sum(launch.loop_start - launch.begin for launch in launches),
+        HANGS: sum(launch.hang_seconds for launch in launches),
         WAITING: wall - sum(launch.end - launch.begin for launch in launches),
     }
-    # Clocks of the host may jump, so the rest may be negative.
-    found[OTHER] = max(0.0, wall - sum(found.values()))
-    return Goodput(sum(found.values()), found)
+    return Totals(launches[0].begin, launches[-1].end, found)
 
 
-_CAUSES = (KEPT, UNDONE, DROPPED, SAVES, EVALUATIONS, STARTS, WAITING, OTHER)
+def format_goodput(goodput: Goodput) -> str:
+    """Return the goodput and what the rest was lost to, as a line of the log."""
+    lost = {
+        cause: share
+        for cause in goodput.seconds
+        if cause != KEPT and (share := goodput.compute_share(cause)) >= _SMALLEST_SHARE
+    }
+    line = f"goodput: {goodput.share:.1%} of {goodput.wall_seconds / 3600:.2f} hours"
+    if not lost:
+        return line
+    causes = sorted(lost, key=lambda cause: lost[cause], reverse=True)
+    return f"{line} ({', '.join(f'{cause} {lost[cause]:.1%}' for cause in causes)})"
+
+
+_SMALLEST_SHARE = 0.0005
+"""Smaller shares would be shown as 0.0 %."""
+_CAUSES = (KEPT, UNDONE, DROPPED, SAVES, EVALUATIONS, STARTS, HANGS, WAITING)
 
 
 def _add(column: np.ndarray, others: list[object]) -> float:
@@ -89,17 +143,18 @@ def _add(column: np.ndarray, others: list[object]) -> float:
 def list_launches(history: RunHistory) -> list[_Launch]:
     """Return the launches that the chronicle knows, or those of the metrics file without one."""
     starts = [event for event in history.events if event.kind == "start"]
+    details: list[Mapping[str, Any]]
     if starts:
         known = [event.time.timestamp() for event in starts]
-        before = [_read_seconds(event.details.get("seconds")) for event in starts]
+        details = [event.details for event in starts]
     else:
         known = history.loop_starts
-        before = [0.0] * len(known)
+        details = [{}] * len(known)
     records = _list_record_times(history)
     loop_starts = np.array(history.loop_starts)
     launches = []
     earlier_end = -np.inf
-    for number, (at, seconds) in enumerate(zip(known, before, strict=True)):
+    for number, (at, described) in enumerate(zip(known, details, strict=True)):
         following = known[number + 1] if number + 1 < len(known) else np.inf
         # A record belongs to the launch that was active at its time.
         own = records[(records >= at) & (records < following)]
@@ -107,10 +162,18 @@ def list_launches(history: RunHistory) -> list[_Launch]:
         loops = loop_starts[(loop_starts >= at) & (loop_starts < following)]
         # A launch that never reached its loop has only a start.
         loop_start = float(loops.min(initial=end))
+        begin = at - _read_seconds(described.get("seconds"))
+        # The first launch of a Slurm job began with the job. The time before that is the queue.
+        job = _read_seconds(described.get("job_started"))
+        if earlier_end <= job < begin and job > 0:
+            begin = job
         # The clocks of two hosts may differ, and launches cannot overlap.
-        begin = max(at - seconds, earlier_end)
-        launches.append(_Launch(begin, loop_start, end))
-        earlier_end = end
+        begin = max(begin, earlier_end)
+        # The ranks that hang write nothing, so the verdict is the only sign of their time.
+        verdicts = [time for time in history.hang_verdicts if end <= time < following]
+        hang_seconds = min(verdicts, default=end) - end
+        launches.append(_Launch(begin, loop_start, end + hang_seconds, hang_seconds))
+        earlier_end = end + hang_seconds
     return launches
 
 

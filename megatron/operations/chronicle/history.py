@@ -1,7 +1,7 @@
 """Everything that a run's folder records about the run, read into arrays.
 
-Sources: the metrics file, the parts that rollbacks moved out of it, the chronicle and
-`interventions.jsonl`.
+Sources: the metrics file, the parts that rollbacks moved out of it, the chronicle,
+`interventions.jsonl`, and the verdicts of the watchdog.
 
 Invariant: an iteration that was trained several times has several rows, and at most one of them is
 kept. The others are those of an abandoned lineage.
@@ -47,6 +47,9 @@ FIELDS = (
 )
 """Fields of the metrics file that are read, in its units."""
 
+# As the watchdog names them. Its module imports torch, which an operator's tools do without.
+_VERDICTS = "hangs/*/verdict.txt"
+
 Column = NDArray[np.float64]
 
 
@@ -75,6 +78,8 @@ class RunHistory:
     """Events of the chronicle and interventions, in the order of time."""
     loop_starts: list[float]
     """Seconds since the epoch at which the training loop started, for each launch."""
+    hang_verdicts: list[float]
+    """Seconds since the epoch at which the watchdog has ended a launch."""
 
 
 class _MetricsReader:
@@ -87,14 +92,25 @@ class _MetricsReader:
         self.evaluations: list[EvaluationPoint] = []
         self.loop_starts: list[float] = []
 
-    def read(self, path: Path, *, is_removed: bool) -> None:
-        """Read a metrics file. The rows of a part that a rollback removed are not kept."""
+    def read(self, path: Path, *, is_removed: bool, end: int | None = None) -> None:
+        """Read a metrics file. The rows of a part that a rollback removed are not kept.
+
+        Args:
+            path: The file.
+            is_removed: Whether a rollback removed its rows.
+            end: Bytes to read. Default: all.
+        """
         # Rows and evaluations that no later line has undone.
         present: list[int] = []
         first_evaluation = len(self.evaluations)
         last = 0
+        read = 0
         with open(path, "rb") as file:
             for line in file:
+                read += len(line)
+                # A launch that still runs appends to the file, and counts its own rows.
+                if end is not None and read > end:
+                    break
                 record = parse_object(line)
                 iteration = record.get("iteration")
                 moment = parse_time(record.get("time"))
@@ -148,11 +164,12 @@ def _read_number(value: Any) -> float:
         return math.nan
 
 
-def read_history(folder: Path) -> RunHistory:
+def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistory:
     """Read the history of a run.
 
     Args:
         folder: The run's --save folder.
+        metrics_bytes: Bytes of the metrics file to read. Default: all.
 
     Raises:
         DataError: The folder has neither metrics nor a chronicle.
@@ -171,7 +188,7 @@ def read_history(folder: Path) -> RunHistory:
         for part in _list_removed_parts(folder, record):
             reader.read(part, is_removed=True)
     if metrics.is_file():
-        reader.read(metrics, is_removed=False)
+        reader.read(metrics, is_removed=False, end=metrics_bytes)
     columns = {name: np.array(values) for name, values in reader.columns.items()}
     # A stable sort keeps the order of rows with the same millisecond.
     order = np.argsort(columns["time"], kind="stable")
@@ -184,6 +201,7 @@ def read_history(folder: Path) -> RunHistory:
         reader.evaluations,
         sorted(events, key=lambda event: event.time),
         sorted(reader.loop_starts),
+        sorted(path.stat().st_mtime for path in folder.glob(_VERDICTS)),
     )
 
 

@@ -21,12 +21,16 @@ from typing import BinaryIO
 from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.durable import replace_file
-from megatron.errors import CheckpointError, OperationsError
+from megatron.errors import CheckpointError, DataError, OperationsError
 from megatron.observe.log_line import (
     format_training_complete_line,
     parse_kill_switch_line,
     parse_log_line,
+    parse_slow_ranks_line,
+    starts_launch,
 )
+from megatron.operations.chronicle.goodput import compute_goodput, format_goodput
+from megatron.operations.chronicle.history import read_history
 from megatron.operations.monitor.alerts import Alert, format_time, parse_own_line_time, read_record
 from megatron.operations.monitor.queue import (
     QueuedJob,
@@ -122,6 +126,8 @@ class LogTail:
     """
     read_bytes: int
     """Size of the log in bytes, including an incomplete last line."""
+    slow_ranks: str = ""
+    """The ranks that the newest launch found to be slow at last, in words. Empty: none."""
 
 
 @dataclass
@@ -237,7 +243,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
     tail = _look_at_log(run, before, after, found)
     jobs = _look_at_queue(run, found)
     if jobs is not None:
-        found.pulse = _check_queue(run, jobs, tail, found, now)
+        found.pulse = _check_queue(run, jobs, tail, found, now) + _describe_goodput(run, found)
         _check_stall(run, jobs, tail, found, now)
         _check_checkpoint(run, jobs, before, after, found, now)
     if tail is not None:
@@ -245,6 +251,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
         # While nothing runs, the newest lines are old, and their speed was already checked.
         if jobs is not None and any(job.runs for job in jobs):
             _check_speed(run, tail, found)
+            _check_slow_ranks(run, tail, found)
     try:
         after.write(run.memory)
     except OperationsError as error:
@@ -350,7 +357,13 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
         # Without a line of ours at the end, training itself changed the modification time last.
         output_at = status.st_mtime
     return LogTail(
-        scan.reports, scan.fresh, scan.complete, scan.kill_switch, output_at, status.st_size
+        scan.reports,
+        scan.fresh,
+        scan.complete,
+        scan.kill_switch,
+        output_at,
+        status.st_size,
+        scan.slow_ranks,
     )
 
 
@@ -384,6 +397,8 @@ class _LogScan:
     """The training is complete, and was not continued."""
     kill_switch: str | None = None
     """Path of the kill switch that stopped the training, if it was not continued."""
+    slow_ranks: str = ""
+    """See `LogTail`."""
     grown: bool = False
     """There is new training output."""
     own_line_at: float | None = None
@@ -417,6 +432,11 @@ class _LogScan:
             self.kill_switch = None
         elif format_training_complete_line() in text:
             self.complete = True
+        elif starts_launch(text):
+            # Another launch may run on other hosts.
+            self.slow_ranks = ""
+        elif (slow := parse_slow_ranks_line(text)) is not None:
+            self.slow_ranks = slow
         else:
             self.kill_switch = parse_kill_switch_line(text) or self.kill_switch
 
@@ -521,6 +541,28 @@ def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
                 Alert(kind, f"{run.job_name} has become slower: {text}, {newest / earlier:.0%}")
             )
         return
+
+
+def _describe_goodput(run: WatchedRun, found: StatusFindings) -> str:
+    """Return the end of the PULSE line: the goodput, or nothing if the run has no records yet."""
+    if run.run is None:
+        return ""
+    try:
+        return f"; {format_goodput(compute_goodput(read_history(run.run)))}"
+    # Nothing was trained yet.
+    except DataError:
+        return ""
+    except (OSError, ValueError) as error:
+        found.troubles.append(f"the goodput of {run.run} cannot be computed: {error}")
+        return ""
+
+
+def _check_slow_ranks(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
+    """Check that no rank computes more slowly than the others."""
+    kind = f"{run.job_name} slow ranks"
+    found.watched.add(kind)
+    if tail.slow_ranks:
+        found.alerts.append(Alert(kind, f"{run.job_name}: the others wait for {tail.slow_ranks}"))
 
 
 # The checkpoint

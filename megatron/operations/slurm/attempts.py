@@ -41,6 +41,8 @@ class Attempt:
     """Iteration that the pointers named at the start, or 0 without a checkpoint."""
     began: float
     """Time of the start in seconds since 1970. It also identifies the attempt in the file."""
+    is_restart: bool = False
+    """Whether it follows a start in the same allocation, without a requeue."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,28 @@ class PastAttempt:
     """None if no end was recorded."""
 
 
-def begin(run: Path, environment: Mapping[str, str] = os.environ) -> Attempt:
+def begin(
+    run: Path, environment: Mapping[str, str] = os.environ, *, is_restart: bool = False
+) -> Attempt:
     """Record a start in the run's folder, which is created if it is missing.
+
+    Args:
+        run: The run's --save folder.
+        environment: The environment variables of the job.
+        is_restart: See `Attempt`.
 
     Raises:
         OSError: The record cannot be written.
     """
     run.mkdir(parents=True, exist_ok=True)
     attempt = Attempt(
-        # All tasks of an array share one count, so the number of the array comes first.
-        environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID", ""),
+        _read_job(environment),
         environment.get("SLURM_ARRAY_TASK_ID", ""),
         int(environment.get("SLURM_RESTART_COUNT", "0")),
         environment.get("SLURM_JOB_NODELIST", ""),
         read_reached_iteration(run),
         time.time(),
+        is_restart,
     )
     append_lines(run / FILE, [json.dumps({"began": asdict(attempt)})])
     return attempt
@@ -107,6 +116,25 @@ def list_failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[
             break
         failed.append(past)
     return failed[::-1]
+
+
+def count_restarts(run: Path, since: float, environment: Mapping[str, str] = os.environ) -> int:
+    """Return how often this job has restarted in an allocation since a time.
+
+    Args:
+        run: The run's --save folder.
+        since: Seconds since 1970.
+        environment: The environment variables of the job.
+    """
+    job = _read_job(environment)
+    own = [past.attempt for past in _read(run) if past.attempt.job == job]
+    return sum(attempt.is_restart and attempt.began >= since for attempt in own)
+
+
+def _read_job(environment: Mapping[str, str]) -> str:
+    """Return the number that all starts of one submission share."""
+    # All tasks of an array share one count, so the number of the array comes first.
+    return environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID", "")
 
 
 def read_reached_iteration(run: Path) -> int:

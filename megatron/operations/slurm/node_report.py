@@ -127,7 +127,7 @@ def find_bad_hosts(
         limits: What a node must do.
     """
     bad = {}
-    names = {report.host: _find_slurm_name(report.host, tasks) for report in reports}
+    names = {report.host: find_slurm_name(report.host, tasks) for report in reports}
     for host, count in tasks.items():
         answered = sum(names[report.host] == host for report in reports)
         # A rank that could not start leaves no report.
@@ -162,7 +162,7 @@ def find_bad_hosts(
     return bad
 
 
-def _find_slurm_name(host: str, names: Iterable[str]) -> str:
+def find_slurm_name(host: str, names: Iterable[str]) -> str:
     """Return Slurm's name of a host.
 
     A rank that does not know Slurm's name reports the system's name, which may be `n1.site.org`

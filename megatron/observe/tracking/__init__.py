@@ -1,0 +1,1 @@
+"""Experiment trackers, fed by a process that reads the metrics file."""

@@ -1,0 +1,125 @@
+"""Names ranks that compute more slowly than the others.
+
+All ranks wait for the slowest one in each collective, so the time of a step does not show which one
+it is. `BlockTimer` measures what a rank computes itself. The ranks exchange their times in the
+message in which they agree on the next step, so a report needs no collective of its own.
+
+Only the last steps before a report are measured. The median over these steps counts, so that a
+single pause of a process is no report.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch.utils.hooks import RemovableHandle
+
+from megatron.model.gpt import GPT
+from megatron.observe.block_timer import BlockTimer
+
+MEASURED_STEPS = 10
+"""Number of steps before a report that are measured."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """How long a block's forward pass takes on the ranks, without waiting for other ranks."""
+
+    median: float
+    """Seconds. With an even number of ranks it is the faster one of the two in the middle."""
+    slowest: int
+    """The slowest rank."""
+    slow: dict[int, float]
+    """Slow rank -> its time as a multiple of the median, the slowest one first."""
+    seconds: Sequence[float]
+    """The time of each rank."""
+
+
+class StragglerWatch:
+    """Measures this rank's blocks, and compares the times of all ranks."""
+
+    def __init__(
+        self, stages: Sequence[GPT], timer: BlockTimer, interval: int, factor: float, ranks: int
+    ) -> None:
+        """Create a watch without a measurement.
+
+        Args:
+            stages: This rank's stages.
+            timer: Measures their blocks.
+            interval: The value of `--straggler-interval`.
+            factor: The value of `--straggler-factor`.
+            ranks: Number of ranks. One alone has nobody to compare with, and is not measured.
+        """
+        self._stages = stages
+        self._timer = timer
+        self._interval = interval if ranks > 1 else 0
+        self._factor = factor
+
+    @contextmanager
+    def measure(self, iteration: int) -> Iterator[None]:
+        """Measure the step of an iteration within this context, if a report is near.
+
+        Args:
+            iteration: The iteration, which is the same on all ranks.
+        """
+        if not self._interval or -iteration % self._interval >= MEASURED_STEPS:
+            yield
+            return
+        self._timer.begin_step()
+        # As in `LayerRecorder`, the hooks exist only while they are needed.
+        hooks: list[RemovableHandle] = []
+        for stage in self._stages:
+            for block in stage.get_blocks().values():
+                # FSDP2 gathers parameters in hooks of the block, which wait for other ranks. Ours
+                # come after its first one, and before its last one.
+                hooks += [
+                    block.register_forward_pre_hook(lambda *_: self._timer.enter_block()),
+                    block.register_forward_hook(lambda *_: self._timer.leave_block(), prepend=True),
+                ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def take_report(self, before: int, after: int) -> float | None:
+        """Return this rank's seconds for a block, or None if no report is due.
+
+        All ranks get a number in the same iterations. It is 0 if no step was measured.
+
+        Args:
+            before: The iteration before the last step or jump.
+            after: The iteration after it.
+        """
+        if not self._interval or after // self._interval == before // self._interval:
+            return None
+        return statistics.median(self._timer.take_steps() or [0.0])
+
+    def compare(self, seconds: Sequence[float]) -> RankTimes | None:
+        """Compare the times of all ranks, or return None if there are none.
+
+        Args:
+            seconds: What `take_report` returned on each rank.
+        """
+        # A range of skipped iterations may contain all steps that are measured.
+        if not seconds or min(seconds) <= 0.0:
+            return None
+        return compare_times(seconds, self._factor)
+
+
+def compare_times(seconds: Sequence[float], factor: float) -> RankTimes:
+    """Return the ranks whose time is larger than `factor` x the median.
+
+    Args:
+        seconds: The time of each rank, above 0.
+        factor: Above 1.
+    """
+    # The mean of two ranks would hide the slow one. It is found as long as it is in a minority, or
+    # is one of two.
+    median = statistics.median_low(seconds)
+    slowest_first = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
+    slow = {
+        rank: seconds[rank] / median for rank in slowest_first if seconds[rank] > factor * median
+    }
+    return RankTimes(median, slowest_first[0], slow, seconds)
