@@ -152,7 +152,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
 def decide(run: Run, before: int) -> StopReason:
     """Agree with all ranks on the reason to stop, and on rank 0's decision about the next step.
 
-    The same message compares how fast the ranks compute, if that is due.
+    If it is due, the ranks also compare how fast they compute.
     """
     iteration = run.state.iteration
     save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)

@@ -1,8 +1,8 @@
 """Names ranks that compute more slowly than the others.
 
 All ranks wait for the slowest one in each collective, so the time of a step does not show which one
-it is. `BlockTimer` measures what a rank computes itself. The ranks exchange their times in the
-message in which they agree on the next step, so a report needs no collective of its own.
+it is. `BlockTimer` measures what a rank computes itself. The ranks exchange their times when they
+agree on the next step (`Exits.decide`), in one small message over gloo.
 
 Only the last steps before a report are measured. The median over these steps counts, so that a
 single pause of a process is no report.
