@@ -93,6 +93,7 @@ def test_crash_starts_the_training_again_in_the_same_job(slurm: Path) -> None:
     assert job.run() == TaskOutcome.COMPLETE
     assert len(job.steps()) == 2
     assert "requeue 12" not in job.calls()
+    assert job.log().count("array task 12 starts on n[1-4]") == 2
     (event,) = job.events("restart")
     assert "code 137" in event.details["reason"]
     assert "n2: task 3: Killed" in event.details["reason"]
@@ -173,6 +174,7 @@ def test_host_is_excluded_after_the_second_hang(
     assert event.details["undo"] == "scontrol update jobid=11 ExcNodeList="
     assert "update jobid=11 ExcNodeList=n2" in job.calls()
     assert len(job.events("hang")) == 2
+    assert "array task 11_3 starts on n1,n3,n4" in job.log()
 
 
 def test_host_that_hung_twice_is_excluded_by_a_requeue_without_spare_nodes(slurm: Path) -> None:

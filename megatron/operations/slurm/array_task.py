@@ -50,7 +50,7 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
     outcome = end.outcome
     say(
         array_task.main_log,
-        f"array task {_name()} ended at iteration "
+        f"array task {client.describe_job()} ended at iteration "
         f"{attempts.read_reached_iteration(array_task.save)}: {outcome.value}",
     )
     if outcome in (
@@ -83,7 +83,7 @@ def _start(array_task: ArrayTask, starts: TrainingStarts, restart: int) -> Start
         end = _find_obstacle(array_task, attempt) or starts.start(restart)
     except (OperationsError, OSError) as error:
         # A task that cannot run would fail the same way again. It is not requeued.
-        array_task.alert(f"array task {_name()} cannot run: {error}")
+        array_task.alert(f"array task {client.describe_job()} cannot run: {error}")
         end = StartEnd(TaskOutcome.NEEDS_PEOPLE, str(error))
     try:
         if attempt is not None:
@@ -159,7 +159,7 @@ def _may_restart(
         return False
     if used >= array_task.max_restarts:
         array_task.alert(
-            f"array task {_name()} ends, because it has used its {used} restarts within {window}: "
+            f"array task {client.describe_job()} ends, because it has used its {used} restarts within {window}: "
             f"{end.reason}"
         )
         return False
@@ -167,7 +167,7 @@ def _may_restart(
     hosts = list(allocation.train_hosts)
     say(
         array_task.main_log,
-        f"array task {_name()} starts the training again, {number}: {end.reason}",
+        f"array task {client.describe_job()} starts the training again, {number}: {end.reason}",
     )
     exclusion.record("restart", {"reason": end.reason, "restart": number, "hosts": hosts})
     return True
@@ -212,11 +212,3 @@ def _requeue(
         say(array_task.main_log, f"job {job} is requeued: {outcome.value}")
     if bad:
         exclusion.exclude_after_requeue(job, bad, excluded)
-
-
-def _name() -> str:
-    """Return the identifier of this job for messages, with the number of requeues."""
-    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-    if restart == "0":
-        return client.get_job_name()
-    return f"{client.get_job_name()} (requeue {restart})"

@@ -53,6 +53,14 @@ def get_job_name() -> str:
     return os.environ["SLURM_JOB_ID"]
 
 
+def describe_job() -> str:
+    """Return the identifier of this job for messages, with the number of requeues."""
+    requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if requeues == "0":
+        return get_job_name()
+    return f"{get_job_name()} (requeue {requeues})"
+
+
 def is_cancelled() -> bool:
     """Return whether Slurm's controller reports that this job was cancelled."""
     described = try_command("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])

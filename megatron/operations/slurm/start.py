@@ -137,6 +137,12 @@ class TrainingStarts:
             where = task.main_log.stat().st_size
         else:
             where = 0
+        # Slurm's notation is shorter than the names of a thousand hosts.
+        if self.allocation.format_srun_options(hosts):
+            nodes = ",".join(hosts)
+        else:
+            nodes = os.environ["SLURM_JOB_NODELIST"]
+        self._say(f"array task {client.describe_job()} starts on {nodes}")
         folder = task.save / f".errors-{os.environ['SLURM_JOB_ID']}"
         # As for the node check, no reports of an earlier start may be read.
         shutil.rmtree(folder, ignore_errors=True)
