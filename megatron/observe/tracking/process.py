@@ -20,8 +20,8 @@ from megatron.observe.tracking.feed import FeedRequest
 
 _CLOSE_SECONDS = 10.0
 """Longest time that the end of a launch waits for a tracker."""
-_LOWER_PRIORITY = 10
-"""Nice value of the feed. Training goes first."""
+_LOWER_PRIORITY = 5
+"""Nice value of the feed. Training goes first, but a feed must not starve on a busy host."""
 
 
 class TrackerProcess:
