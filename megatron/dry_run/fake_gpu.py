@@ -82,6 +82,7 @@ class FakeGpu(TorchDispatchMode):
         self._groups: dict[str, str] = {}
         self._streams: dict[int, str] = {}
         self._pinned: dict[int, Any] = {}
+        # Operators that read from the GPU, copy between both, or need a real GPU.
         self._handlers: dict[Any, Callable[..., Any]] = {
             _ATEN._local_scalar_dense.default: self._read_number,
             _ATEN.equal.default: self._compare,
@@ -172,6 +173,7 @@ class FakeGpu(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._operators += 1
             self._note(out)
+        # The answer is an attribute of the result, until the host reads it.
         answer = _find_answer(func, args)
         if answer is not None:
             out.answer = answer
@@ -248,6 +250,7 @@ class FakeGpu(TorchDispatchMode):
         if into.device.type == source.device.type:
             return self._run(func, (FakeTensor,), args, kwargs)
         blocking = not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
+        # Only the memory of the host can be pinned.
         host = source if _is_on_gpu(into) else into
         self._record_copy(source, into.device, not blocking, pinned=self._has_pinned(host))
         assert torch.broadcast_shapes(into.shape, source.shape) == into.shape, "shapes differ"

@@ -219,6 +219,7 @@ def _replace_tolist() -> None:
     torch's own version would read each element by itself.
     """
 
+    # One copy to the host makes a real tensor there.
     def copy_to_list(tensor: Tensor) -> Any:
         return tensor.cpu().tolist()
 
@@ -227,6 +228,7 @@ def _replace_tolist() -> None:
 
 def _replace_nccl() -> None:
     """Let the fake process group take the place of NCCL, which a CPU build lacks."""
+    # The backend is replaced where the group starts, so the code above still chooses NCCL.
     join = dist.init_process_group
 
     def join_fake(backend: str | None = None, *args: Any, **options: Any) -> None:
@@ -279,6 +281,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        # The backward pass reads it. It is small, but long sequences have many rows.
         rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
         return torch.empty_like(x)

@@ -152,6 +152,7 @@ def _name_groups(mesh: Mesh) -> dict[str, str]:
     if mesh.devices is not None:
         groups["pipeline"] = mesh.devices.get_group("pp")
         groups["data"] = mesh.devices.get_group("dp")
+    # With one copy, the ranks that share it are the data group.
     if mesh.sharding.mesh is not None and mesh.sharding.copies > 1:
         groups["shards"] = mesh.sharding.mesh.get_group()
     groups["replicas"] = mesh.sharding.replicas
@@ -198,6 +199,7 @@ def _label_gradients(rank: FakeRank) -> None:
 
 def _name_streams(engine: NativeEngine) -> dict[int, str]:
     """Return the number of a stream -> its name. FSDP2 has several."""
+    # FSDP2 makes its streams in its first forward pass, which the engine's construction runs.
     names = {0: DEFAULT_STREAM}
     for stage in engine._rank_stages:
         if stage.sharded is None:
