@@ -33,7 +33,6 @@ from worlds import CORPUS, one_iteration
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.commands.plan_estimates import estimate_memory
-from megatron.commands.plan_strategies import USABLE
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
@@ -74,6 +73,8 @@ Contestant = Literal[
     "plain-compiled",
 ]
 COMPILED = "-compiled"
+_USABLE = 0.9
+"""Share of a device's memory that the models may take. The context and gaps need the rest."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ def choose_fitting(names: list[Contestant], plan: Plan, memory_bytes: int) -> li
     models = 1
     for name in names:
         more = models + (name != "trainer")
-        if more * one + needed["activations"] <= USABLE * memory_bytes:
+        if more * one + needed["activations"] <= _USABLE * memory_bytes:
             fitting.append(name)
             models = more
             continue
