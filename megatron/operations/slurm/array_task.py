@@ -159,8 +159,8 @@ def _may_restart(
         return False
     if used >= array_task.max_restarts:
         array_task.alert(
-            f"array task {client.describe_job()} ends, because it has used its {used} restarts within {window}: "
-            f"{end.reason}"
+            f"array task {client.describe_job()} ends, because it has used its {used} restarts "
+            f"within {window}: {end.reason}"
         )
         return False
     number = f"restart {used + 1} of {array_task.max_restarts} within {window}"

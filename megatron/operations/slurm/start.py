@@ -187,6 +187,16 @@ class TrainingStarts:
             return StartEnd(TaskOutcome.ENDED_BY_SLURM)
         if hangs:
             return self._follow_hang(hangs, hosts)
+        return self._follow_crash(code, where)
+
+    def _follow_crash(self, code: int, where: int) -> StartEnd:
+        """Decide what follows from an exit code that no report explains.
+
+        Args:
+            code: The exit code of srun.
+            where: Size of the log at the start of the step, in bytes.
+        """
+        task = self._task
         # srun returns the largest code, so no rank was killed and none crashed. An example is an
         # error report that could not be written, or a script that does not exist.
         if code == _MISTAKE_CODE:
