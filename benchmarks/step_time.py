@@ -32,6 +32,8 @@ from plain_gpt import PlainGPT
 from worlds import CORPUS, one_iteration
 
 from megatron.checkpoint.ranks import Ranks
+from megatron.commands.plan_estimates import estimate_memory
+from megatron.commands.plan_strategies import USABLE
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
@@ -42,7 +44,7 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
-from megatron.plan import Plan
+from megatron.plan import Plan, resolve
 from megatron.training.job import agree_on_job
 from megatron.training.run import Run
 from megatron.training.setup import start_run
@@ -254,13 +256,43 @@ def build_step(
     return loop_step(run, device, model, compiled=compiled)
 
 
+def choose_fitting(names: list[Contestant], plan: Plan, memory_bytes: int) -> list[Contestant]:
+    """Return the first contestants that fit on a device together, and print which do not.
+
+    All of them hold their weights and optimizer from the start. Their activations take turns. The
+    first one needs the trainer's run besides its own model, unless it is the trainer.
+    """
+    needed = estimate_memory(plan)
+    one = needed["rank"]["total"]
+    fitting: list[Contestant] = []
+    # The trainer is built for its data and its plan, also if it does not take part.
+    models = 1
+    for name in names:
+        more = models + (name != "trainer")
+        if more * one + needed["activations"] <= USABLE * memory_bytes:
+            fitting.append(name)
+            models = more
+            continue
+        print(
+            f"SKIPPED: {name}: {more} models of this size need "
+            f"{(more * one + needed['activations']) / 1e9:.1f} GB, and the device has "
+            f"{memory_bytes / 1e9:.1f} GB"
+        )
+    return fitting
+
+
 def measure(arguments: Arguments, shape: str, precision: str) -> None:
     """Measure all contestants in one shape and precision, and print their rows."""
     device = choose_device(0)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_config(command_line(arguments, shape, precision, folder))
-        run = build_trainer(loaded, device)
         names = [n for n in arguments.contestants if shape == "gpt2" or not n.startswith("plain")]
+        if device.type == "cuda":
+            memory_bytes = torch.cuda.get_device_properties(device).total_memory
+            names = choose_fitting(names, resolve(loaded.config, 1), memory_bytes)
+        if not names:
+            return
+        run = build_trainer(loaded, device)
         steps = {name: build_step(name, arguments, shape, precision, run, folder) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         memory: dict[str, float] = {}

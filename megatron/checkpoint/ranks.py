@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.errors import CheckpointError, HungRanksError, MegatronError, make_error
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.messages import broadcast_json, gather_json
+from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
 from megatron.parallel.progress import Phase, RankProgress
 from megatron.parallel.rank_state import FILE_THREAD
 from megatron.parallel.roll_call import RollCall
@@ -87,6 +87,10 @@ class Ranks:
     def gather(self, mine: Any) -> list[Any]:
         """Return every rank's value, on every rank. See `gather_json` for what a value may be."""
         return gather_json(mine, self.group)
+
+    def gather_on_rank_0(self, mine: Any) -> list[Any] | None:
+        """Return every rank's value on rank 0, and None elsewhere. It is for long values."""
+        return gather_json_on_rank_0(mine, self.group)
 
     def all(self, mine: bool) -> bool:
         """Return whether `mine` is true on every rank. This is cheaper than `gather`."""

@@ -35,7 +35,7 @@ from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.publish import Published, Publisher
 from megatron.checkpoint.ranks import Ranks, Work
-from megatron.checkpoint.shard_file import record_event, select_own_shards
+from megatron.checkpoint.shard_file import WrittenFile, record_event, select_own_shards
 from megatron.checkpoint.stages import (
     SMALL_FILES,
     SaveInProgress,
@@ -271,9 +271,7 @@ class Saver:
         match save.stage:
             case SaveStage.WRITE:
                 # A rank that owns nothing wrote no file.
-                save.files = tuple(
-                    result.written for result in results if result.written is not None
-                )
+                save.files = self._collect_files(save.work.result, results)
                 # The save must not hold tensors that it needs no more.
                 save.shards = {}
                 # Reading back costs time. It is only needed if older checkpoints are removed later.
@@ -287,6 +285,17 @@ class Saver:
                 published = results[0].published
                 assert published is not None, "rank 0 has published"
                 self._succeed(published)
+
+    def _collect_files(
+        self, mine: StageResult | None, results: Sequence[StageResult]
+    ) -> tuple[WrittenFile, ...]:
+        """Return the files of all ranks, complete on rank 0 and summarised on the others."""
+        assert mine is not None, "the stage has succeeded"
+        record = None if mine.written is None else mine.written.to_json()
+        complete = self._ranks.gather_on_rank_0(record)
+        if complete is None:
+            return tuple(result.written for result in results if result.written is not None)
+        return tuple(WrittenFile.from_json(each) for each in complete if each is not None)
 
     def _start_stage(self, stage: SaveStage, save: SaveInProgress) -> None:
         """Start a stage in a thread. Each rank does its part."""
@@ -361,7 +370,7 @@ class Saver:
         """
         if work.error is None:
             assert work.result is not None, "a stage returns a result or raises"
-            return StageOutcome(work.result)
+            return StageOutcome(work.result.summarise())
         # The order of the branches matters, because DamagedError is a CheckpointError. A file that
         # is read back wrong can be written again. Any other CheckpointError means a lost lease.
         here = f"rank {self._ranks.rank} on {os.uname().nodename}"

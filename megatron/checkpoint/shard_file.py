@@ -6,7 +6,7 @@ the manifest of these.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,13 @@ class WrittenFile:
     def to_json(self) -> dict[str, Any]:
         """Return the file as JSON, for the other ranks."""
         return asdict(self)
+
+    def summarise(self) -> "WrittenFile":
+        """Return what the other ranks need to verify the file: its name, size and digest.
+
+        The digests of blocks and the list of slices are long. Only rank 0 needs them.
+        """
+        return WrittenFile(self.file, replace(self.digest, blocks=""), ())
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "WrittenFile":

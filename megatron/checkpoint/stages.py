@@ -4,8 +4,8 @@ A stage runs in a thread. It must not use a collective, because the main thread 
 meanwhile. `save.py` starts the stages, and agrees with the other ranks on how each one ended.
 
 The shards of a rank go from `SaveInProgress.shards` through the stage WRITE into the file of this
-rank, see `shard_file.py`. Its description, `WrittenFile`, goes to all ranks, and is in
-`SaveInProgress.files` from then on.
+rank, see `shard_file.py`. Its description, `WrittenFile`, goes to rank 0, and a summary of it to
+all ranks. It is in `SaveInProgress.files` from then on.
 """
 
 import os
@@ -80,7 +80,10 @@ class SaveInProgress:
     copied: threading.Event = field(default_factory=threading.Event)
     """Set when the shards may change again: they were copied or written, or the write failed."""
     files: tuple[WrittenFile, ...] = ()
-    """The files of all ranks. Empty until they are written."""
+    """The files of all ranks. Empty until they are written.
+
+    Only rank 0 has their slices and the digests of their blocks.
+    """
     stage: SaveStage = field(init=False)
     """The present stage, or the last one that ended."""
     work: Work["StageResult"] = field(init=False)
@@ -95,6 +98,12 @@ class StageResult:
     """The file that this rank wrote in WRITE. None if the rank owns no shard."""
     published: Published | None = None
     """The checkpoint that is safe after FINISH_EARLIER or PUBLISH. Only on rank 0."""
+
+    def summarise(self) -> "StageResult":
+        """Return the result with a summary of the file. See `WrittenFile.summarise`."""
+        if self.written is None:
+            return self
+        return StageResult(self.written.summarise(), self.published)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON, for the other ranks."""

@@ -4,6 +4,7 @@
     python tools/plan.py --world-size 8 --config run.yaml --lr 3e-4
     python tools/plan.py train/my-run/my-run.slurm
     python tools/plan.py --expand scripts/train.sh small 8
+    python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
 
 The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
 warnings.
@@ -16,14 +17,33 @@ Exit code 0 means that the plan has no errors. Exit code 2 means that it has err
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
+from megatron.commands.plan_cost import (
+    CostOptions,
+    build_cost_json,
+    draw_pipeline,
+    format_cost,
+    write_trace,
+)
+from megatron.commands.plan_dry_run import build_dry_run_json, format_dry_run, run_dry
 from megatron.commands.plan_report import build_json, format_plan
+from megatron.commands.plan_search import (
+    build_search_json,
+    draw_pareto,
+    format_explanation,
+    format_search,
+    parse_layout,
+    predict_layout,
+    search_plan,
+)
 from megatron.commands.plan_source import (
     CommandSource,
     read_source,
@@ -31,17 +51,20 @@ from megatron.commands.plan_source import (
     split_arguments,
     write_documents,
 )
-from megatron.commands.plan_strategies import HARDWARE
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.cost.goodput import FAILURES_PER_1000_NODE_DAYS
+from megatron.cost.hardware import Hardware, load_hardware
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.plan import Plan, resolve
+from megatron.plan_prediction import can_be_predicted, predict_plan
 from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list
+from megatron.schedule.progress import ForecastPoint
 
 
 @dataclass(frozen=True)
@@ -65,13 +88,45 @@ class PlanArguments:
     """Follow the branches, loops and functions of a script. Without it, the last assignment before
     the training command applies. No command runs, so values of $(...) stay unknown. If this system
     cannot contain the shell, the script is refused."""
-    hardware: Literal["a100", "h100", "gh200"] = "a100"
-    """Kind of the devices, for the estimate of communication. Nodes have 8 of them (gh200: 4)."""
+    hardware: str = "a100-80g"
+    """Kind of the devices and their cluster: v100-32g, a100-40g, a100-80g (or a100), jean-zay-a100,
+    h100, h100-96g, h200, gh200, b200, or a YAML file of your own (docs/planner.md)."""
+    device_memory_gib: float | None = None
+    """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware."""
     ranks_per_node: int | None = None
     """Ranks of a node, over which --sharding-strategy hsdp shards. Default: the ranks that the
     script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
+    dry_run: bool = False
+    """Run one training step on fake GPUs, for a rank of each kind (first, middle and last stage,
+    first and last data rank). The report gets peak memory, collectives, and what the host waits
+    for. It needs a C++ compiler."""
+    dry_run_microbatches: int | None = None
+    """Microbatches of the dry run. Default: one more than the pipeline has stages, and twice as
+    many as it has ranks if they are interleaved."""
+    search: bool = False
+    """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
+    memory, and what the others lose."""
+    explain: str | None = None
+    """Say why a layout loses to the fastest one, as in tp=8,pp=6,micro-batch=4,recompute=full. What
+    is not given is as in the training command. Also searches."""
+    pareto: Path | None = None
+    """Draw time against memory of all layouts that fit into this file. Also searches."""
+    trace: Path | None = None
+    """Write the predicted step as a trace for https://ui.perfetto.dev into this file."""
+    picture: Path | None = None
+    """Draw the pipeline of the predicted step into this file."""
+    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
+    """Failures that end the run, for each 1,000 days of a node."""
+    restart_minutes: float = 10.0
+    """Minutes from a failure to the first new step."""
+    save_gb_per_second: float = 2.0
+    """GB per second at which each node writes a checkpoint while training waits."""
+    pue: float = 1.2
+    """Energy of the data centre relative to that of the nodes."""
+    carbon_intensity: float = 300.0
+    """Grams of CO2 equivalents of a kilowatt-hour."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,6 +180,10 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node {options.ranks_per_node} must be at least 1.")
+    memory = options.device_memory_gib
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(f"--device-memory-gib {memory} must be above 0.")
+    _check_cost_options(options)
     source = read_source(training, expand=options.expand)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
@@ -157,6 +216,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             "--world-size is not given: planned for one replica of the model, "
             f"{format_count(world_size, 'process', 'processes')}."
         )
+    hardware = _choose_hardware(options, source)
     # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
@@ -166,7 +226,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         world_size,
         loaded.origin,
         consumed_samples=position,
-        ranks_per_node=_choose_ranks_per_node(options, source),
+        ranks_per_node=hardware.ranks_per_node,
     )
     # Iteration 0 is the state before the first step, so it may be forecast.
     late = [iteration for iteration in options.at if iteration > plan.train_iters]
@@ -193,19 +253,124 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
-    if options.json:
-        print(json.dumps(build_json(plan, at, warnings, uses, options.hardware), indent=1))
-    else:
-        print("\n".join(format_plan(plan, at, warnings, uses, options.hardware)))
+    _print_report(options, plan, at, warnings, uses, hardware)
     if plan.errors:
         return 2
+    _draw_step(plan, options, hardware)
     return 0
 
 
-def _choose_ranks_per_node(options: PlanArguments, source: CommandSource) -> int:
-    """Return the ranks of a node: as given, as the script starts them, or as is usual."""
+def _print_report(
+    options: PlanArguments,
+    plan: Plan,
+    at: list[ForecastPoint],
+    warnings: list[str],
+    uses: list[DatasetUse],
+    hardware: Hardware,
+) -> None:
+    """Print the plan, its predicted cost, and what the search and the dry run find."""
+    cost = _build_cost_options(options)
+    # A plan with errors has no step that could be run.
+    reports = []
+    if options.dry_run and not plan.errors:
+        reports = run_dry(plan, options.dry_run_microbatches)
+    if options.json:
+        report = build_json(plan, at, warnings, uses, hardware)
+        report["cost"] = build_cost_json(plan, hardware, cost)
+        if options.dry_run:
+            report["dry_run"] = build_dry_run_json(reports)
+        print(json.dumps({**report, **_report_search_json(plan, options, hardware)}, indent=1))
+        return
+    lines = format_plan(plan, at, warnings, uses, hardware, format_cost(plan, hardware, cost))
+    lines += _report_search(plan, options, hardware)
+    if reports:
+        lines += format_dry_run(plan, reports)
+    print("\n".join(lines))
+
+
+def _check_cost_options(options: PlanArguments) -> None:
+    """Raise ConfigError if an assumption about the cluster is not above 0 and finite."""
+    for name in (
+        "failures_per_1000_node_days",
+        "restart_minutes",
+        "save_gb_per_second",
+        "pue",
+        "carbon_intensity",
+    ):
+        value = getattr(options, name)
+        # A comparison with NaN is False.
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0 and finite.")
+
+
+def _build_cost_options(options: PlanArguments) -> CostOptions:
+    return CostOptions(
+        failures_per_1000_node_days=options.failures_per_1000_node_days,
+        restart_minutes=options.restart_minutes,
+        save_gb_per_second=options.save_gb_per_second,
+        pue=options.pue,
+        carbon_intensity=options.carbon_intensity,
+    )
+
+
+def _wants_search(options: PlanArguments) -> bool:
+    return options.search or options.explain is not None or options.pareto is not None
+
+
+def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> list[str]:
+    """Return the lines of the search and of --explain, and draw what --pareto asks for."""
+    if plan.errors or not _wants_search(options):
+        return []
+    explained = None
+    if options.explain is not None:
+        # A mistake in the layout is reported before the search, which takes seconds.
+        explained = predict_layout(plan, hardware, parse_layout(options.explain, plan))
+    found = search_plan(plan, hardware)
+    lines = ["", *format_search(found)]
+    if explained is not None:
+        lines += ["", *format_explanation(explained, found)]
+    if options.pareto is not None:
+        draw_pareto(found, options.pareto)
+    return lines
+
+
+def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) -> dict[str, Any]:
+    """Return the search as plain data. Empty without a search."""
+    if plan.errors or not _wants_search(options):
+        return {}
+    found = search_plan(plan, hardware)
+    if options.pareto is not None:
+        draw_pareto(found, options.pareto)
+    return {"search": build_search_json(found)}
+
+
+def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
+    """Write the trace and the picture that are asked for.
+
+    Raises:
+        ConfigError: The model of cost does not cover the plan, or a file cannot be written.
+    """
+    if options.trace is None and options.picture is None:
+        return
+    if not can_be_predicted(plan):
+        raise ConfigError(
+            "--trace and --picture need a predicted step, and the model of cost covers bf16 and "
+            "fp16; give --bf16 or --fp16."
+        )
+    prediction = predict_plan(plan, hardware)
+    if options.trace is not None:
+        write_trace(prediction, options.trace)
+    if options.picture is not None:
+        draw_pipeline(prediction, options.picture)
+
+
+def _choose_hardware(options: PlanArguments, source: CommandSource) -> Hardware:
+    """Return the hardware, with the ranks of a node as given or as the script starts them."""
+    hardware = load_hardware(options.hardware)
+    if options.device_memory_gib is not None:
+        hardware = replace(hardware, memory_gib=options.device_memory_gib)
     given = options.ranks_per_node or source.ranks_per_node
-    return given or HARDWARE[options.hardware].network.ranks_per_node
+    return replace(hardware, ranks_per_node=given or hardware.ranks_per_node)
 
 
 def find_training_data(plan: Plan) -> list[DatasetUse]:

@@ -10,19 +10,8 @@ from typing import Any
 from megatron.model import flops
 from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
 from megatron.plan import Plan
+from megatron.plan_prediction import get_recomputed_share
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
-
-
-def get_recomputed_share(plan: Plan) -> Fraction:
-    """Return the share of the layers that are recomputed.
-
-    An invalid share is already among the plan's errors. All layers are assumed then, so that the
-    rest of the plan can be reported.
-    """
-    try:
-        return plan.config.recompute.recomputed_part
-    except (ValueError, ZeroDivisionError):
-        return Fraction(1)
 
 
 def estimate_memory(plan: Plan) -> dict[str, Any]:

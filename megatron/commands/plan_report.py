@@ -9,18 +9,18 @@ from megatron.commands.plan_estimates import (
     choose_final_schedule,
     compute_flops,
     estimate_memory,
-    get_recomputed_share,
 )
 from megatron.commands.plan_strategies import (
-    HARDWARE,
     choose_strategy,
     estimate_compute_seconds,
     estimate_strategies,
 )
 from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
+from megatron.cost.hardware import Hardware
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
 from megatron.plan import Plan
+from megatron.plan_prediction import get_recomputed_share
 from megatron.plural import format_count
 from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule
@@ -35,8 +35,8 @@ def build_json(
     plan: Plan,
     at: list[ForecastPoint],
     warnings: list[str],
-    uses: Sequence[DatasetUse] = (),
-    hardware: str = "a100",
+    uses: Sequence[DatasetUse],
+    hardware: Hardware,
 ) -> dict[str, Any]:
     """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
     shown = ["iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"]
@@ -75,19 +75,18 @@ def build_json(
     }
 
 
-def _build_communication_json(plan: Plan, hardware: str) -> dict[str, Any] | None:
+def _build_communication_json(plan: Plan, hardware: Hardware) -> dict[str, Any] | None:
     """Return the estimates of each strategy as plain data, in seconds of a step and in bytes.
 
     It is None for a plan with errors, whose sizes may be placeholders.
     """
     if plan.errors:
         return None
-    device = HARDWARE[hardware]
-    estimates = estimate_strategies(plan, device)
-    compute = estimate_compute_seconds(plan, device)
+    estimates = estimate_strategies(plan, hardware)
+    compute = estimate_compute_seconds(plan, hardware)
     best = choose_strategy(estimates, compute)
     return {
-        "hardware": hardware,
+        "hardware": hardware.name,
         "compute_seconds": compute,
         "strategies": {
             each.name: {
@@ -151,10 +150,11 @@ def format_plan(
     plan: Plan,
     at: list[ForecastPoint],
     warnings: list[str],
-    uses: Sequence[DatasetUse] = (),
-    hardware: str = "a100",
+    uses: Sequence[DatasetUse],
+    hardware: Hardware,
+    cost: Sequence[str] = (),
 ) -> list[str]:
-    """Format the plan for people, one line per entry."""
+    """Format the plan for people, one line per entry. `cost` has the lines of its prediction."""
     lines = [
         *_format_model(plan),
         *_format_training(plan),
@@ -163,6 +163,7 @@ def format_plan(
         *_format_memory(plan),
         *_format_flops(plan),
         *_format_communication(plan, hardware),
+        *cost,
     ]
     if at:
         lines += [
@@ -416,18 +417,17 @@ def _format_flops(plan: Plan) -> list[str]:
     return lines
 
 
-def _format_communication(plan: Plan, hardware: str) -> list[str]:
+def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
     """Format the communication of each strategy. One data-parallel rank sends nothing."""
     # The sizes of a plan with errors may be placeholders.
     if plan.data_parallel_size == 1 or plan.errors:
         return []
-    device = HARDWARE[hardware]
-    estimates = estimate_strategies(plan, device)
-    compute = estimate_compute_seconds(plan, device)
+    estimates = estimate_strategies(plan, hardware)
+    compute = estimate_compute_seconds(plan, hardware)
     lines = [
         _format_row(
             "communication, s",
-            f"about, in a step, on {hardware} (nodes of {device.network.ranks_per_node}); "
+            f"about, in a step, on {hardware.name} (nodes of {hardware.ranks_per_node}); "
             f"computation takes {compute:,.3g}",
         )
     ]

@@ -22,6 +22,42 @@ from megatron.launch_script import (
     read_launch_script,
 )
 
+_SWITCHES = frozenset(
+    {
+        "--dry-run",
+        "--expand",
+        "--help",
+        "--json",
+        "--no-dry-run",
+        "--no-expand",
+        "--no-json",
+        "--no-search",
+        "--search",
+        "-h",
+    }
+)
+"""The tool's own flags without a value."""
+_WITH_VALUE = frozenset(
+    {
+        "--carbon-intensity",
+        "--consumed-samples",
+        "--device-memory-gib",
+        "--dry-run-microbatches",
+        "--explain",
+        "--failures-per-1000-node-days",
+        "--hardware",
+        "--pareto",
+        "--picture",
+        "--pue",
+        "--ranks-per-node",
+        "--restart-minutes",
+        "--save-gb-per-second",
+        "--trace",
+        "--world-size",
+    }
+)
+"""The tool's own flags with one value."""
+
 
 @dataclass(frozen=True)
 class CommandSource:
@@ -49,9 +85,9 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in ("--json", "--no-json", "--help", "-h", "--expand", "--no-expand"):
+        if name in _SWITCHES:
             own.append(word)
-        elif name in ("--world-size", "--consumed-samples", "--hardware", "--ranks-per-node"):
+        elif name in _WITH_VALUE:
             # The value is attached with '=', or it is the next word.
             own.append(word)
             if "=" not in word:

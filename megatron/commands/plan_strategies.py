@@ -1,56 +1,20 @@
 """The time that each --sharding-strategy needs for communication, and the one to use.
 
 The formulas are those of `megatron/schedule/communication.py`. docs/sharding.md explains them. They
-are estimates: the bandwidths are 80 % of the nominal ones, and the padding of rows is left out.
+are estimates: the padding of rows is left out. Computation and memory are those of `megatron/cost`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.commands.plan_estimates import (
-    choose_final_schedule,
-    compute_flops,
-    estimate_activations,
-    get_recomputed_share,
-)
-from megatron.model import flops
-from megatron.model.partition import count_layers_per_rank
+from megatron.cost.hardware import Hardware
+from megatron.cost.step import StepPrediction, count_step_traffic
 from megatron.plan import Plan
-from megatron.schedule.communication import (
-    CommunicationTime,
-    Network,
-    count_traffic,
-    estimate_time,
-)
+from megatron.plan_prediction import predict_plan
+from megatron.schedule.communication import CommunicationTime, estimate_time
 
-_REACHED = 0.8
-"""Part of a nominal bandwidth that collectives reach."""
-_HOP = 5e-6
-_USABLE = 0.9
-"""Part of a device's memory that parameters and activations may take."""
 _NEAR = 1.05
 """Steps whose times differ by less than this factor count as equally fast."""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """A kind of device in its usual cluster."""
-
-    flops: float
-    """FLOPs per second in bf16 that training reaches."""
-    memory: float
-    """Bytes of memory of a device."""
-    network: Network
-
-
-HARDWARE = {
-    # NVLink 3, and a network card of 200 Gb/s for each device.
-    "a100": Hardware(0.5 * 312e12, 80e9, Network(8, _REACHED * 300e9, _REACHED * 25e9, _HOP)),
-    # NVLink 4, and 400 Gb/s.
-    "h100": Hardware(0.4 * 989e12, 80e9, Network(8, _REACHED * 450e9, _REACHED * 50e9, _HOP)),
-    # Four devices on a node, and 200 Gb/s (Slingshot 11).
-    "gh200": Hardware(0.4 * 989e12, 96e9, Network(4, _REACHED * 450e9, _REACHED * 25e9, _HOP)),
-}
 
 
 @dataclass(frozen=True)
@@ -72,10 +36,12 @@ class StrategyEstimate:
 
 
 def estimate_compute_seconds(plan: Plan, hardware: Hardware) -> float:
-    """Estimate the seconds of computation in a step, without the pipeline's idle time."""
-    iteration = compute_flops(plan)["hardware_per_iteration"]
-    assert iteration is not None, "an iteration has a known number of FLOPs"
-    return iteration / (plan.world_size * hardware.flops)
+    """Estimate the seconds of computation in a step on the busiest rank.
+
+    The idle time of the pipeline is left out. Tensor-parallel communication is included, because
+    the computation waits for it.
+    """
+    return max(rank.total for rank in predict_plan(plan, hardware).rank_seconds)
 
 
 def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate]:
@@ -86,7 +52,7 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
     parallel = plan.config.parallel
     data = plan.data_parallel_size
     tensor = max(1, parallel.tensor_model_parallel_size)
-    node = max(1, hardware.network.ranks_per_node // tensor)
+    node = max(1, hardware.ranks_per_node // tensor)
     if plan.copies > 1 and plan.shard_size > 1 and parallel.zero_stage == 3:
         node = plan.shard_size
     ways = [("fsdp", "--sharding-strategy fsdp", 3, data)]
@@ -126,41 +92,17 @@ def choose_strategy(
 def _estimate(
     plan: Plan, hardware: Hardware, name: str, flags: str, stage: int, size: int
 ) -> StrategyEstimate:
-    config = plan.config
-    tensor = max(1, config.parallel.tensor_model_parallel_size)
-    half = config.precision.bf16 or config.precision.fp16
-    copies = plan.data_parallel_size // size
-    layers = count_layers_per_rank(plan.stages, plan.pipeline_size)
-    of_layer = flops.count_layer_parameters(plan.shape, tensor)
+    prediction = predict_plan(plan, hardware)
+    layout = replace(prediction.job.layout, zero_stage=stage, shard=size)
+    job = replace(prediction.job, layout=layout)
     # The rank with most parameters sends most.
     fullest = plan.stage_parameters.index(max(plan.stage_parameters))
-    traffic = count_traffic(
-        [of_layer] * layers[fullest],
-        plan.stage_parameters[fullest] - layers[fullest] * of_layer,
-        shard_size=size,
-        copies=copies,
-        zero_stage=stage,
-        microbatches=choose_final_schedule(plan).microbatches,
-        weight_bytes=2 if half else 4,
-        gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
-    )
-    matrices = flops.count_layer_matrix_parameters(plan.shape, tensor)
-    share = get_recomputed_share(plan)
-    memory = max(
-        flops.estimate_parameter_memory_per_rank(
-            parameters,
-            half=half,
-            data_parallel_size=plan.data_parallel_size,
-            shard_size=size,
-            zero_stage=stage,
-            state_bytes=flops.count_state_bytes(
-                config.optimizer.optimizer, parameters, layers[rank] * matrices
-            ),
-        ).total
-        + estimate_activations(plan, rank, share)
-        for rank, parameters in enumerate(plan.stage_parameters)
-    )
     time = estimate_time(
-        traffic, hardware.network, shard_size=size, copies=copies, inner_ranks=tensor
+        count_step_traffic(job, plan.stages, fullest),
+        hardware.network,
+        shard_size=layout.shard_size,
+        copies=layout.copies,
+        inner_ranks=layout.tensor,
     )
-    return StrategyEstimate(name, flags, time, memory, memory <= _USABLE * hardware.memory)
+    memory = round(StepPrediction(job).peak_bytes)
+    return StrategyEstimate(name, flags, time, memory, memory <= hardware.memory_bytes)

@@ -137,7 +137,7 @@ _MODEL = (
         "--no-rope-fusion --no-bias-swiglu-fusion --cross-entropy-loss-fusion --use-legacy-models "
         "--use-te-activation-func --enable-cuda-graph --external-cuda-graph "
         "--disable-bf16-reduced-precision-matmul --no-gradient-reduce-div-fusion "
-        "--enable-experimental --deterministic-mode",
+        "--enable-experimental",
     ),
     *ignore_flags(_KERNELS, "--cross-entropy-fusion-impl --cuda-graph-impl", arity=1),
     ignore_flag("--cuda-graph-*", _KERNELS, arity="*"),

@@ -108,8 +108,8 @@ def build_inputs(
 ) -> list[Inputs]:
     """Return the inputs of the model for each microbatch, on `device`.
 
-    The copies to a GPU are asynchronous. The copies of later microbatches therefore overlap with
-    the computation of earlier ones.
+    The copies to a GPU are queued before the first microbatch, and the host does not wait for
+    them. The token ids of a step are some megabytes, which takes less than a millisecond.
     """
     return [
         Inputs(

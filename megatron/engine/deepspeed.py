@@ -60,6 +60,7 @@ from megatron.engine.optimizer import choose_rate, compute_squared_norm
 from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.errors import ConfigError
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
+from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -84,6 +85,7 @@ class DeepSpeedEngine(EngineBase):
         mesh: Mesh,
         timers: PhaseTimers = skip_timing,
         before_update: Callable[[], None] = skip_waiting,
+        initialise: Initialise = initialise,
     ) -> None:
         """Build this rank's stage, give it to DeepSpeed, and initialise the weights.
 
@@ -92,11 +94,12 @@ class DeepSpeedEngine(EngineBase):
             mesh: This rank's mesh.
             timers: Called with the name of a phase to time it.
             before_update: Called before weights or moments change.
+            initialise: Fills a shard of a parameter with its initial values.
 
         Raises:
             ConfigError: DeepSpeed is not installed or refuses its configuration.
         """
-        super().__init__(plan, mesh, timers, before_update, use_fsdp=False)
+        super().__init__(plan, mesh, timers, before_update, initialise, use_fsdp=False)
         # DeepSpeed's pipeline has one stage on each rank.
         (stage,) = self._rank_stages
         self._specs = stage.specs
@@ -714,7 +717,7 @@ class DeepSpeedEngine(EngineBase):
         """Return the norm of all weights of the model."""
         # Owned shards contain every element of the model exactly once.
         owned = [shard.tensor for shard in self.shards(optimizer=False) if shard.owner]
-        squares = compute_squared_norm(owned).to(self._mesh.device)
+        squares = compute_squared_norm(owned, self._mesh.device)
         dist.all_reduce(squares)
         return math.sqrt(float(squares))
 

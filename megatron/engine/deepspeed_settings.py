@@ -45,7 +45,11 @@ def build_settings(plan: Plan) -> dict[str, Any]:
     if precision.fp16 or precision.bf16:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     # DeepSpeed prints a line every `steps_per_print` steps. The training loop logs instead.
-    base: dict[str, Any] = {"steps_per_print": 10**9}
+    # Its throughput timer would wait for the device twice in each microbatch.
+    base: dict[str, Any] = {
+        "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},
+    }
     if path:
         base |= select_passed_on(read_json(path), config.parallel.pipeline_model_parallel_size)
     return _merge_settings(base, ours)

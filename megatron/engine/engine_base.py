@@ -19,7 +19,7 @@ from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
-from megatron.model.init import initialise
+from megatron.model.init import Initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
@@ -39,6 +39,7 @@ class EngineBase(ABC):
         mesh: Mesh,
         timers: PhaseTimers,
         before_update: Callable[[], None],
+        initialise: Initialise,
         *,
         use_fsdp: bool,
     ) -> None:
@@ -49,12 +50,14 @@ class EngineBase(ABC):
             mesh: This rank's mesh.
             timers: Called with the name of a phase to time it.
             before_update: Called before weights or moments change.
+            initialise: Fills a shard of a parameter with its initial values.
             use_fsdp: See `build_stages`.
         """
         self._plan = plan
         self._mesh = mesh
         self._timers = timers
         self._before_update = before_update
+        self._initialise = initialise
         self._execution = Execution.from_config(
             plan.config, dynamic_shapes=plan.curriculum is not None
         )
@@ -102,7 +105,7 @@ class EngineBase(ABC):
         }
         # Initialisation writes through the same shards as loading, so both see the same layout.
         for shard in self.shards(optimizer=False):
-            initialise(
+            self._initialise(
                 shard.name,
                 kinds[shard.name],
                 shard.tensor,

@@ -104,13 +104,14 @@ class LayerRecorder:
         """
         for number, masters in _group_by_layer(counted).items():
             gradients = [m.weight.grad for m in masters if m.weight.grad is not None]
-            self._sums[_GRADIENT_SQUARES, number] = compute_squared_norm(gradients) / scale**2
+            squares = compute_squared_norm(gradients, self._sums.device)
+            self._sums[_GRADIENT_SQUARES, number] = squares / scale**2
 
     def record_weights(self, counted: Sequence[MasterParameter]) -> None:
         """Record the squares of the weights that this rank counts."""
         for number, masters in _group_by_layer(counted).items():
             self._sums[_WEIGHT_SQUARES, number] = compute_squared_norm(
-                [m.weight.data for m in masters]
+                [m.weight.data for m in masters], self._sums.device
             )
 
     def reduce(self) -> LayerStatistics:

@@ -35,6 +35,7 @@ from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
+from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -58,6 +59,7 @@ class NativeEngine(EngineBase):
         mesh: Mesh,
         timers: PhaseTimers = skip_timing,
         before_update: Callable[[], None] = skip_waiting,
+        initialise: Initialise = initialise,
     ) -> None:
         """Build, shard and initialise this rank's stages.
 
@@ -66,8 +68,9 @@ class NativeEngine(EngineBase):
             mesh: This rank's mesh.
             timers: Called with the name of a phase to time it.
             before_update: Called before weights or moments change.
+            initialise: Fills a shard of a parameter with its initial values.
         """
-        super().__init__(plan, mesh, timers, before_update, use_fsdp=True)
+        super().__init__(plan, mesh, timers, before_update, initialise, use_fsdp=True)
         config = plan.config
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
@@ -297,9 +300,9 @@ class NativeEngine(EngineBase):
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
-        squares = compute_squared_norm(mine).to(loss.device)
+        squares = compute_squared_norm(mine, loss.device)
         if self._count_zeros:
-            zeros = count_zeros(mine).to(loss.device)
+            zeros = count_zeros(mine, loss.device)
         else:
             zeros = torch.zeros_like(squares)
         own_vote = 0.0 if vote is None else vote()
@@ -392,9 +395,8 @@ class NativeEngine(EngineBase):
 
     def compute_parameter_norm(self) -> float:
         """Return the norm of all weights of the model."""
-        squares = compute_squared_norm([m.weight.data for m in self._list_counted()]).to(
-            self._mesh.device
-        )
+        weights = [m.weight.data for m in self._list_counted()]
+        squares = compute_squared_norm(weights, self._mesh.device)
         return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
 
     def describe_choices(self) -> list[tuple[str, str, str]]:

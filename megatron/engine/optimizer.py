@@ -219,15 +219,20 @@ class _TorchAdamW:
             )
 
 
-def compute_squared_norm(tensors: list[Tensor]) -> Tensor:
+def compute_squared_norm(tensors: list[Tensor], device: torch.device | None = None) -> Tensor:
     """Return the sum of squares of all elements, a scalar in fp64 on their device.
 
     On the CPU, torch's norm of a matrix adds up all squares one after the other in fp32. For a word
     embedding the result was wrong by 2e-5, and the error depended on the sharding. Rows are short,
     so their norms are accurate to 1e-8. Their squares are added in fp64 (docs/decisions/005).
+
+    Args:
+        tensors: Tensors of one device.
+        device: Device of the result if there are no tensors. None: the CPU.
     """
     if not tensors:
-        return torch.zeros((), dtype=torch.float64)
+        # A zero of the CPU would have to be copied to the GPU, and the host would wait for it.
+        return torch.zeros((), dtype=torch.float64, device=device)
     # A GPU adds up many partial sums in parallel, so it does not have this error.
     if tensors[0].is_cuda:
         norms = list(torch._foreach_norm(tensors))
@@ -237,8 +242,11 @@ def compute_squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack(norms).double().square().sum()
 
 
-def count_zeros(tensors: list[Tensor]) -> Tensor:
-    """Return the number of zeros among all elements, a scalar in fp64 on their device."""
+def count_zeros(tensors: list[Tensor], device: torch.device | None = None) -> Tensor:
+    """Return the number of zeros among all elements, a scalar in fp64 on their device.
+
+    See `compute_squared_norm` for the arguments.
+    """
     if not tensors:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack([t.numel() - torch.count_nonzero(t) for t in tensors]).double().sum()

@@ -15,10 +15,12 @@ Notation: s sequence length, b micro-batch size, h hidden size, f feed-forward s
 heads, d width of a head, q = a d, k = (query groups) d, l layers, V padded vocabulary, t
 tensor-parallel size.
 
-FLOPs conventions: a multiply-add counts as 2, and causal attention as if it were full, as in
-published numbers. Model FLOPs are forward and backward, which are 3 forward passes. Hardware FLOPs
-also count full activation recomputation, a 4th forward pass of the recomputed layers but not of the
-logits. They do not count the recomputation of the attention core, since flash kernels always do it.
+FLOPs conventions: a multiply-add counts as 2. Attention has two conventions. Full attention counts
+all pairs of tokens, as most published numbers and the log do. Causal attention counts only the
+pairs that the mask leaves, which is what flash kernels compute. Model FLOPs are forward and
+backward, which are 3 forward passes. Hardware FLOPs also count full activation recomputation, a
+4th forward pass of the recomputed layers but not of the logits. They do not count the recomputation
+of the attention core, since flash kernels always do it.
 """
 
 import math
@@ -204,16 +206,18 @@ def count_stage_parameters(
 
 
 def count_forward_flops_per_token(
-    shape: ModelShape, seq_length: int | None = None
+    shape: ModelShape, seq_length: int | None = None, *, causal: bool = False
 ) -> tuple[int, int]:
     """Return the FLOPs of one token's forward pass as (all layers, logits).
 
     Only matrix products count. Scores and their weighted sum cost 2 s q each, with the window in
-    place of s in layers with a sliding window.
+    place of s in layers with a sliding window. In the causal convention, the mean number of keys
+    that a token attends to replaces s.
 
     Args:
         shape: Sizes of the model.
         seq_length: The current length, for curriculum learning. The default is s.
+        causal: Use the causal convention, rounded down.
     """
     w = _get_widths(shape)
     s = seq_length or shape.config.seq_length
@@ -222,18 +226,38 @@ def count_forward_flops_per_token(
     matrices = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h)
     layers = (shape.describe_layer(index) for index in range(shape.config.num_layers))
     keys = sum(min(s, layer.window or s) for layer in layers)
-    all_layers = shape.config.num_layers * matrices + 4 * keys * w.q
+    if causal:
+        layers = (shape.describe_layer(index) for index in range(shape.config.num_layers))
+        pairs = sum(_count_causal_pairs(s, min(s, layer.window or s)) for layer in layers)
+        attention = 4 * pairs * w.q // s
+    else:
+        attention = 4 * keys * w.q
+    all_layers = shape.config.num_layers * matrices + attention
     return all_layers, 2 * w.h * shape.padded_vocab_size
 
 
-def count_model_flops_per_token(shape: ModelShape, seq_length: int | None = None) -> int:
-    """Return the FLOPs of forward and backward of one token, which MFU is measured in."""
-    layers, logits = count_forward_flops_per_token(shape, seq_length)
+def _count_causal_pairs(seq_length: int, window: int) -> int:
+    """Return the pairs of a query and a key of one sequence, itself and `window` - 1 before it."""
+    return window * (window + 1) // 2 + (seq_length - window) * window
+
+
+def count_model_flops_per_token(
+    shape: ModelShape, seq_length: int | None = None, *, causal: bool = False
+) -> int:
+    """Return the FLOPs of forward and backward of one token, which MFU is measured in.
+
+    The convention of attention is full unless `causal` is given.
+    """
+    layers, logits = count_forward_flops_per_token(shape, seq_length, causal=causal)
     return 3 * (layers + logits)
 
 
 def count_hardware_flops_per_token(
-    shape: ModelShape, seq_length: int | None = None, *, recompute: Fraction | float = 0
+    shape: ModelShape,
+    seq_length: int | None = None,
+    *,
+    recompute: Fraction | float = 0,
+    causal: bool = False,
 ) -> int:
     """Return the model FLOPs of one token and those of the recomputed layers' second forward pass.
 
@@ -243,8 +267,9 @@ def count_hardware_flops_per_token(
         shape: Sizes of the model.
         seq_length: The current length. The default is s.
         recompute: Share of recomputed layers, from 0 to 1. False and True are none and all.
+        causal: Use the causal convention of attention.
     """
-    layers, logits = count_forward_flops_per_token(shape, seq_length)
+    layers, logits = count_forward_flops_per_token(shape, seq_length, causal=causal)
     # The product comes before the division, so that the count stays an exact integer.
     again = (
         count_recomputed_layers(range(shape.config.num_layers), recompute)
@@ -252,6 +277,12 @@ def count_hardware_flops_per_token(
         // shape.config.num_layers
     )
     return 3 * layers + again + 3 * logits
+
+
+def compute_causal_share(shape: ModelShape, recompute: Fraction | float = 0) -> float:
+    """Return the hardware FLOPs with causal attention relative to those with full attention."""
+    causal = count_hardware_flops_per_token(shape, recompute=recompute, causal=True)
+    return causal / count_hardware_flops_per_token(shape, recompute=recompute)
 
 
 def count_recomputed_layers(layers: range, share: Fraction | float) -> int:
@@ -277,6 +308,7 @@ def count_iteration_flops(
     seq_length: int | None = None,
     *,
     recompute: Fraction | float = 0,
+    causal: bool = False,
 ) -> int:
     """Return the hardware FLOPs of one iteration over all ranks.
 
@@ -289,9 +321,12 @@ def count_iteration_flops(
         batch_size: Global batch size in samples.
         seq_length: The current length. The default is s.
         recompute: Share of recomputed layers, from 0 to 1.
+        causal: Use the causal convention of attention.
     """
     tokens = batch_size * (seq_length or shape.config.seq_length)
-    return tokens * count_hardware_flops_per_token(shape, seq_length, recompute=recompute)
+    return tokens * count_hardware_flops_per_token(
+        shape, seq_length, recompute=recompute, causal=causal
+    )
 
 
 # Memory

@@ -27,6 +27,7 @@ the other. Each rank draws the rows that it holds.
 
 import math
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -46,6 +47,8 @@ _CONSTANTS = {
     Init.XIELU_N: math.log(math.expm1(0.3)),
 }
 """Value of each kind that is the same for all elements."""
+Initialise = Callable[[str, Init, Tensor, tuple[int, ...], tuple[int, ...], ModelShape, int], None]
+"""A function with the arguments of `initialise`."""
 
 
 def initialise(

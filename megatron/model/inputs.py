@@ -52,16 +52,22 @@ class Inputs:
     """If given, the last stage fills it. The mask must be given as well."""
 
     def to(self, device: torch.device) -> "Inputs":
-        """Return the inputs with their tensors on `device`."""
+        """Return the inputs with their tensors on `device`. The host does not wait for copies."""
 
-        def move(tensor: Tensor | None) -> Tensor | None:
-            # The copy overlaps with computation if the tensor is in pinned memory.
-            if tensor is None:
-                return None
+        def copy(tensor: Tensor) -> Tensor:
+            # The host would wait for a copy from memory that is not pinned. torch keeps pinned
+            # memory and uses it again when the copy is done.
+            if device.type == "cuda" and not tensor.is_cuda:
+                tensor = tensor.pin_memory()
             return tensor.to(device, non_blocking=True)
 
+        def move(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            return copy(tensor)
+
         return Inputs(
-            self.tokens.to(device, non_blocking=True),
+            copy(self.tokens),
             move(self.labels),
             move(self.loss_mask),
             move(self.position_ids),

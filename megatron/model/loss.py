@@ -194,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         n = hidden.shape[0]
         real = rows.real
-        used = weight[:real]
+        used = weight[: _count_product_columns(weight, rows, on_gpu=hidden.is_cuda)]
         # Index of the target on this rank. It is out of range if another rank holds the target.
         local = labels - rows.first
         here = (local >= 0) & (local < real)
@@ -203,11 +203,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local = local.where(here, 0)
         # Without gradients, the next two matrices have no rows, and nothing is written into them.
         kept = n if keep_gradients else 0
-        grad_logits = hidden.new_empty((kept, real))
+        grad_logits = hidden.new_empty((kept, used.shape[0]))
+        # The logits of padding are not part of the loss, so their gradient is 0.
+        grad_logits[:, real:].zero_()
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
-            logits = F.linear(hidden[part], used).float()  # [n', v/t]
+            # The loss sees real ids only, [n', v/t]. The product may have columns of padding.
+            logits = F.linear(hidden[part], used)[:, :real].float()
             hit = None if tally is None else _find_hits(logits, local[part], here[part])
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target, hit = _combine(top, total, target, tp, hit)
@@ -232,9 +235,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if mask is not None:
                 gradient.mul_(mask[part, None])
             # The assignment rounds to the compute dtype, which both matrix products have.
-            grad_logits[part] = gradient
+            grad_logits[part, :real] = gradient
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
+            ctx.weight_dtype = weight.dtype
             ctx.save_for_backward(grad_hidden, _compute_grad_weight(grad_logits, hidden, weight))
         return loss
 
@@ -244,7 +248,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The factor holds 1 / count, and in fp16 also the loss scale. It is applied only here. A
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
-        return grad_hidden * factor, grad_weight * factor, None, None, None, None, None, None, None
+        # In fp16, the weight's gradient is in fp32 up to here. See `_compute_grad_weight`.
+        scaled = (grad_weight * factor).to(ctx.weight_dtype)
+        return grad_hidden * factor, scaled, None, None, None, None, None, None, None
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
@@ -267,6 +273,17 @@ def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
         step = max(1, limit // (4 * columns))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
+
+
+def _count_product_columns(weight: Tensor, rows: VocabSlice, *, on_gpu: bool) -> int:
+    """Return the columns of the products with the output matrix.
+
+    On a GPU they include the padding. Tensor cores need sizes that are multiples of 8 or more, and
+    a real vocabulary such as 50,257 is odd. A CPU gains nothing from padding.
+    """
+    if on_gpu and rows.real:
+        return weight.shape[0]
+    return rows.real
 
 
 def _count_columns(weight: Tensor, rows: VocabSlice, tp: TensorParallel) -> int:
@@ -316,13 +333,25 @@ def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tenso
 
 
 def _compute_grad_weight(grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of `weight`. It is 0 for the rows of padding."""
+    """Return the gradient of `weight` before the factor 1 / count. It is 0 for rows of padding.
+
+    `grad_logits` is [n, v/t], or has fewer columns, without those of padding.
+
+    In fp16, the sum over all positions may exceed 65504 for a frequent token, and no loss scale
+    would help. The result is therefore in fp32. In all other dtypes, it has that of `weight`.
+    """
     real = grad_logits.shape[1]
-    if real < weight.shape[0]:
-        grad_weight = torch.zeros_like(weight)
+    is_half = weight.dtype == torch.float16
+    make = torch.zeros_like if real < weight.shape[0] else torch.empty_like
+    grad_weight = make(weight, dtype=torch.float32 if is_half else None)
+    rows = grad_weight[:real]
+    if not is_half:
+        torch.mm(grad_logits.t(), hidden, out=rows)
+    elif hidden.is_cuda:
+        # The tensor cores add up in fp32 anyway. Only the result is not rounded.
+        rows.copy_(torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32))
     else:
-        grad_weight = torch.empty_like(weight)
-    torch.mm(grad_logits.t(), hidden, out=grad_weight[:real])
+        torch.mm(grad_logits.t().float(), hidden.float(), out=rows)
     return grad_weight
 
 

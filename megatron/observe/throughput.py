@@ -64,6 +64,31 @@ def find_peak_tflops(device_name: str) -> float | None:
     return None
 
 
+def explain_above_peak(tflops: float, peak_tflops: float | None, causal_share: float) -> str | None:
+    """Explain TFLOPs above the dense peak of the device. None if they are not above it.
+
+    Args:
+        tflops: TFLOPs of one device, with full attention.
+        peak_tflops: Its dense peak, or None if it is not known.
+        causal_share: FLOPs with causal attention relative to those with full attention.
+    """
+    if peak_tflops is None or tflops <= peak_tflops:
+        return None
+    found = f"{tflops:.4g} TFLOPs are above the device's dense peak of {peak_tflops:g}"
+    causal = tflops * causal_share
+    if causal <= peak_tflops:
+        # Flash kernels leave out the masked half, which the full convention counts.
+        return (
+            f"{found}: they count attention as if not causal; with causal attention they are "
+            f"{causal:.4g}, {100 * causal / peak_tflops:.0f} % of the peak."
+        )
+    return (
+        f"{found}, also with causal attention ({causal:.4g}): no kernel is that fast, so the peak "
+        "or the measured time is wrong. Check --peak-tflops-per-device, and use the mean over "
+        "several iterations."
+    )
+
+
 def compute_throughput(
     *,
     samples: int,

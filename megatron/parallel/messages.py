@@ -87,6 +87,32 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [value for _, value in messages]
 
 
+def gather_json_on_rank_0(mine: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """Return every rank's value on rank 0 of a gloo group of all ranks, and None elsewhere.
+
+    `gather_json` gives every rank all values, so its memory and messages grow with the square of
+    the number of ranks. See there for what a value may be.
+
+    Raises:
+        TypeError: The value contains a type that JSON does not have.
+        ValueError: The value contains a float that is not finite, or a message is not JSON text.
+    """
+    text = json.dumps(mine, allow_nan=False).encode()
+    if group is None:
+        return [json.loads(text)]
+    # All tensors of a gather must have one shape, so each text is padded to the longest one.
+    longest = torch.tensor([len(text)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    # `json.loads` ignores spaces after the value.
+    padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
+    if dist.get_rank(group) != 0:
+        dist.gather(padded, group=group, group_dst=0)
+        return None
+    received = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.gather(padded, received, group=group, group_dst=0)
+    return [json.loads(row.numpy().tobytes()) for row in received]
+
+
 def broadcast_integers(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return rank 0's tensor on every rank of a gloo group of all ranks.
 

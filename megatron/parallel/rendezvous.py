@@ -3,15 +3,17 @@
 Nothing here depends on the layout. `parallel/mesh.py` divides the ranks into groups afterwards.
 """
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import LayoutError
+from megatron.open_files import allow_open_files
 from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.roll_call import store_is_rank_zeros
 from megatron.parallel.time_limit import TimeLimit
@@ -20,6 +22,11 @@ _NAMED = 16
 """Number of missing ranks that a message names."""
 _STORE_SECONDS = 2.0
 """Time for which rank 0 keeps the store after a failed meeting."""
+_MANY_RANKS = 256
+"""From this number of ranks on, gloo connects two ranks when they first exchange a message.
+
+A rank would otherwise have a socket for each other rank and each group. A ring needs two.
+"""
 _SHARED_GPU = "shared gpu"
 """Key of the store, which is set if ranks share a GPU."""
 
@@ -51,7 +58,7 @@ def start_process_group(
 
     Raises:
         LayoutError: `backend` is nccl, and torch sees no GPU or ranks share one. Or ranks have not
-            arrived within the limit.
+            arrived within the limit. Or gloo cannot connect them.
     """
     if backend == "nccl" and not torch.cuda.is_available():
         raise LayoutError(
@@ -74,9 +81,42 @@ def start_process_group(
         has_own_gpu = device is not None and device.type == "cuda" and not sharing
         backend = "nccl" if has_own_gpu else "gloo"
     limit = TimeLimit(timeout_minutes)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
-    )
+    # Each group may have a connection to each of its ranks.
+    allow_open_files(2 * world_size)
+    if world_size >= _MANY_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # `device_id` is left out on purpose. With it, all messages between pipeline stages would share
+    # one communicator of NCCL, and messages to different ranks would wait for each other.
+    with _explain_gloo(backend):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
+        )
+
+
+@contextlib.contextmanager
+def _explain_gloo(backend: str) -> Iterator[None]:
+    """Turn an error of gloo's connections into one that names the interface.
+
+    Raises:
+        LayoutError: gloo cannot connect the ranks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # Only the first group of a world can have another backend, and NCCL's errors are its own.
+        if backend != "gloo":
+            raise
+        host = os.uname().nodename
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        if interface is None:
+            used = f"the interface of the address that the name {host} has"
+        else:
+            used = f"the interface of GLOO_SOCKET_IFNAME={interface}"
+        raise LayoutError(
+            f"gloo cannot connect the ranks. On {host} it uses {used}: {error}; set "
+            "GLOO_SOCKET_IFNAME to the interface that connects the hosts (ip -br address lists "
+            "them)"
+        ) from error
 
 
 def _name_gpu(device: torch.device | None) -> str:
@@ -161,7 +201,11 @@ def build_control_group(timeout_minutes: float) -> dist.ProcessGroup | None:
 
     Args:
         timeout_minutes: The limit that the group's time-out is derived from.
+
+    Raises:
+        LayoutError: gloo cannot connect the ranks.
     """
     if dist.get_backend() == "gloo":
         return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=TimeLimit(timeout_minutes).collective)
+    with _explain_gloo("gloo"):
+        return dist.new_group(backend="gloo", timeout=TimeLimit(timeout_minutes).collective)

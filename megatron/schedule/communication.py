@@ -14,7 +14,7 @@ class Collectives:
     """All collectives of one kind in a step."""
 
     count: int = 0
-    bytes: int = 0
+    bytes: float = 0
     """Sum of the sizes of the complete tensors: what an all-gather returns, what a reduce-scatter
     gets, what an all-reduce changes."""
 
@@ -130,17 +130,34 @@ def estimate_time(
         (traffic.all_reduce, copies, inner_ranks * shard_size, 2),
     )
     for collectives, ranks, stride, passes in rings:
+        inside = is_inside_node(ranks, stride, network)
+        seconds[inside] += passes * estimate_ring_seconds(collectives, ranks, stride, network)
+    return CommunicationTime(seconds[True], seconds[False])
+
+
+def is_inside_node(ranks: int, stride: int, network: Network) -> bool:
+    """Return whether a ring of `ranks` ranks stays inside a node.
+
+    Args:
+        ranks: Ranks of the ring.
+        stride: Ranks between two neighbours of the ring. Those in between have rings of their own.
+        network: The links.
+    """
+    return ranks <= max(1, network.ranks_per_node // stride)
+
+
+def estimate_ring_seconds(
+    collectives: Collectives, ranks: int, stride: int, network: Network
+) -> float:
+    """Return the seconds of reduce-scatters or all-gathers. The arguments are those above."""
+    bandwidth = network.node_bandwidth
+    if not is_inside_node(ranks, stride, network):
         # Neighbours of the ring that are on one node. Each of them uses its own link to other
         # nodes.
         on_node = max(1, network.ranks_per_node // stride)
-        inside = ranks <= on_node
-        bandwidth = network.node_bandwidth
-        if not inside:
-            bandwidth = network.network_bandwidth * on_node
-            # Data must also pass through the node.
-            if on_node > 1:
-                bandwidth = min(bandwidth, network.node_bandwidth)
-        hops = collectives.count * (ranks - 1) * network.hop_seconds
-        sent = collectives.bytes * (ranks - 1) / ranks / bandwidth
-        seconds[inside] += passes * (hops + sent)
-    return CommunicationTime(seconds[True], seconds[False])
+        bandwidth = network.network_bandwidth * on_node
+        # Data must also pass through the node.
+        if on_node > 1:
+            bandwidth = min(bandwidth, network.node_bandwidth)
+    hops = collectives.count * (ranks - 1) * network.hop_seconds
+    return hops + collectives.bytes * (ranks - 1) / ranks / bandwidth

@@ -58,9 +58,14 @@ class StopReason(IntEnum):
 _SIGNAL_VOTE = float(1 << 8)
 """The vote of a rank that has received a signal.
 
-It is larger than any reason of rank 0, whose vote is the number of its reason. The sum of a million
-ranks is still exact.
+It is larger than any reason of rank 0, whose vote is the number of its reason.
 """
+_ITERATION_VOTE = float(1 << 29)
+"""Each rank adds this times its iteration modulo 16 to its vote.
+
+It is larger than the votes of a million ranks with a signal, and their sum is still exact in fp64.
+"""
+_ITERATIONS = 16
 
 
 class Exits:
@@ -132,16 +137,29 @@ class Exits:
 
         The sum of all votes goes to `count_votes`.
         """
-        vote = 0.0
+        vote = _ITERATION_VOTE * (after % _ITERATIONS)
         if self._mesh.rank == 0:
             vote += self._rank_zero_reason(before, after)
         if self._signal:
             vote += _SIGNAL_VOTE
         return vote
 
-    def count_votes(self, votes: float | None) -> None:
-        """Remember the sum of the votes for `decide`. None if no message could carry them."""
-        self._votes = votes
+    def count_votes(self, votes: float | None, after: int) -> None:
+        """Remember the sum of the votes for `decide`.
+
+        Args:
+            votes: The sum. None if no message could carry it.
+            after: The iteration after the step.
+
+        Raises:
+            OutOfStepError: A rank has voted on another step, because it has left out a message.
+        """
+        self._votes = None
+        if votes is None:
+            return
+        iterations, self._votes = divmod(votes, _ITERATION_VOTE)
+        if iterations != self._mesh.grid.world_size * (after % _ITERATIONS):
+            raise OutOfStepError({})
 
     def decide(
         self,
@@ -177,10 +195,10 @@ class Exits:
         shared = [] if of_each_rank is None else [of_each_rank]
         # A single rank needs no message.
         if self._mesh.grid.world_size == 1:
-            return _read_votes(self.vote(before, after)), list(numbers), shared
+            return self._find_own_reason(before, after), list(numbers), shared
         if votes is not None and not numbers and not shared and not ask_again:
             return _read_votes(votes), [], []
-        mine = _read_votes(self.vote(before, after))
+        mine = self._find_own_reason(before, after)
         if self._mesh.rank != 0:
             # The maximum is then rank 0's number, bit for bit.
             numbers = [-math.inf] * len(numbers)
@@ -199,6 +217,14 @@ class Exits:
         if [largest, smallest] != check:
             raise OutOfStepError({})
         return StopReason(int(reason)), others[: len(numbers)], others[len(numbers) :]
+
+    def _find_own_reason(self, before: int, after: int) -> StopReason:
+        """Return the reason that this rank sees by itself."""
+        if self._signal:
+            return StopReason.SIGNAL
+        if self._mesh.rank == 0:
+            return self._rank_zero_reason(before, after)
+        return StopReason.NONE
 
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:
         """Return the reason that rank 0 alone can see: kill switch, duration or interval."""

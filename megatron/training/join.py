@@ -9,6 +9,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.config.cli import LoadedConfig, combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.ranges import check_ranges
+from megatron.engine.deterministic import choose_deterministic_kernels
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.messages import gather_json
 from megatron.parallel.rank_state import FLIGHT_RECORDER_ENTRIES
@@ -22,6 +23,8 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
         ConfigError: A number of the configuration is out of its range.
         LayoutError: See `start_process_group`.
     """
+    if loaded.config.kernels.deterministic_mode:
+        choose_deterministic_kernels()
     # The device is set before the process group starts. NCCL would otherwise use device 0 on every
     # rank of the host.
     device = choose_device(world.local_rank)

@@ -10,7 +10,10 @@ import torch
 from megatron.code_version import get_code_version
 from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
+from megatron.cost.hardware import find_hardware
 from megatron.observe.timers import EVALUATE, SAVE
+from megatron.plan import Plan
+from megatron.plan_prediction import can_be_predicted, predict_plan
 from megatron.training.exits import StopReason
 from megatron.training.loop import train
 from megatron.training.run import Run
@@ -70,7 +73,24 @@ def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:
         "attention_heads": model.num_attention_heads,
         "seq_length": model.seq_length,
         "train_iterations": plan.train_iters,
+        **describe_prediction(plan, run.reporter.device_name),
         "settings": list_settings(plan.config),
+    }
+
+
+def describe_prediction(plan: Plan, device_name: str) -> dict[str, Any]:
+    """Return what the model of cost predicts for a step. Empty if it does not know the device."""
+    hardware = find_hardware(device_name)
+    if hardware is None or not can_be_predicted(plan):
+        return {}
+    prediction = predict_plan(plan, hardware)
+    return {
+        "predicted": {
+            "hardware": hardware.name,
+            "seconds": round(prediction.seconds, 6),
+            "batch_size": plan.batch_size.final,
+            "memory_gib": round(prediction.peak_bytes / 2**30, 2),
+        }
     }
 
 

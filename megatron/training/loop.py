@@ -250,7 +250,7 @@ def train_iteration(run: Run) -> None:
             accept=choose_accept(run),
             vote=lambda: run.exits.vote(iteration - 1, iteration),
         )
-    run.exits.count_votes(result.votes)
+    run.exits.count_votes(result.votes, iteration)
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
     if plan.config.logging.log_params_norm:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.data.stream.filters import FilterReport
 from megatron.engine.base import StepResult
-from megatron.model.flops import count_iteration_flops
+from megatron.model.flops import compute_causal_share, count_iteration_flops
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
@@ -26,7 +26,11 @@ from megatron.observe.metrics import MetricsFile
 from megatron.observe.progress import ProgressBar
 from megatron.observe.report import Axes, EvaluationResult, IterationReport
 from megatron.observe.tensorboard import TensorBoard
-from megatron.observe.throughput import compute_throughput, find_peak_tflops
+from megatron.observe.throughput import (
+    compute_throughput,
+    explain_above_peak,
+    find_peak_tflops,
+)
 from megatron.observe.tracking.process import TrackerProcess
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
@@ -105,6 +109,7 @@ class Reporter:
             device_name: Name of the device, from which its peak is looked up for MFU.
         """
         self._plan = plan
+        self.device_name = device_name
         self._is_rank_zero = mesh.rank == 0
         self._rank_names = mesh.names
         self._slow_ranks: set[int] | None = None
@@ -134,6 +139,8 @@ class Reporter:
             self._format_line = format_short_training_line
         peak = plan.config.logging.peak_tflops_per_device
         self._peak = peak or find_peak_tflops(device_name)
+        self._causal_share = compute_causal_share(plan.shape, plan.config.recompute.recomputed_part)
+        self._explained_peak = False
 
     def open(self) -> None:
         """Open the outputs that the configuration asks for, on rank 0 only.
@@ -186,7 +193,12 @@ class Reporter:
                 "TFLOPs",
                 "hardware FLOPs of one device",
                 f"{counted}, attention as if not causal; {peak}",
-            )
+            ),
+            (
+                "causal convention",
+                f"{self._causal_share:.3f} of these FLOPs",
+                "attention counts only what the mask leaves; multiply TFLOPs and MFU by it",
+            ),
         ]
 
     def say(self, line: str) -> None:
@@ -285,8 +297,17 @@ class Reporter:
             tracker.poll()
         self._bar.update(1, f"loss {step.result.loss:.3f}")
         if state.iteration % config.logging.log_interval == 0:
-            self.say(self._format_line(self._report(state, step, self._interval)))
+            due = self._report(state, step, self._interval)
+            self.say(self._format_line(due))
+            self._explain_peak(due.tflops)
             self._interval = _Interval()
+
+    def _explain_peak(self, tflops: float) -> None:
+        """Log a warning, once in a launch, if the TFLOPs of a log line are above the peak."""
+        text = explain_above_peak(tflops, self._peak, self._causal_share)
+        if text is not None and not self._explained_peak:
+            self._explained_peak = True
+            self.say(f"warning: {text}")
 
     def _report(self, state: TrainState, step: StepRecord, interval: _Interval) -> IterationReport:
         """Build the report of an interval that ends with `step`."""

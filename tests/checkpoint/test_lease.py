@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.lease import FILE, Lease
+from megatron.checkpoint.lease import FILE, RESTART_VARIABLE, Lease
 from megatron.errors import CheckpointError
 
 
@@ -190,3 +190,27 @@ def test_temporary_files_of_killed_runs_are_removed(tmp_path: Path) -> None:
     kept = {leave("c", ""), leave("d", json.dumps(alive)), f"{FILE}.backup"}
     Lease.acquire(tmp_path, ignore).release()
     assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize(("earlier", "waits"), [(0, False), (1, True), (None, False)])
+def test_restart_in_a_job_takes_over_its_lease_immediately(
+    earlier: int | None, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The array task has ended the earlier step, whose rank 0 was on another host.
+
+    The step with the same number may be alive. A file without the number is from an older version.
+    """
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    monkeypatch.setattr("megatron.checkpoint.lease.STALE_SECONDS", 0.3)
+    lease = Lease.acquire(tmp_path, ignore)
+    record = json.loads((tmp_path / FILE).read_text())
+    lease.release()
+    record |= {"host": "n9", "boot": "another", "step": earlier}
+    if earlier is None:
+        del record["step"]
+    (tmp_path / FILE).write_text(json.dumps(record))
+    said: list[str] = []
+    Lease.acquire(tmp_path, said.append).release()
+    assert any("waiting up to" in line for line in said) == waits
+    assert "takes the folder over" in said[-1]

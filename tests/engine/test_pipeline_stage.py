@@ -1,8 +1,9 @@
 """Tests of the pipeline's schedules and of its memory over steps of changing shape."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -312,8 +313,6 @@ def walk_and_measure_messages(
     flags: str, steps: list[Work], split: bool
 ) -> tuple[list[Seen], set[int]]:
     """Return what `walk` returns, and the numbers of elements of the messages that were sent."""
-    from contextlib import AbstractContextManager, nullcontext
-
     from megatron.engine import pipeline
 
     sizes: set[int] = set()
@@ -324,7 +323,7 @@ def walk_and_measure_messages(
         sizes.update(op.tensor.numel() for op in prepared)
         return prepared
 
-    whole: AbstractContextManager[object] = nullcontext()
+    whole: AbstractContextManager[Any] = nullcontext()
     if not split:
         whole = mock.patch.object(pipeline._Stage, "_splits", return_value=False)
     with whole, mock.patch.object(pipeline._Stage, "_prepare_messages", measure):

@@ -23,6 +23,7 @@ from tiny_corpus import EOD, REFERENCE_PREFIX
 from megatron.commands.plan_report import build_json
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.config.without_effect import split_off_flags_without_effect
+from megatron.cost.hardware import load_hardware
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
 from megatron.errors import ConfigError
@@ -231,7 +232,7 @@ class Variants:
         plan = resolve(loaded.config, 4, loaded.origin)
         points = plan.forecast().predict(range(STEPS + 1))
         shapes = [plan.shape.describe_layer(0), plan.head_dim, plan.shape.rotary_dim]
-        numbers = build_json(plan, points, [])
+        numbers = build_json(plan, points, [], (), load_hardware("a100-80g"))
         del numbers["memory_bytes"]
         return {
             **numbers,

@@ -5,6 +5,8 @@ hidden states are the logits and the output matrix is the identity, so the logit
 every dtype.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,3 +134,69 @@ def check_against_torch() -> None:
 def test_the_loss_of_random_targets_equals_torchs(ranks: int, pool: ProcessPool) -> None:
     """Use Megatron-LM's own setting. A loss above 1000 meets the bound only if it is equal."""
     succeed(pool.run(ranks, check_against_torch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [8, 6], ids=["without padding", "with padding"])
+def test_a_frequent_token_does_not_overflow(dtype: torch.dtype, vocab: int) -> None:
+    """The sum of (p - y) h over all positions is about 140,000, and fp16 ends at 65,504."""
+    from megatron.model.loss import VocabSlice, cross_entropy
+
+    positions = 4096
+    hidden = torch.full((positions, 1, 4), 40.0, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(8, 4, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(positions, 1, dtype=torch.long)
+    loss = cross_entropy(hidden, weight, labels, VocabSlice(0, vocab), TensorParallel())
+    # As the search for a loss scale does.
+    (loss * 4).backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == dtype
+    # Every token has the probability 1 / vocab.
+    expected = torch.zeros(8, 4)
+    expected[:vocab] = 4 * 40 / vocab
+    expected[0] -= 4 * 40
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("real", [1, 37, 64])
+def test_padding_in_the_products_never_reaches_the_loss(dtype: torch.dtype, real: int) -> None:
+    """A GPU multiplies with all rows. The rows of padding are the largest ones here."""
+    from megatron.model import loss as module
+
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(64, 16, generator=generator)
+    values[real:] = 100.0
+    labels = torch.randint(0, real, (50, 2), generator=generator)
+    states = torch.randn(50, 2, 16, generator=generator)
+    mask = (torch.rand(50, 2, generator=generator) > 0.3).float()
+    results = []
+    for padded in (False, True):
+        hidden = states.to(dtype).requires_grad_()
+        weight = values.to(dtype).requires_grad_()
+        columns = mock.patch.object(
+            module, "_count_product_columns", return_value=64 if padded else real
+        )
+        rows = module.VocabSlice(0, real)
+        with columns, mock.patch.object(module, "_CHUNK_BYTES_CPU", 4 * 64 * 30):
+            loss = module.cross_entropy(
+                hidden, weight, labels, rows, TensorParallel(), mask, z_loss=0.1
+            )
+            loss.backward()
+        assert weight.grad is not None
+        assert hidden.grad is not None
+        assert torch.equal(weight.grad[real:], torch.zeros(64 - real, 16, dtype=dtype))
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for plain, found in zip(*results, strict=True):
+        bound = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, plain, rtol=bound, atol=bound / 100)
+
+
+def test_products_are_padded_on_a_gpu_only() -> None:
+    from megatron.model.loss import VocabSlice, _count_product_columns
+
+    weight = torch.empty(64, 4)
+    assert _count_product_columns(weight, VocabSlice(0, 37), on_gpu=True) == 64
+    assert _count_product_columns(weight, VocabSlice(0, 37), on_gpu=False) == 37
+    # A rank with nothing but padding has nothing to multiply.
+    assert _count_product_columns(weight, VocabSlice(64, 0), on_gpu=True) == 0

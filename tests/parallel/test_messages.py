@@ -191,3 +191,64 @@ def test_rank_that_leaves_out_a_message_is_found(victim: int, pool: ProcessPool)
         first, second = describe_places(outcome.value, names)
         assert re.fullmatch(rf"{names[victim]} is at \S+test_messages.py:\d+ send_second", first)
         assert re.fullmatch(r"2 of the other ranks are at \S+:\d+ send_first", second)
+
+
+def gather_on_rank_0(values: list) -> list | None:
+    import torch.distributed as dist
+
+    from megatron.parallel.messages import gather_json_on_rank_0
+    from megatron.parallel.rendezvous import start_process_group
+
+    start_process_group("gloo", 1)
+    return gather_json_on_rank_0(values[dist.get_rank()], dist.group.WORLD)
+
+
+def test_only_rank_0_gets_the_values(pool: ProcessPool) -> None:
+    values = [None, {"text": "é " * 500 + " "}, [1, 2.5]]
+    first, *others = pool.run(3, gather_on_rank_0, values)
+    assert first.value == values
+    assert [(outcome.value, outcome.error) for outcome in others] == [(None, None)] * 2
+
+
+def test_without_a_group_the_value_is_converted() -> None:
+    from megatron.parallel.messages import gather_json_on_rank_0
+
+    assert gather_json_on_rank_0((1, "a"), None) == [[1, "a"]]
+    with pytest.raises(TypeError):
+        gather_json_on_rank_0(Path(), None)
+
+
+def pretrain_and_count_slices(argv: list[str]) -> tuple[list[int], list[str], list[str]]:
+    """Train and save. Return what this rank knows of all files when they are read back."""
+    from unittest import mock
+
+    from megatron.checkpoint.stages import SaveInProgress, SaveStages
+
+    known: list[tuple[int, str, str]] = []
+    read_back = SaveStages._read_back
+
+    def record(self: SaveStages, save: SaveInProgress) -> None:
+        known.extend((len(f.slices), f.digest.blocks, f.digest.xxh128) for f in save.files)
+        read_back(self, save)
+
+    with mock.patch.object(SaveStages, "_read_back", record):
+        pretrain(argv)
+    slices, blocks, digests = zip(*known, strict=True)
+    return list(slices), list(blocks), list(digests)
+
+
+def test_only_rank_0_knows_the_slices_and_blocks_of_all_files(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    run = Runner(pool, corpus, tmp_path)
+    argv = run.argv("--train-iters 1 --keep-latest-checkpoints 1")
+    outcomes = run.pool.run(2, pretrain_and_count_slices, argv)
+    succeed(outcomes)
+    first, second = (outcome.value for outcome in outcomes)
+    assert len(first[0]) == len(second[0]) == 2
+    assert all(first[0])
+    assert all(first[1])
+    assert set(second[0]) == {0}
+    assert set(second[1]) == {""}
+    # Every rank can still verify every file.
+    assert first[2] == second[2]

@@ -85,6 +85,8 @@ def test_used_budget_ends_the_job_with_the_reason(tiny: TinyRun) -> None:
     assert re.search(
         r"ALERT.* has used its 1 restarts within 6 h: the training ended with code", tiny.main_log()
     )
+    # srun names the rank that was killed, and the reason repeats it.
+    assert re.search(r"no rank reported an error \(n1: task \d: Killed\)", tiny.main_log())
     assert "could not be requeued" in tiny.main_log()
     assert len(tiny.attempts()) == 2
 
@@ -94,7 +96,12 @@ def test_spare_node_replaces_a_bad_one(tiny: TinyRun) -> None:
     for node in ("n2", "n3", "n4"):
         (tiny.folder / "disks" / node).mkdir(parents=True)
     checks = f"--check-nodes --disk {tiny.folder}/disks/%h --memory-gib 0.1 --slower-than 0"
-    job = tiny.submit("--nodes=3", ELEMENT_ARGS=f"--train-nodes 2 {checks}", TRAIN_SAMPLES="224")
+    job = tiny.submit(
+        "--nodes=3",
+        ELEMENT_ARGS=f"--train-nodes 2 {checks}",
+        TRAIN_SAMPLES="224",
+        EXIT_INTERVAL="100",
+    )
     tiny.wait_for_line("node n1 is not used any more")
     tiny.wait_for_line("iteration")
     assert tiny.pids(job, "n1") == []

@@ -9,17 +9,17 @@ import pytest
 
 from megatron.commands.plan_estimates import estimate_memory
 from megatron.commands.plan_strategies import (
-    HARDWARE,
     choose_strategy,
     estimate_compute_seconds,
     estimate_strategies,
 )
 from megatron.config.cli import load_config
+from megatron.cost.hardware import load_hardware
 from megatron.plan import Plan, resolve
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hsdp_fsdp_or_tp.md"
-A100 = HARDWARE["a100"]
-LIMIT = 0.9 * A100.memory
+A100 = load_hardware("a100-80g")
+LIMIT = 0.9 * 80e9
 """Bytes of a GPU that may be used, as the page says."""
 FRACTIONS = ("none", "1/3", "1/2", "2/3", "3/4", "all")
 NODE = 8

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import itertools
-import resource
 from collections.abc import Callable, Container, Sequence
 
 import numpy as np
@@ -22,6 +21,7 @@ from megatron.data.stream.shard_order import MixturePhase, RowRange
 from megatron.data.stream.source import StreamSource
 from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.errors import ConfigError, DataError
+from megatron.open_files import allow_open_files
 from megatron.tokenizer import Tokenizer
 
 # Documents of a data set whose first and last ids are looked at when the run starts.
@@ -30,8 +30,6 @@ _CHECKED_DOCUMENTS = 256
 _NEARLY_ALL = 0.9
 # With fewer documents than this for each shard, all documents of a shard might be empty.
 _FEW_DOCUMENTS = 4
-# Number of files that may be open for connections between ranks, libraries and checkpoints.
-_OTHER_OPEN_FILES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +165,8 @@ def build_stream_sources(
     """
     listings = list_streamed_datasets(data, mixtures.list_names(), say)
     pieces = (mixtures.train, mixtures.valid, mixtures.test)
-    _allow_open_files(data.logical_shards * len(listings) * sum(map(bool, pieces)))
+    # Each shard keeps the file open that it reads.
+    allow_open_files(data.logical_shards * len(listings) * sum(map(bool, pieces)))
     opener = _StreamOpener(
         data,
         listings,
@@ -188,19 +187,6 @@ def build_stream_sources(
         )
     ]
     return StreamSources(*sources)
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files of this process, as far as the system permits it.
-
-    Each shard keeps the file open that it reads. For many shards the usual limit, 1024, is too low.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + _OTHER_OPEN_FILES
-    if hard != resource.RLIM_INFINITY:
-        needed = min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _build_tokenizer(listings: dict[str, Listing], tools: StreamTools) -> Tokenizer | None:

@@ -47,8 +47,34 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
         ]
     for name, (iteration, loss) in _find_last_evaluations(history).items():
         facts.append((f"loss of {name}", f"{loss:.4f} after iteration {iteration:,}"))
+    facts += _compare_prediction(history)
     facts.append(("iterations that were undone", f"{undone:,}"))
     return facts
+
+
+def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
+    """Return the predicted and the measured seconds of a step, if the last start has them.
+
+    The prediction is that of the final batch size, so only its steps are compared.
+    """
+    starts = [event.details for event in history.events if event.kind == "start"]
+    predicted = starts[-1].get("predicted") if starts else None
+    if not isinstance(predicted, dict):
+        return []
+    seconds = predicted.get("seconds")
+    # The file may have been edited, and anything may be in it.
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        return []
+    text = f"{seconds:.4g} s on {predicted.get('hardware')}"
+    chosen = history.kept & (history.columns["global_batch_size"] == predicted.get("batch_size"))
+    measured = history.columns["seconds"][chosen]
+    # The first steps compile and allocate. A median leaves them and the saves out.
+    if measured.size:
+        median = float(np.nanmedian(measured))
+        text += f" predicted, {median:.4g} s measured ({100 * (seconds / median - 1):+.0f} %)"
+    else:
+        text += " predicted, not measured yet"
+    return [("step", text)]
 
 
 def _find_last_evaluations(history: RunHistory) -> dict[str, tuple[int, float]]:

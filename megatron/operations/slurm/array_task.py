@@ -151,7 +151,12 @@ def _may_restart(
         return False
     window = f"{array_task.restart_hours:g} h"
     since = time.time() - 3600 * array_task.restart_hours
-    used = attempts.count_restarts(array_task.save, since)
+    try:
+        used = attempts.count_restarts(array_task.save, since)
+    except OSError as error:
+        # Without the count the budget cannot be kept. A requeue may give nodes that can read it.
+        say(array_task.main_log, f"no restart in this job: {error}")
+        return False
     if used >= array_task.max_restarts:
         array_task.alert(
             f"array task {_name()} ends, because it has used its {used} restarts within {window}: "

@@ -88,7 +88,9 @@ def probe(limits: NodeLimits, on_change: Callable[[NodeReport], None]) -> NodeRe
     findings.set(doing="all-reduce")
     if world.size > 1:
         try:
-            _all_reduce(findings, limits, device)
+            _join_ranks(limits, device)
+            _all_reduce(findings, device)
+            dist.destroy_process_group()
         except RuntimeError as error:
             # This failure is kept apart, because it does not show which host is bad.
             findings.set(
@@ -177,14 +179,18 @@ def _disk(findings: _ProbeFindings, limits: NodeLimits) -> None:
         path.unlink(missing_ok=True)
 
 
-def _all_reduce(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) -> None:
-    """Check the result of an all-reduce over all ranks, and measure its speed."""
+def _join_ranks(limits: NodeLimits, device: torch.device) -> None:
+    """Start the process group of all ranks."""
     if device.type == "cuda":
         backend = "nccl"
     else:
         backend = "gloo"
     # Half of the time limit leaves time to report a timeout before the probe is ended.
     dist.init_process_group(backend, timeout=timedelta(seconds=limits.seconds / 2))
+
+
+def _all_reduce(findings: _ProbeFindings, device: torch.device) -> None:
+    """Check the result of an all-reduce over all ranks, and measure its speed."""
     numbers = torch.ones(1 << (26 if device.type == "cuda" else 20), device=device)
     # The first all-reduce opens the connections, so it is not timed.
     dist.all_reduce(numbers)
@@ -201,7 +207,6 @@ def _all_reduce(findings: _ProbeFindings, limits: NodeLimits, device: torch.devi
             "are wrong"
         )
     findings.set(all_reduce_gb_per_second=4 * numbers.numel() / 1e9 / seconds)
-    dist.destroy_process_group()
 
 
 def _host() -> str:

@@ -5,6 +5,7 @@ An array task may start the training several times, on the same nodes or on spar
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from megatron.operations.slurm.task import ArrayTask, TaskOutcome
 
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of the log in which the last lines of the training are searched."""
+_TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .+)$", re.MULTILINE)
+"""Line of srun about a task that failed, such as "srun: error: n2: task 3: Killed"."""
 _MISTAKE_CODE = 2
 """Exit code of a training that ends with an error that a person must fix."""
 
@@ -185,6 +188,10 @@ class TrainingStarts:
             task.alert(f"{text}; {task.main_log} has the reason")
             return StartEnd(TaskOutcome.NEEDS_PEOPLE, text)
         text = f"the training ended with code {code}, and no rank reported an error"
+        # srun names the first task that ended before it ends the others.
+        died = _TASK_ENDED.search(_read_log_end(task.main_log, where))
+        if died is not None:
+            text += f" ({died[1]})"
         self._say(text)
         return StartEnd(TaskOutcome.CRASHED, text)
 

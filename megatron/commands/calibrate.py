@@ -1,0 +1,185 @@
+"""Write a hardware file for tools/plan.py, from a micro-benchmark or from measured runs.
+
+    python tools/calibrate.py mine.yaml                             # about a minute on this device
+    torchrun --nproc-per-node 8 tools/calibrate.py mine.yaml --base h100     # also NVLink
+    python tools/calibrate.py mine.yaml --base h100 --run RUN --world-size 64 -- <training command>
+    python tools/calibrate.py mine.yaml --base h100 --seconds 12.3 --world-size 64 -- <...>
+
+The micro-benchmark measures a large matrix product, a copy in memory and, with several ranks, an
+all-reduce. A measured run changes only the share of the peak that matrix products reach, so that
+the predicted step has the measured time.
+
+The file is used with tools/plan.py --hardware mine.yaml.
+"""
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import tyro
+import yaml
+
+from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.plan_source import read_source
+from megatron.commands.run_tool import run_tool
+from megatron.config.cli import load_config
+from megatron.cost.calibration import Measured, build_measured_hardware, fit_gemm_share
+from megatron.cost.hardware import Hardware, load_hardware
+from megatron.durable import replace_file
+from megatron.errors import ConfigError, DataError
+from megatron.plan import resolve
+from megatron.plan_prediction import can_be_predicted, predict_plan
+
+_SKIPPED = 10
+"""First steps of a run that are left out: they compile and allocate."""
+
+
+@dataclass(frozen=True)
+class CalibrateArguments:
+    """The command line."""
+
+    output: Annotated[Path, tyro.conf.Positional]
+    """The hardware file to write."""
+    base: str | None = None
+    """Hardware whose other values are kept: a name or a file. Default: the file describes this
+    device alone, with placeholders for its network."""
+    run: Path | None = None
+    """A --save folder with metrics.jsonl. The median time of its steps is the measured one."""
+    seconds: float | None = None
+    """Measured seconds of a step, in place of --run."""
+    world_size: int | None = None
+    """Number of devices of the measured run. Default: the number that the script asks for."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the hardware file of `argv` and return the exit code."""
+    own, training = split_at_double_dash(sys.argv[1:] if argv is None else argv)
+    options = tyro.cli(CalibrateArguments, args=own, prog="calibrate.py", description=__doc__)
+    return run_tool(lambda: calibrate(options, training or []))
+
+
+def calibrate(options: CalibrateArguments, training: list[str]) -> int:
+    """Write the file and return the exit code.
+
+    Raises:
+        ConfigError: The arguments contradict each other, or the run cannot be predicted.
+        DataError: The run has no steps.
+        OSError: The file cannot be written.
+    """
+    # A wrong name is reported before a minute of measurements.
+    base = None if options.base is None else load_hardware(options.base)
+    if options.run is not None or options.seconds is not None:
+        hardware = _fit_run(options, training, base)
+    else:
+        hardware = _measure_device(base, options.output.stem)
+    hardware = replace(hardware, name=options.output.stem)
+    # All ranks of torchrun measure, and one of them writes.
+    if int(os.environ.get("RANK", "0")) == 0:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(options.output, format_hardware(hardware))
+        print(f"wrote {options.output}")
+    return 0
+
+
+def format_hardware(hardware: Hardware) -> str:
+    """Return the text of a hardware file."""
+    # More digits than a measurement has would only look exact.
+    values = {
+        name: value if isinstance(value, str | int) else float(f"{value:.4g}")
+        for name, value in asdict(hardware).items()
+    }
+    ordered = {field.name: values[field.name] for field in fields(Hardware)}
+    return yaml.safe_dump(ordered, sort_keys=False)
+
+
+def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | None) -> Hardware:
+    """Return the base with the share of the peak that explains a measured step."""
+    if base is None:
+        raise ConfigError(
+            "--base is required with --run and --seconds; name the devices of the run."
+        )
+    if options.run is not None and options.seconds is not None:
+        raise ConfigError("--run and --seconds both give the time of a step; give one of them.")
+    if not training:
+        raise ConfigError(
+            "the training command of the measured run is missing; give it after '--'."
+        )
+    source = read_source(training)
+    world_size = options.world_size or source.world_size
+    if world_size is None:
+        raise ConfigError("--world-size is required: the command does not say it.")
+    loaded = load_config(list(source.arguments), prog="calibrate.py")
+    plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
+    plan.raise_on_errors()
+    if not can_be_predicted(plan):
+        raise ConfigError("the model of cost covers bf16 and fp16; calibrate with such a run.")
+    if options.run is None:
+        assert options.seconds is not None, "one of them is given"
+        measured = options.seconds
+        if not 0 < measured < math.inf:
+            raise ConfigError(f"--seconds {measured} must be above 0 and finite.")
+    else:
+        measured = read_median_seconds(options.run, plan.batch_size.final)
+    before = predict_plan(plan, base)
+    fitted = fit_gemm_share(before.job, measured)
+    print(
+        f"step: {measured:.4g} s measured, {before.seconds:.4g} s predicted with {base.name}; "
+        f"gemm_share {base.gemm_share:.3f} -> {fitted.gemm_share:.3f}"
+    )
+    return fitted
+
+
+def read_median_seconds(run: Path, batch_size: int) -> float:
+    """Return the median seconds of a run's steps with this batch size.
+
+    Raises:
+        DataError: The metrics file is missing or has no such steps.
+    """
+    path = run / "metrics.jsonl"
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as failure:
+        raise DataError(f"{path}: {failure.strerror}; give the --save folder of a run.") from None
+    seconds = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            # A killed run may leave half a line.
+            continue
+        if isinstance(record, dict) and record.get("global_batch_size") == batch_size:
+            value = record.get("seconds")
+            if isinstance(value, int | float) and 0 < value < math.inf:
+                seconds.append(float(value))
+    steady = seconds[_SKIPPED:]
+    if not steady:
+        raise DataError(
+            f"{path}: {len(seconds)} steps have batch size {batch_size}, and the first {_SKIPPED} "
+            "are left out; let the run train longer."
+        )
+    return median(steady)
+
+
+def _measure_device(base: Hardware | None, name: str) -> Hardware:
+    """Return the hardware that a micro-benchmark finds on this device."""
+    # torch is slow to import, and a fit to a run does not need it.
+    from megatron.operations.slurm.device_benchmark import measure_device
+
+    measured: Measured = measure_device()
+    for label, value, unit in (
+        ("matrix product", measured.tflops, "TFLOPs"),
+        ("memory", measured.memory_tb_per_second, "TB/s"),
+        ("all-reduce", measured.ring_gb_per_second, "GB/s of a device"),
+    ):
+        if value is not None and int(os.environ.get("RANK", "0")) == 0:
+            print(f"{label}: {value:.4g} {unit}")
+    return build_measured_hardware(measured, base, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

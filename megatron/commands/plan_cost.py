@@ -1,0 +1,319 @@
+"""The predicted cost of a planned run: memory, time, energy, goodput.
+
+`megatron/cost/` has the model. This module takes what it needs from a plan, and formats what it
+predicts.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.cost.goodput import (
+    FAILURES_PER_1000_NODE_DAYS,
+    Footprint,
+    PlannedGoodput,
+    Reliability,
+    estimate_footprint,
+    estimate_goodput,
+    estimate_mean_hours_to_failure,
+)
+from megatron.cost.hardware import Hardware
+from megatron.cost.layers import Seconds
+from megatron.cost.pipeline import SimulatedPipeline, simulate_pipeline
+from megatron.cost.step import StepPrediction
+from megatron.cost.trace import build_trace
+from megatron.errors import ConfigError
+from megatron.figure import make_figure, save_figure
+from megatron.plan import Plan
+from megatron.plan_prediction import can_be_predicted, predict_plan
+
+_BAR = 50
+"""Characters of the bar that shows where the time goes."""
+_MOST_DRAWN = 20_000
+"""Visits of a pipeline that a picture or a trace may have."""
+_STATE_BYTES = 14
+"""Bytes of a parameter in a checkpoint: a half-precision weight, the master weight, two moments."""
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What a prediction of cost assumes about the cluster, apart from its hardware."""
+
+    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
+    restart_minutes: float = 10.0
+    save_gb_per_second: float = 2.0
+    pue: float = 1.2
+    carbon_intensity: float = 300.0
+    utilisation: float = 0.85
+    """Power of a device relative to its limit."""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a complete run costs."""
+
+    days: float
+    """Days without failures."""
+    days_with_failures: float
+    footprint: Footprint
+
+
+def predict_goodput(plan: Plan, hardware: Hardware, options: CostOptions) -> PlannedGoodput:
+    """Predict the goodput of the plan's number of devices."""
+    hours = estimate_mean_hours_to_failure(
+        plan.world_size, hardware.ranks_per_node, options.failures_per_1000_node_days
+    )
+    # All nodes write their shards at the same time.
+    nodes = -(-plan.world_size // hardware.ranks_per_node)
+    save = _STATE_BYTES * plan.parameters / (nodes * options.save_gb_per_second * 1e9)
+    return estimate_goodput(Reliability(hours, 60 * options.restart_minutes, save))
+
+
+def predict_run(
+    plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
+) -> RunCost | None:
+    """Predict what the complete run costs. None if its length in tokens is not known."""
+    if plan.train_seconds is not None or not plan.train_tokens:
+        return None
+    seconds = plan.train_tokens / (prediction.tokens_per_second * plan.world_size)
+    days = seconds / 86400
+    # Goodput is the useful share of the wall time, so the rest is added here.
+    wall = days / goodput.useful
+    footprint = estimate_footprint(
+        prediction.job.hardware,
+        plan.world_size,
+        24 * wall,
+        utilisation=options.utilisation,
+        pue=options.pue,
+        grams_per_kilowatt_hour=options.carbon_intensity,
+    )
+    return RunCost(days, wall, footprint)
+
+
+def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
+    """Return the seconds of a step by what the busiest pipeline rank does."""
+    busiest: Seconds = max(prediction.rank_seconds, key=lambda each: each.total)
+    # Everything that the rank does not compute is waiting: the bubble, and messages.
+    waiting = max(0.0, prediction.pipeline_seconds - busiest.total)
+    parts = [
+        ("matrix products", busiest.gemm),
+        ("attention", busiest.attention),
+        ("other kernels", busiest.pointwise),
+        ("between kernels", busiest.gaps),
+        ("tensor-parallel", busiest.tensor),
+        ("pipeline", waiting),
+        ("data-parallel", prediction.data_parallel.waited),
+        ("optimizer", prediction.optimizer_seconds),
+    ]
+    return [(name, seconds) for name, seconds in parts if seconds > 0]
+
+
+def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dict[str, Any] | None:
+    """Return the prediction as plain data. None if the model does not cover the plan."""
+    if not can_be_predicted(plan):
+        return None
+    prediction = predict_plan(plan, hardware)
+    goodput = predict_goodput(plan, hardware, options)
+    run = predict_run(plan, prediction, goodput, options)
+    return {
+        "hardware": hardware.name,
+        "layout": prediction.job.layout.describe(),
+        "seconds_per_iteration": prediction.seconds,
+        "breakdown_seconds": dict(list_breakdown(prediction)),
+        "tokens_per_second": prediction.tokens_per_second * plan.world_size,
+        "tflops": prediction.compute_tflops(hardware=True),
+        "mfu": _compute_mfu(prediction, causal=False),
+        "mfu_causal": _compute_mfu(prediction, causal=True),
+        "memory_bytes_by_pipeline_rank": [rank.total for rank in prediction.memory],
+        "memory_bytes_by_kind": vars(max(prediction.memory, key=lambda rank: rank.total)),
+        "fits": prediction.fits,
+        "goodput": vars(goodput),
+        "run": None
+        if run is None
+        else {
+            "days": run.days,
+            "days_with_failures": run.days_with_failures,
+            **vars(run.footprint),
+        },
+    }
+
+
+def _compute_mfu(prediction: StepPrediction, *, causal: bool) -> float:
+    tflops = prediction.compute_tflops(hardware=False, causal=causal)
+    return tflops / prediction.job.hardware.peak_tflops
+
+
+def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[str]:
+    """Format the prediction for people."""
+    if plan.errors:
+        return []
+    if not can_be_predicted(plan):
+        return [_format_row("step", "no prediction: the model of cost covers bf16 and fp16")]
+    prediction = predict_plan(plan, hardware)
+    goodput = predict_goodput(plan, hardware, options)
+    lines = [
+        _format_row(
+            "predicted step",
+            f"{prediction.seconds:,.3g} s on {hardware.name}, at batch size "
+            f"{plan.batch_size.final:,}",
+        ),
+        *_format_breakdown(prediction),
+        _format_row(
+            "  speed",
+            f"{prediction.tokens_per_second * plan.world_size:,.0f} tokens/s, "
+            f"{prediction.compute_tflops(hardware=True):.1f} TFLOPs (hardware, full attention)",
+        ),
+        _format_row(
+            "  MFU",
+            f"{100 * _compute_mfu(prediction, causal=False):.1f} % with full attention, "
+            f"{100 * _compute_mfu(prediction, causal=True):.1f} % with causal attention",
+        ),
+        *_format_memory(prediction),
+        *_format_run(plan, prediction, goodput, options),
+    ]
+    return lines
+
+
+def _format_row(label: str, text: str) -> str:
+    return f"{label:<22}{text}"
+
+
+def _format_breakdown(prediction: StepPrediction) -> list[str]:
+    """Format a bar for each part of a step."""
+    parts = list_breakdown(prediction)
+    # Shares refer to the sum of the parts, which is the step.
+    total = sum(seconds for _, seconds in parts)
+    return [
+        _format_row(
+            f"  {name}",
+            f"{seconds:>10,.3g} s {100 * seconds / total:>5.1f} % "
+            f"{'#' * round(_BAR * seconds / total)}",
+        )
+        for name, seconds in parts
+    ]
+
+
+def _format_memory(prediction: StepPrediction) -> list[str]:
+    limit = prediction.job.hardware.memory_gib
+    totals = [rank.total / 2**30 for rank in prediction.memory]
+    fullest = totals.index(max(totals))
+    verdict = "fits" if prediction.fits else "DOES NOT FIT"
+    # Kinds that do not matter would make the line longer than the terminal.
+    kinds = ", ".join(
+        f"{name.replace('_', ' ')} {size / 2**30:,.1f}"
+        for name, size in vars(prediction.memory[fullest]).items()
+        if size >= 0.05 * 2**30
+    )
+    lines = [
+        _format_row(
+            "  peak memory", f"{totals[fullest]:,.1f} of {limit:,.1f} GiB: {verdict} ({kinds})"
+        )
+    ]
+    if len(totals) > 1:
+        stages = " ".join(f"{total:,.1f}" for total in totals)
+        lines.append(_format_row("    by pipeline rank", stages))
+    return lines
+
+
+def _format_run(
+    plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
+) -> list[str]:
+    hours = estimate_mean_hours_to_failure(
+        plan.world_size,
+        prediction.job.hardware.ranks_per_node,
+        options.failures_per_1000_node_days,
+    )
+    lines = []
+    run = predict_run(plan, prediction, goodput, options)
+    if run is not None:
+        lines.append(
+            _format_row(
+                "predicted run",
+                f"{run.days:,.3g} days, {run.days_with_failures:,.3g} with failures; "
+                f"{run.footprint.device_hours:,.0f} GPU-hours, "
+                f"{run.footprint.megawatt_hours:,.3g} MWh, {run.footprint.tonnes:,.3g} t CO2e",
+            )
+        )
+    # People set --save-interval in iterations.
+    steps = max(1, round(goodput.save_interval_seconds / prediction.seconds))
+    lines.append(
+        _format_row(
+            "goodput",
+            f"{100 * goodput.useful:.1f} % with a failure every {hours:,.3g} hours; save every "
+            f"{steps:,} iterations ({goodput.save_interval_seconds / 60:,.0f} minutes)",
+        )
+    )
+    return lines
+
+
+def _simulate(prediction: StepPrediction, purpose: str) -> SimulatedPipeline:
+    """Return the simulation for a trace or a picture.
+
+    Raises:
+        ConfigError: The step has too many visits to be drawn.
+    """
+    schedule = prediction.schedule
+    visits = 2 * schedule.microbatches * schedule.ranks * schedule.stages_per_rank
+    # A trace of a million events opens in no viewer.
+    if visits > _MOST_DRAWN:
+        raise ConfigError(
+            f"{purpose}: the step has {visits:,} passes of a microbatch through a stage, and at "
+            f"most {_MOST_DRAWN:,} are drawn; use a smaller --global-batch-size for it."
+        )
+    return simulate_pipeline(schedule, prediction.stage_times)
+
+
+def write_trace(prediction: StepPrediction, path: Path) -> None:
+    """Write the predicted step as a Chrome trace.
+
+    Raises:
+        ConfigError: The step is too long, or the file cannot be written.
+    """
+    trace = build_trace(prediction, _simulate(prediction, f"--trace {path}"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(trace))
+    except OSError as failure:
+        raise ConfigError(f"--trace {path}: {failure.strerror}; choose another path.") from failure
+
+
+def draw_pipeline(prediction: StepPrediction, path: Path) -> None:
+    """Draw the pipeline of the predicted step: time to the right, pipeline ranks downwards.
+
+    Raises:
+        ConfigError: The step is too long, matplotlib is absent, or the file cannot be written.
+    """
+    pipeline = _simulate(prediction, f"--picture {path}")
+    ranks = len(pipeline.events)
+    # The height grows with the ranks, so that their rows stay readable.
+    figure = make_figure(12, max(1.5, 0.5 + 0.35 * ranks))
+    axes = figure.add_subplot()
+    for forward, colour, label in ((True, "#4477aa", "forward"), (False, "#ee8866", "backward")):
+        for rank, events in enumerate(pipeline.events):
+            spans = [
+                (event.start, event.end - event.start)
+                for event in events
+                if event.visit.forward is forward
+            ]
+            axes.broken_barh(
+                spans,
+                (rank - 0.4, 0.8),
+                facecolors=colour,
+                edgecolors="white",
+                linewidth=0.3,
+                # One entry of the legend for each direction.
+                label=label if rank == 0 else None,
+            )
+    axes.invert_yaxis()
+    axes.set_yticks(range(ranks))
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("pipeline rank")
+    axes.set_title(f"{prediction.schedule.name}: {prediction.job.layout.describe()}", fontsize=9)
+    axes.legend(loc="upper right", fontsize=8)
+    try:
+        save_figure(figure, path)
+    except OSError as failure:
+        raise ConfigError(
+            f"--picture {path}: {failure.strerror}; choose another path."
+        ) from failure

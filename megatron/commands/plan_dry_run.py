@@ -1,0 +1,150 @@
+"""The part of the plan that is measured on fake GPUs: `tools/plan.py --dry-run`."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from megatron.byte_size import format_bytes
+from megatron.dry_run.process import choose_microbatches, list_rank_kinds, run_ranks
+from megatron.dry_run.record import RankReport
+from megatron.errors import ConfigError
+from megatron.plan import Plan
+
+
+def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:
+    """Run a training step of a rank of each kind on fake GPUs.
+
+    Args:
+        plan: A plan without errors.
+        microbatches: Number of microbatches. None: as many as `choose_microbatches` says.
+
+    Raises:
+        ConfigError: The number of microbatches does not fit the plan, or there is no C++ compiler.
+        TrainingError: The step fails on fake GPUs.
+    """
+    if microbatches is None:
+        microbatches = choose_microbatches(plan)
+    else:
+        _check_microbatches(plan, microbatches)
+    # torch's compiler skips whatever runs on fake GPUs, and a skipped block is an error.
+    kernels = replace(plan.config.kernels, use_torch_compile=False)
+    plan = replace(plan, config=replace(plan.config, kernels=kernels))
+    return run_ranks(plan, list_rank_kinds(plan), microbatches)
+
+
+def _check_microbatches(plan: Plan, microbatches: int) -> None:
+    if microbatches < 1:
+        raise ConfigError(f"--dry-run-microbatches {microbatches} must be at least 1.")
+    if plan.stages_per_rank > 1 and microbatches % plan.pipeline_size:
+        raise ConfigError(
+            f"--dry-run-microbatches {microbatches} must be a multiple of "
+            f"--pipeline-model-parallel-size {plan.pipeline_size}, because the stages are "
+            f"interleaved. Use {plan.pipeline_size} or {2 * plan.pipeline_size}."
+        )
+
+
+def build_dry_run_json(reports: list[RankReport]) -> list[dict[str, Any]]:
+    """Return the reports as plain data. Sizes are in bytes."""
+    return [
+        {
+            "rank": report.rank,
+            "coordinate": report.coordinate,
+            "microbatches": report.microbatches,
+            "peak_bytes": {**report.step.peak, "total": report.step.peak_bytes},
+            "kept_bytes": report.step.kept,
+            "collectives": _add_counts(report.step.collectives),
+            "synchronisations": _add_counts(report.step.synchronisations),
+            "copies": _add_counts(report.step.copies),
+        }
+        for report in reports
+    ]
+
+
+def _add_counts(counted: dict[Any, int]) -> list[dict[str, Any]]:
+    return [{**asdict(each), "count": count} for each, count in counted.items()]
+
+
+def format_dry_run(plan: Plan, reports: list[RankReport]) -> list[str]:
+    """Return the lines of the report: tables for each rank."""
+    of_step = plan.get_num_microbatches(plan.batch_size.final)
+    lines = ["", "Dry run: one training step on fake GPUs (docs/dry_run.md)"]
+    if plan.config.parallel.deepspeed:
+        lines.append("  The command has --deepspeed. This is the step of the native engine.")
+    if plan.config.kernels.use_torch_compile:
+        lines.append("  The command has --use-torch-compile. Nothing is compiled here.")
+    for report in reports:
+        lines += [
+            "",
+            f"rank {report.rank} of {plan.world_size} ({report.coordinate}), "
+            f"{report.microbatches} of {of_step} microbatches",
+            *_format_memory(report),
+            *_format_collectives(report),
+            *_format_waits(report),
+            *_format_copies(report),
+        ]
+    return lines
+
+
+def _format_memory(report: RankReport) -> list[str]:
+    rows = [("memory", "at the peak", "between steps")]
+    rows += [
+        (kind, format_bytes(size), format_bytes(report.step.kept[kind]))
+        for kind, size in report.step.peak.items()
+    ]
+    kept = sum(report.step.kept.values())
+    # Kinds have different peaks. These are their sizes at the peak of the sum.
+    rows.append(("total", format_bytes(report.step.peak_bytes), format_bytes(kept)))
+    return _format_table(rows)
+
+
+def _format_collectives(report: RankReport) -> list[str]:
+    rows = [("collective", "group", "ranks", "dtype", "each", "stream", "count")]
+    rows += [
+        (
+            each.kind,
+            each.group,
+            str(each.ranks),
+            each.dtype,
+            format_bytes(each.size),
+            each.stream,
+            str(count),
+        )
+        for each, count in report.step.collectives.items()
+    ]
+    if len(rows) == 1:
+        # One rank sends nothing. A table with a head only would look like an error.
+        return ["  no collectives"]
+    return _format_table(rows)
+
+
+def _format_waits(report: RankReport) -> list[str]:
+    rows = [("the host waits", "at", "count")]
+    rows += [
+        (each.cause, each.line, str(count)) for each, count in report.step.synchronisations.items()
+    ]
+    return _format_table(rows)
+
+
+def _format_copies(report: RankReport) -> list[str]:
+    rows = [("copy", "at", "each", "waits", "count")]
+    rows += [
+        (
+            each.direction,
+            each.line,
+            format_bytes(each.size),
+            "yes" if each.blocking else "no",
+            str(count),
+        )
+        for each, count in report.step.copies.items()
+    ]
+    return _format_table(rows)
+
+
+def _format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return aligned lines of a table whose first row is its head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

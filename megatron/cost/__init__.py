@@ -1,0 +1,5 @@
+"""Memory and time of a training step, predicted from shapes alone.
+
+Every function is pure. Nothing here imports torch, starts a process or looks at a device.
+docs/planner.md compares the predictions with published measurements.
+"""

@@ -1,0 +1,241 @@
+"""What is predicted: a layout of ranks, and the software that runs on it."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+Recompute = Literal["none", "selective", "operators", "full"]
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How a model and its batch are divided over the ranks.
+
+    Ranks are numbered as in the trainer: tensor-parallel ranks are neighbours, then come
+    data-parallel ranks, then pipeline ranks.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    """Ranks that share each sequence. Each of them gathers the keys and values of the others."""
+    micro_batch: int = 1
+    """Samples of a microbatch."""
+    virtual: int = 1
+    """Virtual stages of a pipeline rank."""
+    recompute: Recompute = "none"
+    """full keeps only the inputs of layers, and selective leaves out the attention core. operators
+    keeps the results of attention and of every second matrix product, as torchtitan does."""
+    recomputed_share: Fraction = Fraction(1)
+    """Share of the layers that full recomputation applies to."""
+    sequence_parallel: bool = False
+    zero_stage: int = 1
+    shard: int | None = None
+    """Data-parallel ranks that share a copy of the model. Default: all of them."""
+    partition: str = "uniform"
+    """The value of --pp-partition-method."""
+    partition_inputs: bool = False
+    """Shard the inputs that full recomputation keeps over the tensor-parallel ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of the model. Context-parallel ranks hold the same weights."""
+        if self.zero_stage == 0:
+            return 1
+        return (self.shard or self.data) * self.context
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model."""
+        return self.data * self.context // self.shard_size
+
+    @property
+    def layers_recomputed(self) -> Fraction:
+        """Share of the layers that are recomputed completely."""
+        if self.recompute == "full":
+            return self.recomputed_share
+        return Fraction(0)
+
+    def describe(self) -> str:
+        """Return a short text, such as 'TP 4 PP 12 DP 8 micro-batch 2 full recomputation'."""
+        parts = [f"TP {self.tensor} PP {self.pipeline} DP {self.data}"]
+        if self.context > 1:
+            parts.append(f"CP {self.context}")
+        parts.append(f"micro-batch {self.micro_batch}")
+        if self.virtual > 1:
+            parts.append(f"{self.virtual} virtual stages")
+        if self.recompute == "full" and self.recomputed_share != 1:
+            parts.append(f"{self.recomputed_share} recomputed")
+        elif self.recompute != "none":
+            parts.append(f"{self.recompute} recomputation")
+        if self.sequence_parallel:
+            parts.append("sequence-parallel")
+        parts.append(f"ZeRO {self.zero_stage}")
+        if self.copies > 1 and self.zero_stage:
+            parts.append(f"on {self.shard_size}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a trainer uses the devices.
+
+    These are properties that its documentation states, apart from `kernel_gap`, `contention`,
+    `allocator` and the logit's bytes, which are fitted.
+    """
+
+    name: str
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks also share what lies between the matrix products."""
+    flash: bool = True
+    """Attention has a flash kernel, so scores are never in memory."""
+    pointwise: float = 1.0
+    """Memory traffic of pointwise operations relative to fused kernels."""
+    kernel_gap: float = 0.0
+    """Seconds that pass between two kernels of a stream."""
+    hidden_tensor: float = 0.0
+    """Share of the tensor-parallel communication that overlaps with matrix products."""
+    hidden_data: float = 0.0
+    """Share of the backward pass of a step's last microbatch that hides the communication of
+    gradients, and of the first forward pass that hides that of parameters."""
+    contention: float = 0.0
+    """Seconds by which a second of hidden data-parallel communication slows the computation, since
+    both use the memory and the multiprocessors."""
+    hidden_pipeline: bool = False
+    """Whether ranks compute while activations are sent between stages."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient as data-parallel ranks send it."""
+    accumulation_bytes: int = 0
+    """Bytes of memory traffic that adds a parameter's gradient to the sum of a microbatch, beside
+    those of the matrix product."""
+    held_gradient_bytes: int = 4
+    """Bytes of a parameter's gradient in memory."""
+    dropout: bool = True
+    """Whether the layers have dropout, which writes masks."""
+    half: bool = True
+    """Whether it computes in bf16 or fp16. Otherwise in fp32, at half the rate or less."""
+    optimizer: str = "adam"
+    """The value of --optimizer."""
+    held_outputs: bool = False
+    """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
+    keeps_copies: bool = False
+    """Whether a layer also keeps its rotated queries and keys, the attention's output in both
+    orders, the activated gate, and inputs that sequence parallelism gathered. Fused kernels do
+    not."""
+    reduces_layers: bool = False
+    """Whether the gradients of the last microbatch are reduced layer by layer. A step of one
+    microbatch then never has all gradients in memory."""
+    logit_bytes: int = 56
+    """Memory traffic of the loss and its backward pass for each logit."""
+    held_logit_bytes: int = 8
+    """Memory of the loss for each logit."""
+    allocator: float = 1.0
+    """Reserved memory relative to the tensors in it."""
+    fixed_gib: float = 1.5
+    """Memory of the device's context, its kernels and the libraries."""
+
+
+SOFTWARE = {
+    each.name: each
+    for each in (
+        # Fused kernels of softmax, GELU and dropout; gradients are reduced after the last backward
+        # pass. Of the backward pass's collectives, the first overlaps (2205.05198, section 6).
+        Software(
+            "megatron-lm-2021",
+            sequence_parallel=False,
+            flash=False,
+            accumulation_bytes=6,
+            gradient_bytes=2,
+            held_gradient_bytes=2,
+        ),
+        # The same with selective recomputation, sequence parallelism, and gradients that the matrix
+        # product adds to the fp32 sum by itself.
+        Software(
+            "megatron-lm-2022",
+            flash=False,
+            hidden_tensor=0.25,
+            gradient_bytes=4,
+        ),
+        # DeepSpeed's pipeline engine with CUDA_LAUNCH_BLOCKING=1, as BLOOM's tests ran.
+        Software(
+            "megatron-deepspeed",
+            sequence_parallel=False,
+            flash=False,
+            kernel_gap=6e-5,
+            accumulation_bytes=8,
+            held_gradient_bytes=2,
+            gradient_bytes=2,
+            dropout=False,
+            held_outputs=True,
+            allocator=1.15,
+            fixed_gib=4.5,
+        ),
+        # Its bf16 optimizer keeps the sum of the gradients in fp32, beside bf16 gradients. The sum
+        # is a second pass over them for each microbatch.
+        Software(
+            "megatron-deepspeed-bf16",
+            sequence_parallel=False,
+            flash=False,
+            kernel_gap=6e-5,
+            accumulation_bytes=14,
+            held_gradient_bytes=6,
+            gradient_bytes=4,
+            dropout=False,
+            held_outputs=True,
+            allocator=1.15,
+            fixed_gib=4.5,
+        ),
+        # Collectives of all kinds overlap with computation, as its documentation advises. Kernels
+        # are fused, so there is next to no time between them.
+        Software(
+            "megatron-core",
+            hidden_tensor=0.7,
+            hidden_data=0.8,
+            contention=0.15,
+            hidden_pipeline=True,
+            gradient_bytes=2,
+            dropout=False,
+        ),
+        # FSDP gathers the next layer while one computes. torch.compile fuses pointwise kernels.
+        Software(
+            "fsdp-compiled",
+            hidden_data=1.0,
+            contention=0.15,
+            dropout=False,
+            gradient_bytes=2,
+            held_logit_bytes=12,
+        ),
+        # The loss has bf16 logits, an fp32 copy of them, their log-softmax and two gradients.
+        Software(
+            "fsdp-eager",
+            pointwise=2.5,
+            hidden_data=1.0,
+            contention=0.15,
+            dropout=False,
+            gradient_bytes=4,
+            logit_bytes=70,
+            held_logit_bytes=16,
+        ),
+        # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. The fused loss keeps one copy
+        # of the logits. No GPU run of it has been measured yet, so its constants are those of FSDP.
+        Software(
+            "trainer",
+            pointwise=1.5,
+            hidden_data=1.0,
+            contention=0.15,
+            hidden_pipeline=True,
+            held_outputs=True,
+            keeps_copies=True,
+            reduces_layers=True,
+            held_logit_bytes=4,
+        ),
+    )
+}
+TRAINER = SOFTWARE["trainer"]
+"""This trainer."""

@@ -1,0 +1,228 @@
+"""A pipeline schedule, simulated event by event.
+
+Invariant: each rank runs its visits in the order of its schedule, one after the other. A visit
+starts when the rank is free and what it needs has arrived. Stages may take different times.
+
+The orders are those of the schedules that `megatron.schedule.pipeline` chooses, with its sources.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.schedule.pipeline import PipelineSchedule
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One pass of one microbatch through one stage."""
+
+    forward: bool
+    microbatch: int
+    stage: int
+    """Number of the stage. Stage i is on rank i % ranks."""
+
+
+@dataclass(frozen=True)
+class PipelineEvent:
+    """A visit with its time."""
+
+    rank: int
+    visit: Visit
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that stages need for one microbatch, by number of the stage."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    message: float = 0.0
+    """Seconds of a message between neighbouring stages of different ranks."""
+    blocking: bool = False
+    """Whether the sender waits until its message has arrived."""
+
+
+@dataclass(frozen=True)
+class SimulatedPipeline:
+    """The events of a step, by rank and in the order of their starts."""
+
+    events: tuple[tuple[PipelineEvent, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time from the first start to the last end."""
+        return max(events[-1].end for events in self.events)
+
+    def measure_busy(self, rank: int) -> float:
+        """Return the seconds that a rank computes or sends."""
+        return sum(event.end - event.start for event in self.events[rank])
+
+
+@lru_cache(maxsize=512)
+def list_visits(schedule: PipelineSchedule, rank: int) -> tuple[Visit, ...]:
+    """Return the visits of a pipeline rank in the order in which it runs them."""
+    m = schedule.microbatches
+    p = schedule.ranks
+    v = schedule.stages_per_rank
+    forwards = _list_forwards(schedule, rank)
+    # The backward pass runs through the stages of the rank in reverse.
+    backwards = [
+        Visit(False, visit.microbatch, p * (v - 1 - (visit.stage - rank) // p) + rank)
+        for visit in forwards
+    ]
+    if schedule.name in ("1F1B", "one stage"):
+        ahead = min(p - rank, m)
+    elif schedule.name == "interleaved 1F1B":
+        ahead = schedule.count_in_flight(rank)
+    else:
+        ahead = v * m
+    # `ahead` forward passes start before the first backward pass. Then both alternate.
+    order = forwards[:ahead]
+    for index, backward in enumerate(backwards):
+        order.append(backward)
+        if ahead + index < len(forwards):
+            order.append(forwards[ahead + index])
+    return tuple(order)
+
+
+def _list_forwards(schedule: PipelineSchedule, rank: int) -> list[Visit]:
+    """Return the forward passes of a rank in order.
+
+    Rounds of microbatches pass all stages of the rank before the next round starts.
+    """
+    m = schedule.microbatches
+    p = schedule.ranks
+    v = schedule.stages_per_rank
+    size = m
+    if schedule.name == "interleaved 1F1B":
+        size = m // max(1, m // p)
+    return [
+        Visit(True, microbatch, rank + p * stage)
+        for first in range(0, m, size)
+        for stage in range(v)
+        for microbatch in range(first, min(first + size, m))
+    ]
+
+
+def simulate_pipeline(schedule: PipelineSchedule, times: StageTimes) -> SimulatedPipeline:
+    """Simulate a step and return its events."""
+    spans = _simulate_spans(schedule, times)
+    return SimulatedPipeline(
+        tuple(
+            tuple(
+                PipelineEvent(rank, visit, start, end)
+                for visit, (start, end) in zip(list_visits(schedule, rank), done, strict=True)
+            )
+            for rank, done in enumerate(spans)
+        )
+    )
+
+
+@lru_cache(maxsize=256)
+def _list_steps(schedule: PipelineSchedule, rank: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Return the visits of a rank as numbers, for the speed of the simulation.
+
+    Each has the number of its own result, that of the result it needs (-1 for none), the rank that
+    needs its result (-1 for none, or for the rank itself), and the number of its duration. Results
+    are numbered by direction, stage and microbatch, and durations by direction and stage.
+    """
+    p = schedule.ranks
+    m = schedule.microbatches
+    stages = p * schedule.stages_per_rank
+    steps = []
+    for visit in list_visits(schedule, rank):
+        stage = visit.stage
+        duration = stage if visit.forward else stages + stage
+        result = duration * m + visit.microbatch
+        if visit.forward:
+            needed = result - m if stage else -1
+            receiver = (stage + 1) % p if stage + 1 < stages else -1
+        else:
+            # The loss is computed in the forward pass of the last stage.
+            needed = result + m if stage + 1 < stages else stage * m + visit.microbatch
+            receiver = (stage - 1) % p if stage else -1
+        if receiver == rank:
+            receiver = -1
+        steps.append((result, needed, receiver, duration))
+    return tuple(steps)
+
+
+def _simulate_spans(
+    schedule: PipelineSchedule, times: StageTimes
+) -> list[list[tuple[float, float]]]:
+    """Return start and end of each visit, by rank and in the order of `list_visits`.
+
+    Raises:
+        ValueError: The orders wait for each other, so the schedule never ends.
+    """
+    p = schedule.ranks
+    orders = [_list_steps(schedule, rank) for rank in range(p)]
+    durations = [*times.forward, *times.backward]
+    spans: list[list[tuple[float, float]]] = [[] for _ in range(p)]
+    # Time at which each rank has finished its last visit.
+    free = [0.0] * p
+    # A negative time means that a result does not exist yet.
+    arrived = [-1.0] * (len(durations) * schedule.microbatches)
+    # A rank is looked at again whenever one of its neighbours has finished a visit.
+    waiting = list(range(p))
+    while waiting:
+        rank = waiting.pop()
+        order = orders[rank]
+        done = spans[rank]
+        now = free[rank]
+        woken = set()
+        for index in range(len(done), len(order)):
+            result, needed, receiver, duration = order[index]
+            ready = arrived[needed] if needed >= 0 else 0.0
+            if ready < 0:
+                break
+            start = max(now, ready)
+            now = start + durations[duration]
+            arrived[result] = now
+            if receiver >= 0:
+                arrived[result] = now + times.message
+                woken.add(receiver)
+                if times.blocking:
+                    now += times.message
+            done.append((start, now))
+        free[rank] = now
+        waiting.extend(woken)
+    if any(len(done) < len(order) for done, order in zip(spans, orders, strict=True)):
+        raise ValueError(f"the visits of {schedule} wait for each other")
+    return spans
+
+
+def _measure_seconds(schedule: PipelineSchedule, times: StageTimes) -> float:
+    return max(done[-1][1] for done in _simulate_spans(schedule, times))
+
+
+def estimate_pipeline_seconds(schedule: PipelineSchedule, times: StageTimes) -> float:
+    """Return the seconds of a step, as `simulate_pipeline` does, in a bounded time.
+
+    A long step repeats the same pattern. Its middle is therefore extrapolated from two shorter
+    steps whose lengths differ by one round.
+    """
+    p = schedule.ranks
+    m = schedule.microbatches
+    # One rank never waits.
+    if p == 1:
+        return m * (sum(times.forward) + sum(times.backward))
+    enough = 4 * p
+    # Rounds of another size than p would change with the number of microbatches.
+    regular = schedule.name == "1F1B" or (schedule.name == "interleaved 1F1B" and m % p == 0)
+    if m <= enough + p or not regular:
+        return _measure_seconds(schedule, times)
+    rest = (m - enough) % p
+    rounds = (m - enough - rest) // p
+    short = _shorten(schedule, enough + rest)
+    longer = _shorten(schedule, enough + rest + p)
+    # What the first round and the last one add is the same in both steps.
+    first = _measure_seconds(short, times)
+    return first + rounds * (_measure_seconds(longer, times) - first)
+
+
+def _shorten(schedule: PipelineSchedule, microbatches: int) -> PipelineSchedule:
+    return PipelineSchedule(schedule.name, microbatches, schedule.ranks, schedule.stages_per_rank)

@@ -1,0 +1,232 @@
+"""All legal layouts of a model on a number of devices, and the fastest of them that fit.
+
+The search is exact for the model: a layout is simulated unless its lower bound is already longer
+than the time of enough others.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from megatron.cost.hardware import Hardware
+from megatron.cost.layout import RankLayout, Software
+from megatron.cost.memory import BALANCED_ENDS
+from megatron.cost.step import StepJob, StepPrediction
+from megatron.errors import ConfigError
+from megatron.model.shape import ModelShape
+
+_SHARES = (Fraction(1), Fraction(3, 4), Fraction(2, 3), Fraction(1, 2), Fraction(1, 3))
+"""Shares of recomputed layers that are tried."""
+_MAX_MICRO_BATCH = 16
+_MAX_VIRTUAL = 16
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What is searched. None leaves a choice to the search."""
+
+    shape: ModelShape
+    batch_size: int
+    devices: int
+    hardware: Hardware
+    software: Software
+    tensor: int | None = None
+    pipeline: int | None = None
+    context: int = 1
+    micro_batch: int | None = None
+    virtual: int | None = None
+    recompute: str | None = None
+    zero_stage: int | None = None
+    partition: str | None = None
+    hsdp: bool | None = None
+    """Whether ZeRO stage 3 shards over the ranks of a node only."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The layouts that fit, fastest first, and how many do not."""
+
+    fastest: tuple[StepPrediction, ...]
+    """The fastest, simulated."""
+    fitting: tuple[StepPrediction, ...]
+    """All that fit, by the lower bounds of their times."""
+    too_large: int
+    """Number of layouts that do not fit in memory."""
+
+
+def list_divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def iterate_layouts(space: SearchSpace) -> Iterator[RankLayout]:
+    """Yield each legal layout of the space."""
+    for tensor in _list_tensor_sizes(space):
+        for pipeline in list_divisors(space.devices // (tensor * space.context)):
+            if space.pipeline not in (None, pipeline):
+                continue
+            # Each stage needs a layer.
+            if pipeline > space.shape.config.num_layers:
+                continue
+            data = space.devices // (tensor * pipeline * space.context)
+            # All data-parallel ranks get the same number of samples.
+            if space.batch_size % data == 0:
+                yield from _iterate_microbatches(space, tensor, pipeline, data)
+
+
+def _list_tensor_sizes(space: SearchSpace) -> list[int]:
+    """Return the tensor-parallel sizes that divide the model and stay inside a node.
+
+    Between nodes, the collectives of each layer would take longer than its computation.
+    """
+    config = space.shape.config
+    # Groups of other sizes would be uneven over the nodes.
+    sizes = list_divisors(space.hardware.ranks_per_node)
+    return [
+        size
+        for size in sizes
+        if space.tensor in (None, size)
+        and space.devices % (size * space.context) == 0
+        and config.num_attention_heads % size == 0
+        and space.shape.ffn_hidden_size % size == 0
+        and max(size, space.shape.query_groups) % min(size, space.shape.query_groups) == 0
+    ]
+
+
+def _iterate_microbatches(
+    space: SearchSpace, tensor: int, pipeline: int, data: int
+) -> Iterator[RankLayout]:
+    share = space.batch_size // data
+    for micro in list_divisors(min(share, _MAX_MICRO_BATCH)):
+        if share % micro or space.micro_batch not in (None, micro):
+            continue
+        for virtual, partition in _list_stage_choices(space, pipeline, share // micro):
+            base = RankLayout(
+                tensor=tensor,
+                pipeline=pipeline,
+                data=data,
+                context=space.context,
+                micro_batch=micro,
+                virtual=virtual,
+                partition=partition,
+                sequence_parallel=tensor > 1 and space.software.sequence_parallel,
+            )
+            # ZeRO and recomputation do not depend on each other.
+            for sharded in _iterate_sharding(space, base):
+                yield from _iterate_recomputation(space, sharded)
+
+
+def _list_stage_choices(
+    space: SearchSpace, pipeline: int, microbatches: int
+) -> list[tuple[int, str]]:
+    """Return pairs of virtual stages of a rank and the method that divides the layers."""
+    partitions = [space.partition or "uniform"]
+    if pipeline == 1:
+        return [(1, partitions[0])]
+    if space.partition is None:
+        partitions.append(BALANCED_ENDS)
+    # Stages need not be even without virtual stages.
+    choices = [(1, partition) for partition in partitions]
+    layers = space.shape.config.num_layers
+    # Interleaved 1F1B needs rounds of the same size, and virtual stages of the same size.
+    # The trainer has no uneven virtual stages, so they are only tried for those that ask for them.
+    method = "uniform"
+    if space.partition == BALANCED_ENDS:
+        layers += 2
+        method = BALANCED_ENDS
+    if layers % pipeline == 0 and microbatches % pipeline == 0:
+        sizes = list_divisors(layers // pipeline)
+        choices += [(size, method) for size in sizes if 1 < size <= _MAX_VIRTUAL]
+    return [choice for choice in choices if space.virtual in (None, choice[0])]
+
+
+def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayout]:
+    """Yield ZeRO stages. Higher ones communicate for each microbatch of a pipeline."""
+    stages = [space.zero_stage]
+    if space.zero_stage is None:
+        stages = [1] if base.pipeline > 1 else [1, 3]
+    for stage in stages:
+        assert stage is not None, "a ZeRO stage was chosen"
+        if not (stage == 3 and space.hsdp):
+            yield replace(base, zero_stage=stage)
+        # Groups inside a node gather weights over the fast links.
+        node = max(1, space.hardware.ranks_per_node // base.tensor)
+        if (
+            stage == 3
+            and space.hsdp is not False
+            and 1 < node < base.data
+            and base.data % node == 0
+        ):
+            yield replace(base, zero_stage=stage, shard=node)
+
+
+def _iterate_recomputation(space: SearchSpace, base: RankLayout) -> Iterator[RankLayout]:
+    if space.recompute in (None, "none"):
+        yield base
+    if space.recompute == "selective" or (space.recompute is None and not space.software.flash):
+        yield replace(base, recompute="selective")
+    if space.recompute == "operators":
+        yield replace(base, recompute="operators")
+    if space.recompute in (None, "shares", "full"):
+        # "full" alone means all layers; the search also tries shares of them.
+        for share in _SHARES if space.recompute != "full" else _SHARES[:1]:
+            yield replace(base, recompute="full", recomputed_share=share)
+
+
+def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
+    """Return the `count` fastest layouts that fit, and what else was found.
+
+    Raises:
+        ConfigError: No layout is legal.
+    """
+    found = []
+    too_large = 0
+    legal = 0
+    for layout in iterate_layouts(space):
+        try:
+            prediction = StepPrediction(
+                StepJob(space.shape, layout, space.batch_size, space.software, space.hardware)
+            )
+        except ConfigError:
+            # The layers cannot be divided so.
+            continue
+        legal += 1
+        if prediction.fits:
+            found.append(prediction)
+        else:
+            too_large += 1
+    if not legal:
+        raise ConfigError(
+            f"no layout divides a batch of {space.batch_size} samples and the model over "
+            f"{space.devices} devices; choose another number of devices or another batch size."
+        )
+    found.sort(key=lambda each: each.lower_bound)
+    return SearchResult(_simulate_fastest(found, count), tuple(found), too_large)
+
+
+def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[StepPrediction, ...]:
+    """Return the fastest of `found`, which are in the order of their lower bounds."""
+    best: list[StepPrediction] = []
+    for prediction in found:
+        # No later one can be faster than those found so far.
+        if len(best) == count and prediction.lower_bound >= best[-1].seconds:
+            break
+        best.append(prediction)
+        best.sort(key=lambda each: each.seconds)
+        del best[count:]
+    return tuple(best)
+
+
+def find_pareto_front(predictions: Sequence[StepPrediction]) -> list[StepPrediction]:
+    """Return the predictions that no other one beats in both time and memory.
+
+    Times are the lower bounds, because most layouts are not simulated.
+    """
+    front = []
+    # From fast to slow, each layout of the front needs less memory than all before it.
+    least = float("inf")
+    for prediction in sorted(predictions, key=lambda each: (each.lower_bound, each.peak_bytes)):
+        if prediction.peak_bytes < least:
+            front.append(prediction)
+            least = prediction.peak_bytes
+    return front

@@ -1,0 +1,99 @@
+"""What a dry run reports of a rank: plain data, without tensors."""
+
+from dataclasses import dataclass, field
+
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+ACTIVATIONS = "activations"
+COMMUNICATION = "communication"
+KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION)
+"""Kinds of memory.
+
+Weights are the parameters of the model. With FSDP2, these are the fp32 shards. The optimizer has
+its moments, and the fp32 masters if they are not the parameters themselves. Communication has what
+FSDP2 gathers and reduces, and the receive buffers of the pipeline. Activations are everything else,
+also temporary tensors.
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Collective:
+    """A message between ranks, as one rank sees it."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive or barrier."""
+    group: str
+    """tensor, data, shards, replicas, pipeline, ends, world or control."""
+    ranks: int
+    """Size of the group."""
+    dtype: str
+    size: int
+    """Bytes of the larger of the input and the output."""
+    stream: str
+    """Stream of this rank on which it was started."""
+
+
+@dataclass(frozen=True, order=True)
+class Synchronisation:
+    """A point at which the host waits for the GPU."""
+
+    cause: str
+    """What waits, such as `copy to the host`."""
+    line: str
+    """The line of this project that caused it, as `engine/native.py:345`."""
+
+
+@dataclass(frozen=True, order=True)
+class HostCopy:
+    """A copy between host memory and the GPU."""
+
+    direction: str
+    """`to the GPU` or `to the host`."""
+    size: int
+    """Bytes."""
+    blocking: bool
+    """Whether the host waits for it."""
+    line: str
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What one step of one rank did."""
+
+    collectives: dict[Collective, int] = field(default_factory=dict)
+    """Message -> how often."""
+    synchronisations: dict[Synchronisation, int] = field(default_factory=dict)
+    copies: dict[HostCopy, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    """Kind of memory -> bytes at the moment at which most memory was in use."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Kind of memory -> bytes that stay in use between steps."""
+    operators: int = 0
+    """Number of operators on the GPU."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes in use at the peak."""
+        return sum(self.peak.values())
+
+    def count_collectives(self, kind: str, group: str) -> dict[tuple[str, int], int]:
+        """Return (dtype, bytes) -> how often, for the messages of a kind in a group."""
+        found: dict[tuple[str, int], int] = {}
+        for each, count in self.collectives.items():
+            if each.kind == kind and each.group == group:
+                key = (each.dtype, each.size)
+                found[key] = found.get(key, 0) + count
+        return found
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The dry run of one rank."""
+
+    rank: int
+    coordinate: str
+    """The coordinate in the grid, as text."""
+    microbatches: int
+    """Microbatches that were run."""
+    step: StepTrace

@@ -1,0 +1,379 @@
+"""Published measurements of training steps, and what the cost model predicts for them.
+
+`python tests/cost/published.py` prints the tables of docs/planner.md.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.cost.hardware import Hardware, load_hardware
+from megatron.cost.layout import SOFTWARE, RankLayout
+from megatron.cost.memory import BALANCED_ENDS
+from megatron.cost.search import SearchSpace, search_layouts
+from megatron.cost.step import StepJob, StepPrediction
+from megatron.model import flops
+from megatron.model.shape import ModelShape
+
+FITTED = {
+    "Korthikanti-2022, 530B full": "gemm_share of the A100",
+    "BLOOM-topology, 72 layers TP 4 PP 12 DP 8": "kernel_gap, memory outside of tensors",
+    "Megatron-Core-0.8-H100, 177B": "gemm_share of the H100",
+    "fms-fsdp-llama2, 7b A100": "contention",
+    "torchtitan-llama3.1-H100, 8B FSDP 8 GPU": "gemm_share at 500 W, traffic of eager kernels",
+}
+"""Row -> the constants that were chosen on it. There is at most one for a table and hardware."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published value and its prediction."""
+
+    table: str
+    row: str
+    quantity: str
+    published: float
+    predicted: float
+    layout: str
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.published - 1
+
+    @property
+    def key(self) -> str:
+        """Name of the row."""
+        return f"{self.table}, {self.row}"
+
+
+def make_gpt(hidden: int, layers: int, heads: int, seq: int, vocab: int, **more: Any) -> ModelShape:
+    config = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=seq,
+        **more,
+    )
+    return ModelShape(config, vocab, vocab)
+
+
+def make_row_shape(row: dict[str, Any], **more: Any) -> ModelShape:
+    return make_gpt(
+        row["hidden"], row["layers"], row["heads"], row["seq"], row.get("vocab", 51200), **more
+    )
+
+
+def make_llama(
+    hidden: int, layers: int, heads: int, groups: int, ffn: int, seq: int, vocab: int
+) -> ModelShape:
+    return make_gpt(
+        hidden,
+        layers,
+        heads,
+        seq,
+        vocab,
+        num_query_groups=groups,
+        ffn_hidden_size=ffn,
+        glu_activation="swiglu",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rotary",
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def predict(
+    shape: ModelShape, layout: RankLayout, batch: int, software: str, hardware: Hardware
+) -> StepPrediction:
+    return StepPrediction(StepJob(shape, layout, batch, SOFTWARE[software], hardware))
+
+
+def search(space: SearchSpace) -> StepPrediction:
+    """Return the fastest layout of what a row leaves open."""
+    found = search_layouts(space, count=1).fastest
+    assert found, f"no layout of {space} fits"
+    return found[0]
+
+
+def compare_sc21(row: dict[str, Any]) -> Iterator[Compared]:
+    best = search(
+        SearchSpace(
+            make_row_shape(row),
+            row["batch"],
+            row["gpus"],
+            load_hardware("a100-80g"),
+            SOFTWARE["megatron-lm-2021"],
+            tensor=row["tp"],
+            pipeline=row["pp"],
+            recompute="full",
+            zero_stage=0,
+            partition="uniform",
+        )
+    )
+    yield _compare_tflops(row, f"{row['parameters_billion']:g}B", best, hardware=True)
+
+
+def _compare_tflops(
+    row: dict[str, Any],
+    name: str,
+    best: StepPrediction,
+    *,
+    hardware: bool = False,
+    causal: bool = False,
+) -> Compared:
+    predicted = best.compute_tflops(hardware=hardware, causal=causal)
+    return Compared(
+        row["table"], name, "TFLOPs", row["tflops_per_gpu"], predicted, best.job.layout.describe()
+    )
+
+
+def compare_korthikanti(row: dict[str, Any]) -> Iterator[Compared]:
+    shape = make_row_shape(row)
+    layout = RankLayout(
+        tensor=row["tp"],
+        pipeline=row["pp"],
+        micro_batch=row["micro_batch"],
+        virtual=row["interleave"],
+        zero_stage=0,
+    )
+    for name, key, chosen in (
+        ("full", "seconds_full_recompute", replace(layout, recompute="full")),
+        (
+            "selective + SP",
+            "seconds_selective_sequence_parallel",
+            replace(layout, recompute="selective", sequence_parallel=True),
+        ),
+    ):
+        step = predict(shape, chosen, row["batch"], "megatron-lm-2022", load_hardware("a100-80g"))
+        yield Compared(
+            row["table"],
+            f"{row['name']} {name}",
+            "s",
+            row[key],
+            step.seconds,
+            chosen.describe(),
+        )
+
+
+def compare_bloom(row: dict[str, Any]) -> Iterator[Compared]:
+    # The 70-layer rows are the first with --pp-partition-method 'type:transformer|embedding' and
+    # with the bf16 optimizer, as the chronicles say.
+    bf16 = row["precision"] == "bf16"
+    layout = RankLayout(
+        tensor=row["tp"],
+        pipeline=row["pp"],
+        data=row["dp"],
+        micro_batch=row["micro_batch"],
+        recompute="full",
+        zero_stage=row["zero"],
+        partition=BALANCED_ENDS if bf16 else "uniform",
+    )
+    shape = make_row_shape(row, position_embedding_type="alibi")
+    software = "megatron-deepspeed-bf16" if bf16 else "megatron-deepspeed"
+    step = predict(shape, layout, row["batch"], software, load_hardware("jean-zay-a100"))
+    name = f"{row['layers']} layers TP {row['tp']} PP {row['pp']} DP {row['dp']}"
+    if row["heads"] != 64:
+        name += f" {row['heads']} heads"
+    yield Compared(row["table"], name, "s", row["seconds"], step.seconds, layout.describe())
+    # nvidia-smi prints MiB, which the chronicles round to "GB".
+    memory = step.peak_bytes / 2**30
+    yield Compared(row["table"], name, "GiB", row["gb_per_gpu"], memory, layout.describe())
+
+
+def compare_core(row: dict[str, Any]) -> Iterator[Compared]:
+    # The sizes of the models are those with an untied output layer.
+    shape = make_row_shape(row, untie_embeddings_and_output_weights=True)
+    best = search(
+        SearchSpace(
+            shape,
+            row["batch"],
+            row["gpus"],
+            load_hardware("h100"),
+            SOFTWARE["megatron-core"],
+            tensor=row["tp"],
+            pipeline=row["pp"],
+            zero_stage=1,
+            partition="uniform",
+        )
+    )
+    yield _compare_tflops(row, row["name"], best)
+
+
+def compare_mt_nlg(row: dict[str, Any]) -> Iterator[Compared]:
+    best = search(
+        SearchSpace(
+            make_row_shape(row),
+            row["batch"],
+            row["gpus"],
+            load_hardware("a100-80g"),
+            SOFTWARE["megatron-deepspeed"],
+            tensor=row["tp"],
+            pipeline=row["pp"],
+            # DeepSpeed's pipeline has no virtual stages.
+            virtual=1,
+            recompute="full",
+            zero_stage=1,
+            partition="uniform",
+        )
+    )
+    yield Compared(
+        row["table"],
+        f"{row['gpus']} GPUs",
+        "s",
+        row["seconds"],
+        best.seconds,
+        best.job.layout.describe(),
+    )
+
+
+FMS_NETWORK = {"a100": 6.25, "h100": 12.5}
+"""GB/s of a device to other nodes. The nodes had 400 and 800 Gb/s
+(https://pytorch.org/blog/maximizing-training/)."""
+
+
+def compare_fms(row: dict[str, Any]) -> Iterator[Compared]:
+    shapes = {
+        "7b": make_llama(4096, 32, 32, 32, 11008, row["seq"], 32000),
+        "34b": make_llama(8192, 48, 64, 8, 22016, row["seq"], 32000),
+    }
+    for kind, file in (("a100", "a100-80g"), ("h100", "h100")):
+        hardware = replace(load_hardware(file), network_gb_per_second=FMS_NETWORK[kind])
+        gpus = row[f"gpus_{kind}"]
+        space = SearchSpace(
+            shapes[row["model"]],
+            row["micro_batch"] * gpus,
+            gpus,
+            hardware,
+            SOFTWARE["fsdp-compiled"],
+            tensor=1,
+            pipeline=1,
+            micro_batch=row["micro_batch"],
+            zero_stage=3,
+            # 7b keeps all activations; of larger models the share that is recomputed is not given.
+            recompute="none" if row["model"] == "7b" else None,
+            hsdp=row["model"] == "7b",
+        )
+        best = search(space)
+        yield Compared(
+            row["table"],
+            f"{row['model']} {kind.upper()}",
+            "tokens/s",
+            row[f"tokens_per_second_per_gpu_{kind}"],
+            best.tokens_per_second,
+            best.job.layout.describe(),
+        )
+
+
+def compare_torchtitan(row: dict[str, Any]) -> Iterator[Compared]:
+    shape = make_llama(4096, 32, 32, 8, 14336, row["seq"], 128256)
+    layout = RankLayout(
+        data=row["gpus"], micro_batch=row["micro_batch"], zero_stage=3, recompute="operators"
+    )
+    software = "fsdp-compiled" if "compile" in row["name"] else "fsdp-eager"
+    batch = row["micro_batch"] * row["gpus"]
+    step = predict(shape, layout, batch, software, load_hardware("h100-96g"))
+    published = row["tokens_per_second_per_gpu"]
+    chosen = layout.describe()
+    yield Compared(row["table"], row["name"], "tokens/s", published, step.tokens_per_second, chosen)
+    memory = step.peak_bytes / 2**30
+    yield Compared(row["table"], row["name"], "GiB", row["gib"], memory, chosen)
+
+
+def compare_nemo(row: dict[str, Any]) -> Iterator[Compared]:
+    shapes = {
+        "llama3-8b": make_llama(4096, 32, 32, 8, 14336, 8192, 128256),
+        "llama2-7b": make_llama(4096, 32, 32, 32, 11008, 4096, 32000),
+    }
+    published = row["tflops_per_gpu"] * 1e12 / row["tokens_per_second_per_gpu"]
+    counted = flops.count_model_flops_per_token(shapes[row["model"]])
+    yield Compared(
+        row["table"], row["model"], "GFLOPs/token", published / 1e9, counted / 1e9, "any"
+    )
+
+
+def compare_llama3(row: dict[str, Any]) -> Iterator[Compared]:
+    seq = 8192 if row["cp"] == 1 else 131072
+    shape = make_llama(16384, 126, 128, 8, 53248, seq, 128256)
+    best = search(
+        SearchSpace(
+            shape,
+            # 16M tokens.
+            2**24 // seq,
+            row["gpus"],
+            load_hardware("h100"),
+            SOFTWARE["megatron-core"],
+            tensor=row["tp"],
+            pipeline=row["pp"],
+            context=row["cp"],
+            micro_batch=1,
+            zero_stage=2,
+            partition=BALANCED_ENDS,
+        )
+    )
+    yield _compare_tflops(row, f"{row['gpus']} GPUs CP {row['cp']}", best, causal=True)
+
+
+COMPARISONS: dict[str, Callable[[dict[str, Any]], Iterator[Compared]]] = {
+    "SC21-table1": compare_sc21,
+    "Korthikanti-2022": compare_korthikanti,
+    "BLOOM-topology": compare_bloom,
+    "Megatron-Core-0.8-H100": compare_core,
+    "MT-NLG-530B": compare_mt_nlg,
+    "fms-fsdp-llama2": compare_fms,
+    "torchtitan-llama3.1-H100": compare_torchtitan,
+    "NeMo-24.12-H100-FP8": compare_nemo,
+    "llama3-405b": compare_llama3,
+}
+"""Table of performance.json -> the function that compares one of its rows."""
+
+
+def compare_all(rows: Sequence[dict[str, Any]]) -> list[Compared]:
+    """Return all comparisons of time and memory."""
+    return [
+        compared
+        for row in rows
+        if row["table"] in COMPARISONS
+        for compared in COMPARISONS[row["table"]](row)
+    ]
+
+
+def format_table(compared: Sequence[Compared]) -> str:
+    """Return the Markdown table of docs/planner.md. Fitted rows are marked."""
+    lines = [
+        "| table | row | layout | published | predicted | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in compared:
+        mark = " (fitted)" if each.key in FITTED else ""
+        lines.append(
+            f"| {each.table} | {each.row}{mark} | {each.layout} | {each.published:.4g} "
+            f"{each.quantity} | {each.predicted:.4g} | {100 * each.error:+.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def summarise(compared: Sequence[Compared]) -> str:
+    """Return a sentence about the rows that nothing was fitted on."""
+    held_out = [abs(each.error) for each in compared if each.key not in FITTED]
+    return (
+        f"Rows without a fitted constant: {len(held_out)}, mean absolute error "
+        f"{100 * sum(held_out) / len(held_out):.1f} %, worst {100 * max(held_out):.1f} %."
+    )
+
+
+if __name__ == "__main__":
+    everything = compare_all(read_rows(Path(sys.argv[1])))
+    times = [each for each in everything if each.quantity in ("s", "TFLOPs", "tokens/s")]
+    others = [each for each in everything if each not in times]
+    for part in (times, others):
+        print(format_table(part), summarise(part), sep="\n\n", end="\n\n")

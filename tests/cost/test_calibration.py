@@ -1,0 +1,124 @@
+"""tools/calibrate.py: constants from a micro-benchmark and from measured steps."""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.commands import calibrate, plan
+from megatron.cost.calibration import Measured, build_measured_hardware
+from megatron.cost.hardware import find_hardware, load_hardware
+from megatron.errors import ConfigError
+from megatron.operations.slurm.device_benchmark import measure_device
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINING = shlex.split(
+    "--preset llama2-7b --seq-length 4096 --micro-batch-size 2 --global-batch-size 128 --bf16 "
+    "--train-iters 1000 --lr 3e-4 --sharding-strategy fsdp"
+)
+
+
+def test_a_measured_step_is_predicted_after_the_calibration(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    words = [str(path), "--base", "a100-80g", "--seconds", "2.3", "--world-size", "64", "--"]
+    assert calibrate.main([*words, *TRAINING]) == 0
+    assert "2.3 s measured" in capsys.readouterr().out
+    assert load_hardware(str(path)).gemm_share < load_hardware("a100-80g").gemm_share
+    words = ["--json", "--hardware", str(path), "--world-size", "64"]
+    assert plan.main([*words, *TRAINING]) == 0
+    cost = json.loads(capsys.readouterr().out)["cost"]
+    assert cost["hardware"] == "mine"
+    assert cost["seconds_per_iteration"] == pytest.approx(2.3, rel=0.001)
+
+
+def test_the_time_is_the_median_of_a_runs_steps(tmp_path, capsys):
+    seconds = [60.0] * 10 + [2.0, 2.1, 2.2, 9.0, 2.1]
+    rows = [{"global_batch_size": 128, "seconds": each} for each in seconds]
+    rows.append({"global_batch_size": 64, "seconds": 1.0})
+    lines = [*map(json.dumps, rows), '{"global_batch_si']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    words = [str(tmp_path / "mine.yaml"), "--base", "a100", "--run", str(tmp_path)]
+    assert calibrate.main([*words, "--world-size", "64", "--", *TRAINING]) == 0
+    assert "2.1 s measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "phrase"),
+    [
+        (["--seconds", "2.3"], "--base is required"),
+        (["--seconds", "2.3", "--base", "a100", "--run", "x"], "give one of them"),
+        (["--seconds", "0.01", "--base", "a100", "--world-size", "64"], "cannot be explained"),
+        (["--seconds", "nan", "--base", "a100", "--world-size", "64"], "above 0 and finite"),
+        (["--run", "absent", "--base", "a100", "--world-size", "64"], "metrics.jsonl"),
+        (["--seconds", "2.3", "--base", "a100"], "--world-size is required"),
+    ],
+)
+def test_what_is_wrong_with_a_calibration(tmp_path, capsys, words, phrase):
+    path = tmp_path / "mine.yaml"
+    assert calibrate.main([str(path), *words, "--", *TRAINING]) == 2
+    assert phrase in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_the_micro_benchmark_measures_this_device():
+    measured = measure_device(seconds=0.2)
+    assert measured.tflops > 0.001
+    assert 0.0001 < measured.memory_tb_per_second < 20
+    assert measured.ring_gb_per_second is None
+    hardware = build_measured_hardware(measured, None, "here")
+    assert hardware.gemm_share == 1
+    assert hardware.peak_tflops == measured.tflops
+
+
+def test_shares_of_a_base():
+    base = load_hardware("h100")
+    measured = Measured(594.0, 2.68, 79.0, 132, 360.0, 8)
+    found = build_measured_hardware(measured, base, "mine")
+    assert found.gemm_share == pytest.approx(0.6, abs=0.001)
+    assert found.memory_share == pytest.approx(0.8)
+    assert found.node_share == pytest.approx(0.8)
+    assert found.network_share == base.network_share
+    over = build_measured_hardware(replace(measured, ranks=16), base, "mine")
+    assert over.network_share == pytest.approx(0.9)
+    assert over.node_share == base.node_share
+    with pytest.raises(ConfigError, match="another device"):
+        build_measured_hardware(measured, load_hardware("a100-80g"), "mine")
+
+
+def test_devices_are_found_by_their_names():
+    for name, expected in (
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla V100-SXM2-32GB", "v100-32g"),
+    ):
+        found = find_hardware(name)
+        assert found is not None
+        assert found.name == expected
+    assert find_hardware("NVIDIA A100-PCIE-40GB") is None
+    assert find_hardware("cpu") is None
+
+
+def test_the_cost_model_imports_no_torch():
+    code = (
+        "import sys, megatron.cost.search, megatron.cost.goodput, megatron.cost.trace, "
+        "megatron.cost.calibration; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_file_of_a_measured_device_can_be_loaded(tmp_path, monkeypatch, capsys):
+    short = measure_device(seconds=0.05)
+    monkeypatch.setattr("megatron.operations.slurm.device_benchmark.measure_device", lambda: short)
+    path = tmp_path / "here.yaml"
+    assert calibrate.main([str(path)]) == 0
+    assert "matrix product:" in capsys.readouterr().out
+    found = load_hardware(str(path))
+    assert found.name == "here"
+    assert found.peak_tflops == pytest.approx(short.tflops, rel=0.001)
+    assert found.multiprocessors == short.multiprocessors

@@ -1,0 +1,140 @@
+"""Hardware files, kernels, collectives and goodput."""
+
+import math
+
+import pytest
+
+from megatron.cost.collectives import estimate_collective_seconds
+from megatron.cost.goodput import (
+    Reliability,
+    choose_save_interval,
+    estimate_footprint,
+    estimate_goodput,
+)
+from megatron.cost.hardware import list_hardware, load_hardware
+from megatron.cost.kernels import Gemm, compute_gemm_utilisation, estimate_gemm_seconds
+from megatron.errors import ConfigError
+
+A100 = load_hardware("a100-80g")
+
+
+def test_the_files_of_the_package_can_be_loaded():
+    names = {"v100-32g", "a100-40g", "a100-80g", "h100", "h200", "b200", "gh200"}
+    assert names <= set(list_hardware())
+    for name in list_hardware():
+        hardware = load_hardware(name)
+        assert hardware.name == name
+        assert 60 < hardware.peak_tflops < 3000
+
+
+def test_a_users_file_changes_a_base(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: h100\nranks_per_node: 4\nnetwork_gb_per_second: 12.5\n")
+    mine = load_hardware(str(path))
+    assert mine.name == "mine"
+    assert mine.ranks_per_node == 4
+    assert mine.peak_tflops == load_hardware("h100").peak_tflops
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("base: h100\nranks: 4\n", "'ranks' is not a value"),
+        ("base: h101\n", "base 'h101' is not known"),
+        ("base: h100\ngemm_share: 1.5\n", "must not exceed 1"),
+        ("base: h100\nwatts: true\n", "must be above 0"),
+        ("base: h100\nwatts: -3\n", "must be above 0"),
+        ("peak_tflops: 100\n", "lacks memory_gib"),
+        ("- h100\n", "must be a mapping"),
+        ("a: [\n", "not valid YAML"),
+        ("base: [h100]\n", "is not known"),
+        ("base: h100\npeak_tflops: .nan\n", "must be above 0"),
+        ("base: h100\nname: 3\n", "name is 3"),
+        ("base: h100\nranks_per_node: 2.5\n", "whole number"),
+    ],
+)
+def test_what_is_wrong_with_a_file(tmp_path, text, phrase):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=phrase):
+        load_hardware(str(path))
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="a100-80g, b200"):
+        load_hardware("h101")
+
+
+def test_tiles_and_waves():
+    """108 tiles of 256 x 128 fill an A100 once. One more tile needs a second wave."""
+    full = Gemm(256 * 9, 128 * 12, 8192)
+    more = Gemm(256 * 10, 128 * 12, 8192)
+    assert compute_gemm_utilisation(full, 108) > 0.95
+    assert compute_gemm_utilisation(more, 108) < 0.85
+    # An edge that fills a tile by one row costs a complete tile.
+    edge = Gemm(256 * 9 + 1, 128 * 12, 8192)
+    assert compute_gemm_utilisation(edge, 108) < compute_gemm_utilisation(full, 108)
+
+
+def test_head_size_and_alignment():
+    scores = [Gemm(2048, 2048, width, 64) for width in (32, 64, 128)]
+    speeds = [each.flops / estimate_gemm_seconds(each, A100) for each in scores]
+    assert speeds == sorted(speeds)
+    aligned = compute_gemm_utilisation(Gemm(4096, 4096, 4096), 108)
+    assert compute_gemm_utilisation(Gemm(4096, 4104, 4104), 108) < 0.7 * aligned
+
+
+def test_a_large_product_is_limited_by_computation_and_a_thin_one_by_memory():
+    large = Gemm(16384, 16384, 16384)
+    assert large.flops / estimate_gemm_seconds(large, A100) > 0.7 * 312e12
+    thin = Gemm(8, 16384, 16384)
+    assert estimate_gemm_seconds(thin, A100) == pytest.approx(thin.bytes / A100.memory_rate)
+    assert estimate_gemm_seconds(Gemm(8, 8, 8), A100) == A100.launch_seconds
+
+
+def test_rings_inside_and_between_nodes():
+    size = 1e9
+    inside = estimate_collective_seconds(size, 8, A100)
+    assert inside == pytest.approx(7 / 8 * size / (300e9 * A100.node_share), rel=0.01)
+    assert estimate_collective_seconds(size, 8, A100, passes=2) == 2 * inside
+    # Two ranks of different nodes use one network card, and 16 ranks of two nodes use all.
+    assert estimate_collective_seconds(size, 2, A100, stride=8) > 5 * inside
+    assert estimate_collective_seconds(size, 16, A100) < estimate_collective_seconds(
+        size, 2, A100, stride=8
+    )
+    assert estimate_collective_seconds(size, 1, A100) == 0
+    # A small message takes the time of its hops.
+    assert estimate_collective_seconds(8, 8, A100) == pytest.approx(7 * A100.hop_seconds, rel=0.01)
+
+
+def test_the_best_interval_between_saves():
+    save, mean = 60.0, 8 * 3600.0
+    best = choose_save_interval(save, mean)
+    assert best == pytest.approx(math.sqrt(2 * save * mean), rel=0.05)
+    reliability = Reliability(8.0, 600.0, save)
+    chosen = estimate_goodput(reliability)
+    assert chosen.save_interval_seconds == best
+    for interval in (best / 2, best * 2):
+        assert estimate_goodput(reliability, interval).useful < chosen.useful
+    parts = chosen.useful + chosen.saves + chosen.lost_steps + chosen.restarts
+    assert parts == pytest.approx(1)
+
+
+def test_a_run_that_fails_before_it_can_save_has_little_goodput():
+    goodput = estimate_goodput(Reliability(0.01, 600.0, 120.0))
+    assert 0 < goodput.useful < 0.01
+
+
+def test_energy_of_bloom():
+    """1.08 million device hours and 433 MWh (https://arxiv.org/abs/2211.02001)."""
+    footprint = estimate_footprint(
+        load_hardware("jean-zay-a100"),
+        384,
+        1_082_990 / 384,
+        utilisation=0.9,
+        pue=1.0,
+        grams_per_kilowatt_hour=57,
+    )
+    assert footprint.device_hours == pytest.approx(1_082_990)
+    assert footprint.megawatt_hours == pytest.approx(433, rel=0.2)
+    assert footprint.tonnes == pytest.approx(24.7, rel=0.2)

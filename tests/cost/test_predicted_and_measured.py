@@ -1,0 +1,72 @@
+"""The chronicle compares the predicted time of a step with the measured one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.config.cli import load_config
+from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.operations.chronicle.history import read_history
+from megatron.operations.chronicle.summary import format_text, list_facts
+from megatron.plan import Plan, resolve
+from megatron.training.launch_record import describe_prediction
+
+
+def make_plan(*more: str) -> Plan:
+    words = (
+        "--preset llama2-7b --seq-length 4096 --micro-batch-size 2 --global-batch-size 128 "
+        "--train-iters 1000 --lr 3e-4 --sharding-strategy fsdp"
+    )
+    loaded = load_config([*words.split(), *more])
+    plan = resolve(loaded.config, 64, loaded.origin)
+    assert plan.errors == ()
+    return plan
+
+
+def write_run(folder: Path, start: Any, seconds: list[float]) -> None:
+    append_event(folder / CHRONICLE, "start", 0, {"seconds": 1.0, "devices": 64, **start})
+    rows = [
+        {
+            "kind": "train",
+            "time": f"2026-01-31T12:00:{index:02d}+00:00",
+            "iteration": index,
+            "global_batch_size": 128,
+            "seconds": each,
+            "lm_loss": 3.0,
+        }
+        for index, each in enumerate(seconds, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_start_on_a_known_device_has_a_prediction(tmp_path):
+    start = describe_prediction(make_plan("--bf16"), "NVIDIA A100-SXM4-80GB")
+    predicted = start["predicted"]
+    assert predicted["hardware"] == "a100-80g"
+    assert predicted["batch_size"] == 128
+    assert 1 < predicted["seconds"] < 4
+    slower = 2 * predicted["seconds"]
+    write_run(tmp_path, start, [60.0, slower, slower, slower])
+    facts = dict(list_facts(read_history(tmp_path)))
+    assert "s on a100-80g predicted" in facts["step"]
+    assert f"{slower:.4g} s measured (-50 %)" in facts["step"]
+    assert "measured (-50 %)" in format_text(read_history(tmp_path))
+
+
+def test_no_prediction_for_other_devices_and_for_fp32():
+    assert describe_prediction(make_plan("--bf16"), "cpu") == {}
+    assert describe_prediction(make_plan(), "NVIDIA A100-SXM4-80GB") == {}
+
+
+def test_a_run_without_a_usable_prediction_has_no_such_fact(tmp_path):
+    for number, predicted in enumerate(({}, {"predicted": 3}, {"predicted": {"seconds": "1"}})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_run(folder, predicted, [1.0])
+        assert "step" not in dict(list_facts(read_history(folder)))
+
+
+def test_steps_of_another_batch_size_are_not_compared(tmp_path):
+    predicted = {"predicted": {"hardware": "h100", "seconds": 1.0, "batch_size": 256}}
+    write_run(tmp_path, predicted, [1.0])
+    assert dict(list_facts(read_history(tmp_path)))["step"].endswith("not measured yet")

@@ -1,0 +1,112 @@
+"""The search of layouts, and the footprint of BLOOM's run."""
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from cost.published import make_gpt
+
+from megatron.cost.hardware import load_hardware
+from megatron.cost.layout import SOFTWARE, TRAINER, RankLayout
+from megatron.cost.memory import BALANCED_ENDS
+from megatron.cost.search import (
+    SearchSpace,
+    find_pareto_front,
+    iterate_layouts,
+    search_layouts,
+)
+from megatron.cost.step import StepJob, StepPrediction
+from megatron.errors import ConfigError
+
+BLOOM = make_gpt(14336, 70, 112, 2048, 250880, position_embedding_type="alibi")
+CHOSEN = RankLayout(
+    tensor=4,
+    pipeline=12,
+    data=8,
+    micro_batch=2,
+    recompute="full",
+    partition=BALANCED_ENDS,
+)
+"""The layout of the run."""
+
+
+@pytest.mark.parametrize("software", ["megatron-deepspeed-bf16", "trainer"])
+def test_the_search_is_at_least_as_fast_as_blooms_layout(software):
+    hardware = load_hardware("jean-zay-a100")
+    space = SearchSpace(BLOOM, 2048, 384, hardware, SOFTWARE[software])
+    result = search_layouts(space)
+    best = result.fastest[0]
+    theirs = StepPrediction(StepJob(BLOOM, CHOSEN, 2048, SOFTWARE[software], hardware))
+    assert theirs.fits
+    assert best.fits
+    assert best.seconds <= theirs.seconds
+    assert best.job.layout.ranks == 384
+    assert result.too_large > 0
+    assert [each.seconds for each in result.fastest] == sorted(
+        each.seconds for each in result.fastest
+    )
+
+
+def test_the_search_over_1024_devices_takes_less_than_10_seconds():
+    space = SearchSpace(BLOOM, 2048, 1024, load_hardware("a100-80g"), TRAINER)
+    start = time.process_time()
+    assert search_layouts(space).fastest
+    assert time.process_time() - start < 10
+
+
+def test_the_search_finds_what_a_simulation_of_all_layouts_finds():
+    shape = make_gpt(2048, 24, 16, 2048, 51200)
+    space = SearchSpace(shape, 64, 16, load_hardware("a100-40g"), TRAINER)
+    found = search_layouts(space, count=5)
+    assert [each.seconds for each in found.fastest] == sorted(
+        each.seconds for each in found.fitting
+    )[:5]
+    for each in found.fitting:
+        # Otherwise the search could leave out the fastest one.
+        assert each.lower_bound <= each.seconds * (1 + 1e-9)
+
+
+def test_each_layout_divides_model_batch_and_devices():
+    shape = make_gpt(2048, 24, 16, 2048, 51200)
+    layouts = list(iterate_layouts(SearchSpace(shape, 96, 48, load_hardware("h100"), TRAINER)))
+    assert len(set(layouts)) == len(layouts)
+    for layout in layouts:
+        assert layout.ranks == 48
+        assert 96 % (layout.data * layout.micro_batch) == 0
+        assert 16 % layout.tensor == 0
+    assert {layout.recompute for layout in layouts} == {"none", "full"}
+
+
+def test_no_layout_is_an_error_that_names_the_batch():
+    shape = make_gpt(2048, 24, 16, 2048, 51200)
+    with pytest.raises(ConfigError, match="batch of 3 samples"):
+        search_layouts(SearchSpace(shape, 3, 1024, load_hardware("h100"), TRAINER))
+
+
+def test_the_pareto_front_trades_time_for_memory():
+    shape = make_gpt(2048, 24, 16, 2048, 51200)
+    found = search_layouts(SearchSpace(shape, 64, 16, load_hardware("a100-40g"), TRAINER))
+    front = find_pareto_front(found.fitting)
+    assert len(front) > 1
+    for faster, slower in pairwise(front):
+        assert faster.lower_bound <= slower.lower_bound
+        assert faster.peak_bytes > slower.peak_bytes
+    least = min(each.peak_bytes for each in found.fitting)
+    assert front[-1].peak_bytes == least
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"network_gb_per_second": 3.0}, "seconds"),
+        ({"memory_tb_per_second": 1.0}, "seconds"),
+        ({"gemm_share": 0.4}, "seconds"),
+        ({"node_gb_per_second": 30.0}, "seconds"),
+    ],
+)
+def test_slower_hardware_is_slower(change, field):
+    hardware = load_hardware("jean-zay-a100")
+    fast = StepPrediction(StepJob(BLOOM, CHOSEN, 2048, TRAINER, hardware))
+    slow = StepPrediction(StepJob(BLOOM, CHOSEN, 2048, TRAINER, replace(hardware, **change)))
+    assert getattr(slow, field) > getattr(fast, field)

@@ -1,0 +1,149 @@
+"""Everything around a step on the fake GPU: a complete training, evaluation, checks, the probe."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from cuda.conftest import Call
+from cuda.fake_ranks import Case, check_replicas, evaluate, probe_node, train
+from cuda.test_steps import BF16
+
+from megatron.dry_run.process import call_in_pool, open_pool
+from megatron.dry_run.record import StepTrace
+
+
+def make_arguments(corpus: str, folder: Path, *flags: str) -> list[str]:
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16"
+    length = "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --vocab-size 5000"
+    often = "--train-iters 4 --log-interval 1 --save-interval 2 --eval-iters 1 --eval-interval 2"
+    return [
+        *f"{shape} {length} {often} --split 90,10,0".split(),
+        *("--data-path", corpus, "--save", str(folder)),
+        *flags,
+    ]
+
+
+def count_waits(step: StepTrace, file: str) -> int:
+    """Return how often the host waits at a file."""
+    return sum(n for wait, n in step.synchronisations.items() if wait.line.startswith(file))
+
+
+def sum_copies(step: StepTrace, file: str, *, blocking: bool) -> int:
+    """Return the bytes that a file copies to the host."""
+    return sum(
+        each.size * count
+        for each, count in step.copies.items()
+        if each.direction == "to the host"
+        and each.line.startswith(file)
+        and each.blocking == blocking
+    )
+
+
+H = 64
+LAYER = 12 * H * H + 13 * H
+STATE_BYTES = 3 * 4 * (5000 * H + 32 * H + 2 * LAYER + 2 * H)
+"""Weights and two moments of the model in fp32, without the padding of the vocabulary.
+
+They are those of the words, the positions, two layers and the last norm.
+"""
+
+
+def test_a_training_saves_loads_and_evaluates(on_fake_gpu: Call, corpus, tmp_path):
+    first = on_fake_gpu(train, make_arguments(corpus, tmp_path, "--exit-interval", "2"))
+    assert (tmp_path / "latest").read_text().strip() == "global_step2"
+    # Without --async-save, the training waits for each tensor.
+    assert sum_copies(first, "checkpoint/", blocking=True) == STATE_BYTES
+    assert sum_copies(first, "checkpoint/", blocking=False) == 0
+    # One read for each of two steps and for the evaluation.
+    assert count_waits(first, "engine/native.py") == 2 + 1
+    second = on_fake_gpu(
+        train,
+        make_arguments(corpus, tmp_path, "--load", str(tmp_path), "--async-save"),
+    )
+    loaded = {
+        each: count
+        for each, count in second.copies.items()
+        if each.direction == "to the GPU" and each.line.startswith("checkpoint/")
+    }
+    assert sum(each.size * count for each, count in loaded.items()) == STATE_BYTES
+    # An asynchronous save copies to pinned memory, and only its thread waits.
+    assert sum_copies(second, "checkpoint/", blocking=True) == 0
+    assert sum_copies(second, "checkpoint/shard_file.py", blocking=False) == STATE_BYTES
+    assert count_waits(second, "checkpoint/shard_file.py") == 1
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_trains_on_one_process(corpus, tmp_path):
+    # A process of its own, because DeepSpeed keeps its process group.
+    with open_pool(1) as pool:
+        arguments = make_arguments(corpus, tmp_path, "--deepspeed", "--exit-interval", "2")
+        step = call_in_pool(pool, train, arguments)
+    assert (tmp_path / "latest").read_text().strip() == "global_step2"
+    records = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [each for each in map(json.loads, records) if each["kind"] == "train"]
+    # A dropped update has no loss. What is read from a fake GPU is 2.
+    assert [each["lm_loss"] for each in steps] == [2.0, 2.0]
+    # It waits more than once a step. The native engine does not.
+    assert count_waits(step, "engine/deepspeed.py") > 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(BF16 + "--tensor-model-parallel-size 2 --zero-stage 3 --global-batch-size 8", 4, 3),
+        Case(BF16 + "--pipeline-model-parallel-size 2 --global-batch-size 8", 4, 2),
+    ],
+    ids=["TP, ZeRO 3", "PP"],
+)
+def test_an_evaluation_reads_one_number_and_scores_one_tensor(case, on_fake_gpu: Call):
+    loss, likelihoods, evaluated, scored = on_fake_gpu(evaluate, case)
+    # What is read from a fake GPU is 2.
+    assert loss == 2.0
+    assert sum(evaluated.synchronisations.values()) == 1
+    assert evaluated.peak["gradients"] == 0
+    # Two data-parallel ranks with four microbatches of two samples each.
+    assert len(likelihoods) == 2 * 4 * 2
+    # The second wait is for the loss, which an evaluation has as well. The rank with the loss also
+    # waits in each microbatch for the number of positions that count.
+    of_masks = count_waits(scored, "model/loss.py")
+    assert of_masks == 4
+    assert sum(scored.synchronisations.values()) == 2 + of_masks
+
+
+def test_the_check_of_replicas_reads_one_tensor_for_each_group(on_fake_gpu: Call):
+    case = Case(
+        BF16 + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--sharding-strategy ddp --global-batch-size 8",
+        8,
+        7,
+    )
+    repaired, norm, step = on_fake_gpu(check_replicas, case)
+    assert repaired == []
+    assert norm == pytest.approx(2**0.5)
+    # Replicas, tensor-parallel ranks, and both ends of the pipeline.
+    assert count_waits(step, "engine/invariants.py") == 3
+    assert {each.group for each in step.collectives if each.kind == "all_gather"} >= {
+        "replicas",
+        "tensor",
+        "ends",
+    }
+
+
+def test_the_probe_of_a_node_uses_no_more_memory_than_it_checks(on_fake_gpu: Call):
+    report, step = on_fake_gpu(probe_node, 64, 60.0)
+    assert report.failures == ()
+    assert report.tflops > 0
+    assert report.all_reduce_gb_per_second > 0
+    # The pattern, and the comparison of one part.
+    assert 60 << 30 <= step.peak_bytes < (60 << 30) + (512 << 20)
+    sizes = step.count_collectives("all_reduce", "default_pg") or {
+        (each.dtype, each.size): count for each, count in step.collectives.items()
+    }
+    assert sizes == {("float32", 4 << 26): 2}
+
+
+def test_the_probe_reports_too_little_memory(on_fake_gpu: Call):
+    report, _ = on_fake_gpu(probe_node, 8, 100.0)
+    assert "100 GiB are needed" in report.failures[0]

@@ -1,0 +1,42 @@
+"""Tests of benchmarks/step_time.py that need no measurement."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.cli import load_config
+from megatron.plan import resolve
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def step_time(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module, as the script imports it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("step_time")
+    sys.modules.pop("step_time", None)
+
+
+@pytest.mark.parametrize(
+    ("size", "fitting"),
+    [
+        ("125m", ["trainer", "bare", "hf"]),
+        # A model of 1.2 billion parameters needs 22 GB, and activations need 26 GB.
+        ("1.3b", ["trainer", "bare"]),
+        ("7b", []),
+    ],
+)
+def test_contestants_that_do_not_fit_are_left_out(
+    size: str, fitting: list[str], step_time: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = step_time.Arguments(size=size)
+    argv = step_time.command_line(arguments, "llama", "bf16", "/tmp/none")
+    plan = resolve(load_config(argv).config, 1)
+    names = ["trainer", "bare", "hf"]
+    assert step_time.choose_fitting(names, plan, 80 * 10**9) == fitting
+    shown = capsys.readouterr().out
+    assert shown.count("SKIPPED") == len(names) - len(fitting)
