@@ -16,7 +16,7 @@ from tiny_corpus import ROOT, command
 from training.runs import SIZES
 
 from megatron.commands import chronicle, rollback
-from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.observe.chronicle import CHRONICLE, append_event, read_events
 from megatron.operations.chronicle.energy import read_energy
 from megatron.operations.chronicle.goodput import (
     KEPT,
@@ -28,6 +28,7 @@ from megatron.operations.chronicle.goodput import (
 )
 from megatron.operations.chronicle.history import read_history
 from megatron.operations.chronicle.page import POINTS, compute_running_mean, select_points
+from megatron.operations.monitor.alerts import Alert, Outlets, deliver
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NOTE = '<script>document.title="owned"</script><img src="http://example.com/x.png">'
@@ -203,6 +204,26 @@ def test_page_of_a_run_without_a_complete_record(tmp_path: Path, line: str) -> N
     page = tmp_path / "empty.html"
     assert chronicle.main([str(tmp_path), "--html", str(page)]) == 0
     assert "Goodput" in page.read_text()
+
+
+def test_alert_of_a_cron_tool_is_in_the_chronicle_once(tmp_path: Path) -> None:
+    outlets = Outlets(main_log=tmp_path / "main_log.txt")
+    for _ in range(2):
+        deliver([Alert("disk", "the disk is full")], outlets, watched=["disk"], runs=[tmp_path])
+    deliver([], outlets, watched=["disk"], runs=[tmp_path, tmp_path / "none"])
+    events = read_events(tmp_path / CHRONICLE)
+    assert [event.kind for event in events] == ["alert", "recovered"]
+    assert events[0].details == {"text": "the disk is full"}
+    assert not (tmp_path / "none").exists()
+
+
+def test_event_of_an_unknown_form_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = '{"time": "2026-01-01T00:00:00+00:00", "kind": "node-exclusion", "host": "node7"}'
+    (tmp_path / CHRONICLE).write_text(line + "\n")
+    assert chronicle.main([str(tmp_path)]) == 0
+    assert "host node7" in capsys.readouterr().out
 
 
 @pytest.mark.full
