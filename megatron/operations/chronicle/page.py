@@ -189,6 +189,8 @@ def _build_smoothing_slider(traces: Sequence[_Trace]) -> dict[str, Any]:
         "currentvalue": {"prefix": "smoothing (mean of iterations): "},
         # It is below the charts and the title of their x axis.
         "pad": {"t": 60},
+        # Otherwise the label of the last step would be outside of the page.
+        "len": 0.95,
     }
 
 
