@@ -65,7 +65,9 @@ def _watch(given: WatchdogArguments) -> int:
     found = check_disks(
         watches, given.run, Path(f"{given.outlets.main_log}.disk.json"), days_left=given.days_left
     )
-    delivery = deliver(found.alerts, given.outlets, watched=found.watched, pulses=found.pulses)
+    delivery = deliver(
+        found.alerts, given.outlets, watched=found.watched, pulses=found.pulses, runs=given.run
+    )
     return delivery.report(found.troubles, alert=bool(found.alerts))
 
 

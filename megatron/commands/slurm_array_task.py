@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
     def send_alert(text: str) -> None:
         for trouble in deliver(
-            [Alert("array task", text)], Outlets(main_log=options.main_log)
+            [Alert("array task", text)], Outlets(main_log=options.main_log), runs=[options.save]
         ).troubles:
             print(f"error: {trouble}", file=sys.stderr)
 

@@ -58,7 +58,13 @@ def _report_status(given: SlurmStatusArguments) -> int:
         pulses = []
     else:
         pulses = [found.pulse]
-    delivery = deliver(found.alerts, given.outlets, watched=found.watched, pulses=pulses)
+    delivery = deliver(
+        found.alerts,
+        given.outlets,
+        watched=found.watched,
+        pulses=pulses,
+        runs=[given.run] if given.run else [],
+    )
     return delivery.report(found.troubles, alert=bool(found.alerts))
 
 

@@ -141,13 +141,17 @@ def parse_time(text: Any) -> datetime | None:
 
 
 def parse_event(record: Mapping[str, Any]) -> Event | None:
-    """Return the event of a record, or None if it is not a complete event."""
+    """Return the event of a record, or None without a time or a kind."""
     time = parse_time(record.get("time"))
     kind = record.get("kind")
     iteration = record.get("iteration")
-    details = record.get("details")
-    if time is None or not isinstance(kind, str) or not isinstance(details, dict):
+    if time is None or not isinstance(kind, str):
         return None
+    details = record.get("details")
+    if not isinstance(details, dict):
+        # Another program may have written the event. Nothing of it is lost.
+        known = ("time", "kind", "iteration")
+        details = {name: value for name, value in record.items() if name not in known}
     # A boolean is an integer in Python.
     if type(iteration) is not int:
         iteration = None

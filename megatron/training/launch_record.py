@@ -11,6 +11,7 @@ from megatron.code_version import get_code_version
 from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
 from megatron.cost.hardware import find_hardware
+from megatron.data.epochs import measure_training_data
 from megatron.observe.timers import EVALUATE, SAVE
 from megatron.plan import Plan
 from megatron.plan_prediction import can_be_predicted, predict_plan
@@ -74,6 +75,7 @@ def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:
         "seq_length": model.seq_length,
         "train_iterations": plan.train_iters,
         **describe_prediction(plan, run.reporter.device_name),
+        "data": _list_data(run),
         "settings": list_settings(plan.config),
     }
 
@@ -92,6 +94,28 @@ def describe_prediction(plan: Plan, device_name: str) -> dict[str, Any]:
             "memory_gib": round(prediction.peak_bytes / 2**30, 2),
         }
     }
+
+
+def _list_data(run: Run) -> list[dict[str, Any]]:
+    """Return each training data set, its tokens, and its share of the tokens of the run.
+
+    The report computes epochs from them. The list is empty for a run by time, whose number of
+    tokens is not known, and for streamed or synthetic data.
+    """
+    plan = run.plan
+    if run.sources.train is None or plan.train_seconds is not None or not plan.train_tokens:
+        return []
+    uses = measure_training_data(
+        plan.config.data,
+        plan.train_tokens,
+        run.sources.registry.open,
+        plan.data_phases,
+        plan.train_samples,
+    )
+    return [
+        {"name": use.prefix, "tokens": use.tokens, "share": use.asked / plan.train_tokens}
+        for use in uses
+    ]
 
 
 def list_settings(config: Config) -> dict[str, str]:

@@ -16,7 +16,8 @@ from tiny_corpus import ROOT, command
 from training.runs import SIZES
 
 from megatron.commands import chronicle, rollback
-from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.observe.chronicle import CHRONICLE, append_event, read_events
+from megatron.operations.chronicle.energy import read_energy
 from megatron.operations.chronicle.goodput import (
     KEPT,
     SAVES,
@@ -26,7 +27,8 @@ from megatron.operations.chronicle.goodput import (
     compute_goodput,
 )
 from megatron.operations.chronicle.history import read_history
-from megatron.operations.chronicle.page import POINTS, select_points
+from megatron.operations.chronicle.page import POINTS, compute_running_mean, select_points
+from megatron.operations.monitor.alerts import Alert, Outlets, deliver
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NOTE = '<script>document.title="owned"</script><img src="http://example.com/x.png">'
@@ -172,6 +174,56 @@ def test_spike_stays_after_downsampling() -> None:
     assert 54_321 in chosen
     assert 70_000 not in chosen
     assert len(chosen) <= POINTS
+
+
+def test_running_mean_leaves_out_nan() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0])
+    assert compute_running_mean(values, 2).tolist() == [1.0, 1.0, 3.0, 4.0]
+    assert compute_running_mean(values, 100).tolist() == [1.0, 1.0, 2.0, 3.0]
+
+
+def test_energy_of_launches_is_added(tmp_path: Path) -> None:
+    table = tmp_path / "emissions.csv"
+    table.write_text(
+        "timestamp,run_id,emissions,energy_consumed\n"
+        "2026-01-01T10:00:00,a,0.1,1.0\n"
+        "2026-01-01T11:00:00,a,0.3,2.0\n"
+        "2026-01-01T12:00:00,b,0.2,1.5\n"
+        "2026-01-01T13:00"
+    )
+    use = read_energy([table, tmp_path / "none.csv"])
+    assert use is not None
+    assert use.kilowatt_hours.tolist() == [1.0, 2.0, 3.5]
+    assert use.kilograms[-1] == pytest.approx(0.5)
+    assert read_energy([tmp_path / "none.csv"]) is None
+
+
+@pytest.mark.parametrize("line", ["", '{"kind": "train", "iteration": 1', "not JSON"])
+def test_page_of_a_run_without_a_complete_record(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line)
+    page = tmp_path / "empty.html"
+    assert chronicle.main([str(tmp_path), "--html", str(page)]) == 0
+    assert "Goodput" in page.read_text()
+
+
+def test_alert_of_a_cron_tool_is_in_the_chronicle_once(tmp_path: Path) -> None:
+    outlets = Outlets(main_log=tmp_path / "main_log.txt")
+    for _ in range(2):
+        deliver([Alert("disk", "the disk is full")], outlets, watched=["disk"], runs=[tmp_path])
+    deliver([], outlets, watched=["disk"], runs=[tmp_path, tmp_path / "none"])
+    events = read_events(tmp_path / CHRONICLE)
+    assert [event.kind for event in events] == ["alert", "recovered"]
+    assert events[0].details == {"text": "the disk is full"}
+    assert not (tmp_path / "none").exists()
+
+
+def test_event_of_an_unknown_form_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = '{"time": "2026-01-01T00:00:00+00:00", "kind": "node-exclusion", "host": "node7"}'
+    (tmp_path / CHRONICLE).write_text(line + "\n")
+    assert chronicle.main([str(tmp_path)]) == 0
+    assert "host node7" in capsys.readouterr().out
 
 
 @pytest.mark.full

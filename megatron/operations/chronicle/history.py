@@ -26,6 +26,7 @@ from megatron.observe.chronicle import (
     parse_time,
     read_events,
 )
+from megatron.operations.chronicle.energy import EnergyUse, read_energy
 from megatron.operations.rollback.execution import INTERVENTIONS
 from megatron.operations.rollback.plan import ROLLED_BACK
 
@@ -80,6 +81,8 @@ class RunHistory:
     """Seconds since the epoch at which the training loop started, for each launch."""
     hang_verdicts: list[float]
     """Seconds since the epoch at which the watchdog has ended a launch."""
+    energy: EnergyUse | None
+    """Energy and CO2, or None if codecarbon did not measure them."""
 
 
 class _MetricsReader:
@@ -185,7 +188,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
     reader = _MetricsReader()
     # The parts that rollbacks removed come first, because they are older than the present file.
     for record in interventions:
-        for part in _list_removed_parts(folder, record):
+        for part in _list_removed_parts(folder, record, "metrics"):
             reader.read(part, is_removed=True)
     if metrics.is_file():
         reader.read(metrics, is_removed=False, end=metrics_bytes)
@@ -202,15 +205,43 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
         sorted(events, key=lambda event: event.time),
         sorted(reader.loop_starts),
         sorted(path.stat().st_mtime for path in folder.glob(_VERDICTS)),
+        read_energy(_list_energy_tables(folder, events, interventions)),
     )
+
+
+def _list_energy_tables(
+    folder: Path, events: list[Event], interventions: list[dict[str, Any]]
+) -> list[Path]:
+    """Return the tables of codecarbon that the starts name, and the parts that were removed."""
+    found = []
+    for event in events:
+        directory = _read_setting(event, "--codecarbon-dir")
+        if directory:
+            found.append(Path(directory) / "emissions.csv")
+    for record in interventions:
+        found += _list_removed_parts(folder, record, "emissions")
+    return list(dict.fromkeys(found))
+
+
+def _read_setting(event: Event, flag: str) -> str | None:
+    """Return a text of the settings of a start, or None if it was not given."""
+    settings = event.details.get("settings")
+    if event.kind != "start" or not isinstance(settings, dict):
+        return None
+    try:
+        value = json.loads(settings.get(flag, "null"))
+    except (TypeError, ValueError):
+        return None
+    if isinstance(value, str):
+        return value
+    return None
 
 
 def _find_metrics_file(folder: Path, events: list[Event]) -> Path:
     """Return the path of the metrics file, which the settings of the last start may name."""
     for event in reversed(events):
-        settings = event.details.get("settings")
-        if event.kind == "start" and isinstance(settings, dict):
-            given = json.loads(settings.get("--metrics-file", "null"))
+        if event.kind == "start":
+            given = _read_setting(event, "--metrics-file")
             if given:
                 return Path(given)
             break
@@ -227,13 +258,13 @@ def _iterate_interventions(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _list_removed_parts(folder: Path, record: dict[str, Any]) -> Iterator[Path]:
-    """Yield the parts of the metrics file that a rollback removed."""
+def _list_removed_parts(folder: Path, record: dict[str, Any], kind: str) -> Iterator[Path]:
+    """Yield the parts of the metrics file or the emissions that a rollback removed."""
     files = record.get("files")
     if not isinstance(files, list):
         return
     for file in files:
-        if isinstance(file, dict) and file.get("kind") == "metrics":
+        if isinstance(file, dict) and file.get("kind") == kind:
             # Only names are used, so that no record leads out of the folder.
             parts = Path(str(record.get("parts"))).name
             path = folder / ROLLED_BACK / parts / Path(str(file.get("part"))).name

@@ -8,7 +8,7 @@ Invariants:
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ _PANELS = {
     "tflops": "TFLOPs of a device",
     "mfu": "MFU",
     "goodput": "goodput",
+    "energy": "energy [kWh]",
 }
 """Column of a panel -> its title."""
 _AXES = {
@@ -44,6 +45,10 @@ _AXES = {
 }
 """Column of the x axis -> its title."""
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf")
+_SMOOTHED = ("lm_loss", "grad_norm", "tokens_per_second", "tflops", "mfu")
+"""Panels whose curves are noisy. Evaluations and schedules are shown as they are."""
+_SMOOTHING = (1, 10, 100, 1000)
+"""Choices of the slider: iterations of the mean. 1 is no smoothing."""
 _FAINT = 0.3
 """Opacity of an abandoned lineage."""
 _INTERVENTIONS = "events"
@@ -67,6 +72,8 @@ class _Trace:
     x: dict[str, list[float | None]]
     y: list[float | None]
     style: dict[str, Any]
+    smoothed: dict[int, list[float | None]] = field(default_factory=dict)
+    """Iterations of the mean -> the y values. It is empty for a curve that is not smoothed."""
 
 
 def write_page(histories: Sequence[RunHistory], path: Path) -> None:
@@ -161,8 +168,30 @@ def _draw(histories: Sequence[RunHistory]) -> "Figure":
         updatemenus=[
             {"buttons": buttons, "type": "buttons", "direction": "right", "x": 0, "y": 1.04}
         ],
+        sliders=[_build_smoothing_slider(traces)],
     )
     return figure
+
+
+def _build_smoothing_slider(traces: Sequence[_Trace]) -> dict[str, Any]:
+    """Return the slider that chooses over how many iterations the curves are averaged."""
+    numbers = [number for number, trace in enumerate(traces) if trace.smoothed]
+    steps = [
+        {
+            "label": "off" if count == 1 else f"{count:,}",
+            "method": "restyle",
+            "args": [{"y": [traces[number].smoothed[count] for number in numbers]}, numbers],
+        }
+        for count in _SMOOTHING
+    ]
+    return {
+        "steps": steps,
+        "currentvalue": {"prefix": "smoothing (mean of iterations): "},
+        # It is below the charts and the title of their x axis.
+        "pad": {"t": 60},
+        # Otherwise the label of the last step would be outside of the page.
+        "len": 0.95,
+    }
 
 
 def _list_traces(history: RunHistory, colour: str) -> Iterator[_Trace]:
@@ -177,6 +206,13 @@ def _list_traces(history: RunHistory, colour: str) -> Iterator[_Trace]:
             if not len(chosen):
                 continue
             name = f"{run}: {_PANELS[panel]}" if is_kept else f"{run}: abandoned"
+            smoothed = {}
+            if is_kept and panel in _SMOOTHED:
+                # The mean is that of all iterations, not only of those that are drawn.
+                for count in _SMOOTHING:
+                    means = np.full_like(values, np.nan)
+                    means[rows] = compute_running_mean(values[rows], count)
+                    smoothed[count] = _list_with_gaps(columns, means, chosen)
             yield _Trace(
                 panel,
                 name,
@@ -188,6 +224,7 @@ def _list_traces(history: RunHistory, colour: str) -> Iterator[_Trace]:
                     "opacity": 1.0 if is_kept else _FAINT,
                     "showlegend": is_kept and panel == "lm_loss",
                 },
+                smoothed,
             )
     if kept.any():
         yield from _list_evaluation_traces(history, columns, colour, run)
@@ -204,7 +241,33 @@ def _add_derived_columns(history: RunHistory) -> dict[str, Column]:
     columns["goodput"] = np.cumsum(steps) / np.maximum(times - first, 1e-9)
     # The clock of the first step began before the first record of a run without a chronicle.
     columns["goodput"] = np.minimum(columns["goodput"], 1.0)
+    columns["energy"] = np.full(len(times), np.nan)
+    if history.energy is not None:
+        # codecarbon writes a row at each save. Nothing is known before the first one.
+        columns["energy"] = np.interp(
+            times, history.energy.times, history.energy.kilowatt_hours, left=np.nan, right=np.nan
+        )
     return columns
+
+
+def compute_running_mean(values: Column, count: int) -> Column:
+    """Return the mean of each value and the `count - 1` values before it. nan is left out.
+
+    The first means have fewer values. A mean without any finite value is nan.
+
+    Args:
+        values: The values of a curve, [n].
+        count: Number of values of a mean, at least 1.
+    """
+    finite = np.isfinite(values)
+    # The level is subtracted, so that the sum over a long curve loses no digits.
+    level = float(np.mean(values[finite])) if finite.any() else 0.0
+    sums = np.cumsum(np.where(finite, values - level, 0.0))
+    counts = np.cumsum(finite).astype(np.float64)
+    for total in (sums, counts):
+        total[count:] -= total[:-count].copy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(level + sums / counts)
 
 
 def select_points(values: Column) -> np.ndarray:

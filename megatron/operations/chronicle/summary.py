@@ -44,11 +44,15 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
             ("samples", f"{int(np.nan_to_num(last['consumed_samples'])):,}"),
             ("tokens", f"{int(np.nan_to_num(last['consumed_tokens'])):,}"),
             ("training loss", f"{last['lm_loss']:.4f}"),
+            *_list_epochs(history, float(np.nan_to_num(last["consumed_tokens"]))),
         ]
     for name, (iteration, loss) in _find_last_evaluations(history).items():
         facts.append((f"loss of {name}", f"{loss:.4f} after iteration {iteration:,}"))
     facts += _compare_prediction(history)
     facts.append(("iterations that were undone", f"{undone:,}"))
+    if history.energy is not None:
+        facts.append(("energy", f"{history.energy.kilowatt_hours[-1]:.6g} kWh"))
+        facts.append(("carbon", f"{history.energy.kilograms[-1]:.6g} kg of CO2 equivalent"))
     return facts
 
 
@@ -75,6 +79,25 @@ def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
     else:
         text += " predicted, not measured yet"
     return [("step", text)]
+
+
+def _list_epochs(history: RunHistory, tokens: float) -> list[tuple[str, str]]:
+    """Return how often each training data set was read, or nothing if that is not known."""
+    data: Any = None
+    for event in history.events:
+        if event.kind == "start":
+            data = event.details.get("data")
+    try:
+        epochs = [float(tokens * each["share"] / each["tokens"]) for each in data]
+    except (TypeError, KeyError, ValueError, ZeroDivisionError):
+        # An older version did not record the data.
+        return []
+    if not epochs:
+        return []
+    if len(epochs) == 1:
+        return [("epochs", f"{epochs[0]:.3g}")]
+    shown = f"{min(epochs):.3g} to {max(epochs):.3g} of {len(epochs)} data sets"
+    return [("epochs", shown)]
 
 
 def _find_last_evaluations(history: RunHistory) -> dict[str, tuple[int, float]]:

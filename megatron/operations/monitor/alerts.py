@@ -37,6 +37,7 @@ from typing import IO, Any, Protocol
 from megatron.durable import append_lines, replace_file
 from megatron.errors import OperationsError
 from megatron.file_lock import LockResult, try_lock
+from megatron.observe.chronicle import CHRONICLE, append_event
 
 _TIMEOUT_SECONDS = 20.0
 """Time limit for each answer of a mail server or webhook."""
@@ -136,6 +137,7 @@ def deliver(
     *,
     watched: Collection[str] = (),
     pulses: Sequence[str] = (),
+    runs: Sequence[Path] = (),
     now: float | None = None,
 ) -> Delivery:
     """Write alerts to the log, and send them by mail and webhook if these are set.
@@ -152,6 +154,7 @@ def deliver(
         outlets: Destinations.
         watched: Kinds of alerts that the caller has checked.
         pulses: Texts of PULSE lines, which are only written to the log.
+        runs: The --save folders of runs. Their chronicles get what is sent.
         now: Time of the check, in seconds since the epoch. Default: the present time.
     """
     if now is None:
@@ -166,6 +169,7 @@ def deliver(
         changes, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
         lines = [*(log_line("PULSE", text, now) for text in pulses), *changes]
         _append_to_log(outlets.main_log, lines, troubles)
+        _record(runs, due, troubles)
         # A channel with a wrong setting is in `channels` too. It keeps its lines until the setting
         # is right.
         if due:
@@ -228,6 +232,20 @@ def _append_to_log(log: Path, lines: Sequence[str], troubles: list[str]) -> None
             f"{log} cannot be written ({error.strerror}); its folder must exist and be writable. "
             f"These lines are missing in it: {lost}"
         )
+
+
+def _record(runs: Sequence[Path], lines: Sequence[str], troubles: list[str]) -> None:
+    """Add lines to the chronicles of runs, or add a trouble."""
+    for run in runs:
+        # A wrong path must not create a folder. The tools report it themselves.
+        if not run.is_dir():
+            continue
+        for line in lines:
+            word, _, text = line.partition("] ")[2].partition(": ")
+            try:
+                append_event(run / CHRONICLE, word.lower(), None, {"text": text})
+            except OSError as error:
+                troubles.append(f"{run / CHRONICLE} cannot be written ({error.strerror}): {line}")
 
 
 # The memory file
