@@ -93,14 +93,14 @@ def predict(layout: Layout) -> Messages:
     found: Messages = Counter()
     for part in (_predict_tensor, _predict_data, _predict_pipeline):
         found += part(layout)
-    # Loss, squared norm and zeros, in fp64.
+    # Loss, squared norm, zeros and the decision to stop, in fp64.
     if layout.t * layout.d * layout.p > 1:
         group = "world"
         if layout.d == layout.p == 1:
             group = "tensor"
         elif layout.t == layout.p == 1:
             group = "data"
-        found["all_reduce", group, "float64", 3 * 8] += 1
+        found["all_reduce", group, "float64", 4 * 8] += 1
     return found
 
 
@@ -125,9 +125,10 @@ def _predict_tensor(layout: Layout) -> Messages:
         found["reduce_scatter", "tensor", layout.dtype, stream] += layout.m * (
             forward + backward + layout.first + layout.last
         )
-        # ZeRO shards what is sent.
-        partial = sum(count // layout.shards for count in _sizes(list_partial(layout)))
-        found["all_reduce", "tensor", "float32", 4 * partial] += 1
+    # Partial gradients are added up, and replicated ones get rank 0's value by the same sum. ZeRO
+    # shards what is sent.
+    partial = sum(count // layout.shards for count in _sizes(list_partial(layout)))
+    found["all_reduce", "tensor", "float32", 4 * partial] += 1
     if layout.last:
         # Each position: maximum, sum of exponentials and logit of the label, of each rank.
         found["all_gather", "tensor", "float32", layout.t * 3 * S * B * 4] += layout.m
