@@ -137,12 +137,9 @@ class Exits:
 
         The sum of all votes goes to `count_votes`.
         """
-        vote = _ITERATION_VOTE * (after % _ITERATIONS)
-        if self._mesh.rank == 0:
-            vote += self._rank_zero_reason(before, after)
-        if self._signal:
-            vote += _SIGNAL_VOTE
-        return vote
+        reason = self._find_own_reason(before, after)
+        vote = _SIGNAL_VOTE if reason == StopReason.SIGNAL else float(reason)
+        return _ITERATION_VOTE * (after % _ITERATIONS) + vote
 
     def count_votes(self, votes: float | None, after: int) -> None:
         """Remember the sum of the votes for `decide`.
@@ -155,7 +152,8 @@ class Exits:
             OutOfStepError: A rank has voted on another step, because it has left out a message.
         """
         self._votes = None
-        if votes is None:
+        # A single rank has nobody to compare with.
+        if votes is None or self._mesh.grid.world_size == 1:
             return
         iterations, self._votes = divmod(votes, _ITERATION_VOTE)
         if iterations != self._mesh.grid.world_size * (after % _ITERATIONS):

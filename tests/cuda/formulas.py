@@ -119,8 +119,10 @@ def _predict_tensor(layout: Layout) -> Messages:
         )
     else:
         # The embedding scatters its sum forward and gathers backward. The head does the opposite.
+        # Attention and MLP keep their slice of the input, and gather it again for the gradient of
+        # the weight.
         found["all_gather", "tensor", layout.dtype, stream] += layout.m * (
-            forward + backward + layout.first + layout.last
+            forward + backward + 2 * layout.layers + layout.first + layout.last
         )
         found["reduce_scatter", "tensor", layout.dtype, stream] += layout.m * (
             forward + backward + layout.first + layout.last
@@ -167,11 +169,15 @@ def _predict_pipeline(layout: Layout) -> Messages:
     found: Messages = Counter()
     if layout.p == 1:
         return found
-    sent = S * B * H * layout.width // (layout.t if layout.sequence else 1)
+    # Each tensor-parallel rank sends its part.
+    stream = S * B * H * layout.width
+    sent = stream // layout.t
     # Activations go to the next stage, and gradients come back.
     neighbours = (not layout.first) + (not layout.last)
     found["send", "pipeline", layout.dtype, sent] += layout.m * neighbours
     found["receive", "pipeline", layout.dtype, sent] += layout.m * neighbours
+    if layout.t > 1 and not layout.sequence:
+        found["all_gather", "tensor", layout.dtype, stream] += layout.m * neighbours
     if layout.first or layout.last:
         # The sum of the gradients of the word embedding and its copy.
         found["all_reduce", "ends", "float32", 128 * H // layout.shards * 4] += 1

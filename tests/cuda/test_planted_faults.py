@@ -44,9 +44,10 @@ def test_a_wrong_shape_is_caught(on_fake_gpu: Call):
 def test_a_message_of_another_dtype_or_size_is_caught(fault, on_fake_gpu: Call):
     report = on_fake_gpu(run_case, replace(TP, fault=fault))
     assert count_messages(report) != predict(Layout(t=2))
-    # Both faults send the 20 activations of a step with twice the bytes.
+    # Both faults send 12 of the 20 activations with twice the bytes. The sums of the input gradients
+    # of attention and MLP start in another function.
     dtype = "float32" if fault == "message in fp32" else "bfloat16"
-    assert report.step.count_collectives("all_reduce", "tensor")[dtype, 2 * 8192] == 20
+    assert report.step.count_collectives("all_reduce", "tensor")[dtype, 2 * 8192] == 12
 
 
 def test_the_same_steps_without_a_fault_pass(on_fake_gpu: Call):

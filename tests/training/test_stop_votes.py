@@ -26,17 +26,17 @@ def pretrain_with_signal(argv: list[str], iteration: int, place: str) -> int:
     messages = 0
     found: list[exits.Exits] = []
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    vote = exits.Exits.vote
+    find_own_reason = exits.Exits._find_own_reason
     evaluate = loop.evaluate_validation
 
     def send(at: int, where: str) -> None:
         if last and at == iteration and where == place:
             found[0]._handle_signal(signal.SIGTERM, None)
 
-    def vote_and_signal(self: exits.Exits, before: int, after: int) -> float:
+    def find_reason_and_signal(self: exits.Exits, before: int, after: int) -> exits.StopReason:
         found.append(self)
         send(after, "step")
-        return vote(self, before, after)
+        return find_own_reason(self, before, after)
 
     def evaluate_and_signal(run: Any) -> None:
         evaluate(run)
@@ -51,7 +51,7 @@ def pretrain_with_signal(argv: list[str], iteration: int, place: str) -> int:
     counting = SimpleNamespace(all_reduce=count, ReduceOp=exits_dist.ReduceOp)
     with (
         mock.patch.object(exits, "dist", counting),
-        mock.patch.object(exits.Exits, "vote", vote_and_signal),
+        mock.patch.object(exits.Exits, "_find_own_reason", find_reason_and_signal),
         mock.patch.object(loop, "evaluate_validation", evaluate_and_signal),
     ):
         pretrain(argv)
