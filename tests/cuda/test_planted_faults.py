@@ -44,8 +44,8 @@ def test_a_wrong_shape_is_caught(on_fake_gpu: Call):
 def test_a_message_of_another_dtype_or_size_is_caught(fault, on_fake_gpu: Call):
     report = on_fake_gpu(run_case, replace(TP, fault=fault))
     assert count_messages(report) != predict(Layout(t=2))
-    # Both faults send 12 of the 20 activations with twice the bytes. Another function sends the input
-    # gradients of attention and MLP.
+    # Both faults send 12 of the 20 activations with twice the bytes. Another function sends the
+    # input gradients of attention and MLP.
     dtype = "float32" if fault == "message in fp32" else "bfloat16"
     assert report.step.count_collectives("all_reduce", "tensor")[dtype, 2 * 8192] == 12
 
