@@ -127,6 +127,35 @@ def test_page_is_safe_and_complete_without_a_browser(run_folder: Path, tmp_path:
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", text)
 
 
+def test_name_of_a_run_becomes_no_html(run_folder: Path, tmp_path: Path) -> None:
+    named = tmp_path / "<img src=x onerror=alert(1)>"
+    shutil.copytree(run_folder, named, ignore=shutil.ignore_patterns("global_step*", "cache"))
+    page = tmp_path / "report.html"
+    assert chronicle.main([str(named), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<img src=x" not in text
+    assert "&lt;img src=x onerror=alert(1)&gt;: loss" in text
+
+
+def test_runs_of_different_lengths_and_batch_sizes_are_compared(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    short.mkdir()
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    first = [record for record in records if record["kind"] == "train"][:3]
+    for number, record in enumerate(first):
+        record["global_batch_size"] = 2**number
+        record["lm_loss"] = float("nan") if number == 1 else record["lm_loss"]
+    (short / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in first))
+    page = tmp_path / "report.html"
+    assert chronicle.main([str(run_folder), str(short), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert '"name":"short: loss"' in text.replace('": "', '":"')
+    assert f'"name":"{run_folder.name}: loss"' in text.replace('": "', '":"')
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_browser_draws_the_traces_without_a_request(run_folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
@@ -139,6 +168,9 @@ def test_browser_draws_the_traces_without_a_request(run_folder: Path, tmp_path: 
     evaluations = history.evaluations
     assert len(re.findall(r'<path class="point"', dom)) == len(events) + len(evaluations)
     assert "gradient norm" in dom
+    # The choices of the mean, and the buttons of the x axis.
+    assert len(re.findall(r'class="slider-label"', dom)) >= 4
+    assert len(re.findall(r'class="updatemenu-button"', dom)) == 4
     assert 'data-title="Zoom in"' in dom
     assert 'data-title="Share chart' not in dom
     assert "<title>Report of" in dom

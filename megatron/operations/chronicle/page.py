@@ -37,6 +37,14 @@ _PANELS = {
     "energy": "energy [kWh]",
 }
 """Column of a panel -> its title."""
+_TICKS = {
+    "learning_rate": {"exponentformat": "e"},
+    # A constant batch size would have ticks between two integers.
+    "global_batch_size": {"tickformat": ",d"},
+    "mfu": {"tickformat": ".1%"},
+    "goodput": {"tickformat": ".0%"},
+}
+"""Column of a panel -> how its axis shows numbers, if not as plotly does by itself."""
 _AXES = {
     "iteration": "iterations",
     "consumed_samples": "samples",
@@ -149,7 +157,7 @@ def _draw(histories: Sequence[RunHistory]) -> "Figure":
             col=1,
         )
     for number, panel in enumerate(panels, 1):
-        figure.update_yaxes(title_text=_PANELS[panel], row=number, col=1)
+        figure.update_yaxes(title_text=_PANELS[panel], **_TICKS.get(panel, {}), row=number, col=1)
     last = f"xaxis{len(panels) if len(panels) > 1 else ''}"
     buttons = [
         {
