@@ -39,8 +39,8 @@ _PANELS = {
 """Column of a panel -> its title."""
 _TICKS = {
     "learning_rate": {"exponentformat": "e"},
-    # A constant batch size would have ticks between two integers.
-    "global_batch_size": {"tickformat": ",d"},
+    # A constant batch size would otherwise have ticks between two integers.
+    "global_batch_size": {"tickformat": ",d", "rangemode": "tozero"},
     "mfu": {"tickformat": ".1%"},
     "goodput": {"tickformat": ".0%"},
 }
@@ -172,9 +172,18 @@ def _draw(histories: Sequence[RunHistory]) -> "Figure":
         height=200 * max(2, len(panels)),
         template="plotly_white",
         margin={"t": 60, "r": 20},
-        legend={"orientation": "h", "y": 1.01, "yanchor": "bottom"},
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom"},
         updatemenus=[
-            {"buttons": buttons, "type": "buttons", "direction": "right", "x": 0, "y": 1.04}
+            {
+                "buttons": buttons,
+                "type": "buttons",
+                "direction": "right",
+                "x": 0,
+                # Otherwise the buttons would be left of the charts, and make these narrower.
+                "xanchor": "left",
+                "y": 1.01,
+                "yanchor": "bottom",
+            }
         ],
         sliders=[_build_smoothing_slider(traces)],
     )
