@@ -164,9 +164,8 @@ def test_browser_draws_the_traces_without_a_request(run_folder: Path, tmp_path: 
     history = read_history(run_folder)
     # Traces in the DOM: seven panels with two lineages, two of evaluations, one of events.
     assert len(re.findall(r'<g class="trace scatter', dom)) >= 14
-    events = [event for event in history.events if event.kind != "save"]
-    evaluations = history.evaluations
-    assert len(re.findall(r'<path class="point"', dom)) == len(events) + len(evaluations)
+    points = len(history.events) + len(history.evaluations)
+    assert len(re.findall(r'<path class="point"', dom)) == points
     assert "gradient norm" in dom
     # The choices of the mean, and the buttons of the x axis.
     assert len(re.findall(r'class="slider-label"', dom)) >= 4
@@ -196,6 +195,57 @@ def open_page(page: Path, folder: Path) -> tuple[str, list[str]]:
     # Chromium itself looks for updates and dictionaries.
     own = re.compile(r"https?://([a-z0-9-]+\.)*(google\.com|googleapis\.com|gvt1\.com)/")
     return done.stdout, [url for url in urls if own.match(url) is None]
+
+
+def test_alert_of_a_cron_tool_is_no_sign_of_a_launch(tmp_path: Path) -> None:
+    """A run was killed after 10 s and started again after two hours."""
+    began = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def write(kind: str, second: float, details: dict[str, object]) -> None:
+        record = {
+            "time": (began + timedelta(seconds=second)).isoformat(),
+            "kind": kind,
+            "iteration": None,
+            "details": details,
+        }
+        with open(tmp_path / CHRONICLE, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for iteration, second in ((1, 5), (2, 10), (3, 7205), (4, 7210)):
+            moment = (began + timedelta(seconds=second)).isoformat()
+            record = {"kind": "train", "iteration": iteration, "seconds": 5.0, "time": moment}
+            file.write(json.dumps(record) + "\n")
+    write("start", 0, {})
+    write("start", 7200, {})
+    before = compute_goodput(read_history(tmp_path)).seconds[WAITING]
+    assert before == pytest.approx(7190)
+    write("alert", 3600, {"text": "no line for 30 minutes", "source": "monitor"})
+    assert compute_goodput(read_history(tmp_path)).seconds[WAITING] == before
+
+
+def test_many_alerts_hide_no_rollback(run_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder, ignore=shutil.ignore_patterns("global_step*", "cache"))
+    for number in range(2000):
+        append_event(folder / CHRONICLE, "alert", 5, {"text": f"warning {number}."})
+    page = tmp_path / "report.html"
+    assert chronicle.main([str(folder), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<td>rollback</td>" in text
+    # The run had some alerts of its own.
+    assert re.search(r"<p>1,7\d\d earlier events of the kind alert are left out", text)
+    assert "warning 1699." not in text
+    assert "warning 1700." in text
+
+
+def test_abandoned_evaluation_is_at_its_own_time(run_folder: Path) -> None:
+    history = read_history(run_folder)
+    abandoned = [each for each in history.evaluations if not each.kept]
+    again = {each.iteration: each for each in history.evaluations if each.kept}
+    assert abandoned
+    for each in abandoned:
+        assert each.time < again[each.iteration].time
 
 
 def test_spike_stays_after_downsampling() -> None:
@@ -245,7 +295,7 @@ def test_alert_of_a_cron_tool_is_in_the_chronicle_once(tmp_path: Path) -> None:
     deliver([], outlets, watched=["disk"], runs=[tmp_path, tmp_path / "none"])
     events = read_events(tmp_path / CHRONICLE)
     assert [event.kind for event in events] == ["alert", "recovered"]
-    assert events[0].details == {"text": "the disk is full"}
+    assert events[0].details == {"text": "the disk is full", "source": "monitor"}
     assert not (tmp_path / "none").exists()
 
 

@@ -188,6 +188,8 @@ def _list_record_times(history: RunHistory) -> np.ndarray:
     events = [
         event.time.timestamp()
         for event in history.events
+        # An event with a source comes from a cron tool, which also runs while no launch does.
         if event.kind in ("start", "stop", "save", "skip", "alert")
+        and "source" not in event.details
     ]
     return np.concatenate([history.columns["time"], events, history.loop_starts])

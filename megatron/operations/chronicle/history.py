@@ -11,7 +11,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class EvaluationPoint:
     name: str
     iteration: int
     loss: float
+    time: float
+    """Seconds since the epoch."""
     kept: bool
 
 
@@ -124,7 +126,9 @@ class _MetricsReader:
                 if kind == "validation":
                     loss = _read_number(record.get("lm_loss"))
                     name = str(record.get("name"))
-                    self.evaluations.append(EvaluationPoint(name, iteration, loss, not is_removed))
+                    self.evaluations.append(
+                        EvaluationPoint(name, iteration, loss, moment.timestamp(), not is_removed)
+                    )
                     continue
                 if kind not in ("start", "train"):
                     continue
@@ -155,8 +159,7 @@ class _MetricsReader:
         for number in range(first_evaluation, len(self.evaluations)):
             found = self.evaluations[number]
             if found.kept and found.iteration > keep:
-                undone = EvaluationPoint(found.name, found.iteration, found.loss, kept=False)
-                self.evaluations[number] = undone
+                self.evaluations[number] = replace(found, kept=False)
 
 
 def _read_number(value: Any) -> float:

@@ -7,6 +7,7 @@ Invariants:
 """
 
 import html
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from megatron.durable import replace_file
 from megatron.errors import ConfigError
+from megatron.observe.chronicle import Event
 from megatron.operations.chronicle.goodput import compute_goodput
 from megatron.operations.chronicle.history import Column, RunHistory
 from megatron.operations.chronicle.summary import describe_events, list_facts, list_goodput
@@ -25,6 +27,17 @@ if TYPE_CHECKING:
 
 POINTS = 1500
 """Largest number of points of a curve."""
+_EVENTS = 300
+"""Largest number of events of one kind, so that many saves or alerts hide no rollback."""
+_SYMBOLS = {
+    "start": "triangle-right-open",
+    "stop": "square-open",
+    "save": "line-ns-open",
+    "rollback": "x-thin-open",
+    "alert": "triangle-up-open",
+    "note": "circle-open",
+}
+"""Kind of an event -> its marker. All other kinds are diamonds."""
 _PANELS = {
     "lm_loss": "loss",
     "grad_norm": "gradient norm",
@@ -328,14 +341,27 @@ def _shorten(value: float) -> float | None:
 
 
 def _find_on_axes(
-    columns: dict[str, Column], kept: np.ndarray, iterations: Sequence[float]
+    columns: dict[str, Column],
+    kept: np.ndarray,
+    iterations: Sequence[float],
+    times: Sequence[float],
 ) -> dict[str, list[float | None]]:
-    """Return the position of iterations on each x axis, by the rows that were kept."""
+    """Return the position of iterations on each x axis, by the rows that were kept.
+
+    Args:
+        columns: The columns of the run.
+        kept: Which rows were kept.
+        iterations: The iterations.
+        times: When they happened, in seconds since the epoch. An iteration that was undone
+            happened earlier than the kept one.
+    """
     known = columns["iteration"][kept]
-    return {
+    found = {
         axis: [_shorten(value) for value in np.interp(iterations, known, columns[axis][kept])]
         for axis in _AXES
     }
+    first = columns["time"][0] - 3600 * columns["hours"][0]
+    return {**found, "hours": [_shorten((time - first) / 3600) for time in times]}
 
 
 def _list_evaluation_traces(
@@ -356,7 +382,12 @@ def _list_evaluation_traces(
             yield _Trace(
                 "lm_loss",
                 f"{run}: {html.escape(name)}" + ("" if is_kept else " (abandoned)"),
-                _find_on_axes(columns, history.kept, [each.iteration for each in found]),
+                _find_on_axes(
+                    columns,
+                    history.kept,
+                    [each.iteration for each in found],
+                    [each.time for each in found],
+                ),
                 [_shorten(each.loss) for each in found],
                 {
                     "mode": "lines+markers" if is_kept else "markers",
@@ -371,10 +402,8 @@ def _list_evaluation_traces(
 def _list_event_traces(
     history: RunHistory, columns: dict[str, Column], colour: str, run: str
 ) -> Iterator[_Trace]:
-    """Yield the markers of all events except saves, on the curve of the training loss."""
-    described = [found for found in describe_events(history) if found[0].kind != "save"]
-    # The latest events matter most if there are too many.
-    described = described[-POINTS:]
+    """Yield the markers of the events, on the curve of the training loss."""
+    described, _ = _limit_by_kind(describe_events(history))
     kept = history.kept & np.isfinite(columns["lm_loss"])
     if not described or not kept.any():
         return
@@ -390,15 +419,36 @@ def _list_event_traces(
     yield _Trace(
         "lm_loss",
         f"{run}: {_INTERVENTIONS}",
-        _find_on_axes(columns, kept, iterations),
+        _find_on_axes(
+            columns, kept, iterations, [event.time.timestamp() for event, _ in described]
+        ),
         [_shorten(loss) for loss in losses],
         {
             "mode": "markers",
-            "marker": {"color": colour, "size": 10, "symbol": "diamond-open"},
+            "marker": {
+                "color": colour,
+                "size": 10,
+                "symbol": [_SYMBOLS.get(event.kind, "diamond-open") for event, _ in described],
+            },
             "text": [html.escape(f"{event.kind}: {text}"[:300]) for event, text in described],
             "hoverinfo": "text",
         },
     )
+
+
+def _limit_by_kind(
+    described: Sequence[tuple[Event, str]],
+) -> tuple[list[tuple[Event, str]], dict[str, int]]:
+    """Return the last events of each kind, in order, and how many of each kind are left out."""
+    left_out = Counter(event.kind for event, _ in described)
+    left_out = Counter({kind: count - _EVENTS for kind, count in left_out.items()})
+    seen: Counter[str] = Counter()
+    chosen = []
+    for event, text in described:
+        seen[event.kind] += 1
+        if seen[event.kind] > left_out[event.kind]:
+            chosen.append((event, text))
+    return chosen, {kind: count for kind, count in left_out.items() if count > 0}
 
 
 def _format_tables(history: RunHistory) -> str:
@@ -413,15 +463,17 @@ def _format_tables(history: RunHistory) -> str:
         f'<td><div class="bar" style="width:{300 * share:.0f}px"></div></td></tr>'
         for cause, seconds, share in list_goodput(history)
     )
-    described = describe_events(history)
-    left_out = max(0, len(described) - POINTS)
+    described, left_out = _limit_by_kind(describe_events(history))
     events = "".join(
         f"<tr><td>{event.time.isoformat(sep=' ', timespec='seconds')}</td>"
         f"<td>{'' if event.iteration is None else f'{event.iteration:,}'}</td>"
         f"<td>{html.escape(event.kind)}</td><td>{html.escape(text)}</td></tr>"
-        for event, text in described[left_out:]
+        for event, text in described
     )
-    shortened = f"<p>{left_out:,} earlier events are left out.</p>" if left_out else ""
+    shortened = "".join(
+        f"<p>{count:,} earlier events of the kind {html.escape(kind)} are left out.</p>"
+        for kind, count in left_out.items()
+    )
     hours = goodput.wall_seconds / 3600
     return (
         f"<h2>{html.escape(str(history.folder))}</h2><table>{facts}</table>"

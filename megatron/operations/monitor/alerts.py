@@ -243,7 +243,9 @@ def _record(runs: Sequence[Path], lines: Sequence[str], troubles: list[str]) -> 
         for line in lines:
             word, _, text = line.partition("] ")[2].partition(": ")
             try:
-                append_event(run / CHRONICLE, word.lower(), None, {"text": text})
+                # The source tells these events from the warnings of a launch.
+                details = {"text": text, "source": "monitor"}
+                append_event(run / CHRONICLE, word.lower(), None, details)
             except OSError as error:
                 troubles.append(f"{run / CHRONICLE} cannot be written ({error.strerror}): {line}")
 
