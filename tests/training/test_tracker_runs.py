@@ -201,7 +201,8 @@ def test_tracker_that_fails_or_hangs_does_not_stop_training(
     modules.mkdir()
     # The feed finds this module before the real package.
     (modules / "trackio.py").write_text(f"{trouble}\n")
-    environment = {"PYTHONPATH": os.pathsep.join([str(modules), os.environ["PYTHONPATH"]])}
+    present = os.environ.get("PYTHONPATH")
+    environment = {"PYTHONPATH": os.pathsep.join([str(modules), *([present] if present else [])])}
     argv = run.argv("--tracker trackio --train-iters 3")
     output = succeed(run.pool.run(1, pretrain_quickly, argv, environment))
     assert run.losses_of_training() == [1, 2, 3]
