@@ -161,11 +161,16 @@ def _parse_report(record: dict[str, Any]) -> ErrorReport:
     """Return the report of a JSON object.
 
     Raises:
-        TypeError: It has other fields than ErrorReport has.
+        TypeError: It has other fields than ErrorReport has, or other types.
         AttributeError: It is no object.
     """
     # JSON has no tuples.
-    return ErrorReport(**{**record, "hung_hosts": tuple(record.get("hung_hosts", ()))})
+    report = ErrorReport(**{**record, "hung_hosts": tuple(record.get("hung_hosts", ()))})
+    texts = (report.host, report.kind, report.message, *report.hung_hosts)
+    # Another type would only fail when the array task decides what follows.
+    if not isinstance(report.rank, int) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{record!r} has a value of another type than ErrorReport")
+    return report
 
 
 def hosts_at_fault(reports: list[ErrorReport], hosts: int) -> dict[str, str]:

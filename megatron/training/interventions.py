@@ -343,7 +343,7 @@ def find_guard_windows(root: Path, checkpoint: Checkpoint) -> list[list[int]] | 
     It is None if no rollback went back to this checkpoint. Its own state then has the ranges.
 
     Raises:
-        CheckpointError: The file of interventions cannot be read.
+        CheckpointError: The file of interventions cannot be read, or its ranges are damaged.
     """
     try:
         records = read_guard_records(root)
@@ -351,5 +351,13 @@ def find_guard_windows(root: Path, checkpoint: Checkpoint) -> list[list[int]] | 
         raise CheckpointError(f"{root / INTERVENTIONS} cannot be read: {error}") from error
     for record in reversed(records):
         if record.get("digest") == checkpoint.manifest.digest and "windows" in record:
-            return [list(window) for window in record["windows"]]
+            try:
+                return [[int(first), int(last)] for first, last in record["windows"]]
+            # A person may have edited the file.
+            except (TypeError, ValueError) as damage:
+                raise CheckpointError(
+                    f"{root / INTERVENTIONS}: the windows of the spike guard's rollback to "
+                    f"iteration {record.get('to')} are {record['windows']!r}, and must be a list "
+                    "of [first, last] iterations; correct that line"
+                ) from damage
     return None

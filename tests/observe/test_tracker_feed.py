@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -251,10 +252,15 @@ def test_slow_tracker_is_reported(launches: Launches, monkeypatch: pytest.Monkey
     ]
 
 
-def test_damaged_state_is_an_error(launches: Launches) -> None:
-    launches.request.state_path.write_text("[]")
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"runs": [5], "sending": 1, "delivered": 1}', '{"runs": []}']
+)
+def test_damaged_state_is_an_error_that_names_the_file(text: str, launches: Launches) -> None:
+    path = launches.request.state_path
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is damaged"):
         launches.launch(0, 1)
+    assert path.read_text() == text
 
 
 def test_messages_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

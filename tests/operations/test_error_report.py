@@ -69,6 +69,18 @@ def test_reports_of_many_ranks_at_the_same_time_are_complete(tmp_path: Path) -> 
     assert all(report.message == f"{report.rank} {LONG[137 * report.rank :]}" for report in reports)
 
 
+@pytest.mark.parametrize("damage", [{"rank": "x"}, {"message": None}, {"hung_hosts": [None]}])
+def test_report_with_a_value_of_another_type_is_named(
+    damage: dict[str, object], tmp_path: Path
+) -> None:
+    good = {"rank": 1, "host": "n1", "kind": "DataError", "message": "no data"}
+    (tmp_path / "rank_0.json").write_text(json.dumps({**good, **damage}))
+    (tmp_path / "rank_1.json").write_text(json.dumps(good))
+    reports, unreadable = read_reports(tmp_path)
+    assert [report.rank for report in reports] == [1]
+    assert unreadable == ["rank_0.json"]
+
+
 def test_incomplete_reports_of_killed_ranks_are_named(tmp_path: Path) -> None:
     (tmp_path / "rank_000001.json").write_text('{"rank": 1, "ho')
     (tmp_path / "rank_000002.json.new").write_text("")

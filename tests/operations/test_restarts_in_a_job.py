@@ -201,6 +201,25 @@ def test_hangs_of_earlier_submissions_count(slurm: Path, monkeypatch: pytest.Mon
     assert "--nodelist=n1,n3,n4" in job.steps()[-1]
 
 
+def test_damaged_records_keep_no_job_from_its_restart(slurm: Path) -> None:
+    """A person or another program may have written into both files."""
+    job = FakeJob(slurm, [hang("n2"), COMPLETE])
+    job.task.save.mkdir()
+    moment = "2026-01-01T00:00:00+00:00"
+    hangs = [{"time": moment, "kind": "hang", "details": {"hosts": h}} for h in (None, 5, "n2")]
+    (job.task.save / CHRONICLE).write_text("".join(json.dumps(hang) + "\n" for hang in hangs))
+    attempt = vars(Attempt("12", "", 0, "n[1-4]", 5, 1.0, is_restart=True))
+    records = [
+        {"began": {**attempt, "began": "yesterday"}},
+        {"began": {**attempt, "began": 2.0, "is_restart": None}},
+        {"ended": {"began": 2.0, "outcome": [], "iteration": 5, "at": 3.0}},
+    ]
+    (job.task.save / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert job.run() == TaskOutcome.COMPLETE
+    assert len(job.steps()) == 2
+    assert job.events("exclusion") == []
+
+
 def test_spare_node_replaces_a_lost_one(slurm: Path) -> None:
     """With --no-kill, Slurm takes a failed node out of the job and does not end it."""
     lose = f"echo 'n[1,3-4]' > {slurm}/nodes; {CRASH}"

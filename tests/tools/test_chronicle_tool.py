@@ -1,6 +1,7 @@
 """Tests of tools/chronicle.py on tiny runs that were killed, resumed and rolled back."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -306,6 +307,17 @@ def test_event_of_an_unknown_form_is_shown(
     (tmp_path / CHRONICLE).write_text(line + "\n")
     assert chronicle.main([str(tmp_path)]) == 0
     assert "host node7" in capsys.readouterr().out
+
+
+def test_number_that_is_no_time_counts_nothing(tmp_path: Path) -> None:
+    """A damaged value must not hide the report of a run, or end its meter of the goodput."""
+    start = {"seconds": 10**400, "job_started": math.nan}
+    append_event(tmp_path / CHRONICLE, "start", 0, start)
+    append_event(tmp_path / CHRONICLE, "stop", 0, {"save_seconds": math.inf})
+    goodput = compute_goodput(read_history(tmp_path))
+    assert goodput.seconds[SAVES] == 0
+    assert 0 <= goodput.seconds[STARTS] < 60
+    assert 0 <= goodput.wall_seconds < 60
 
 
 @pytest.mark.full

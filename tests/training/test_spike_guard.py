@@ -4,9 +4,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
@@ -14,10 +17,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.config.tree import Config
 from megatron.engine.base import StepResult
-from megatron.errors import OperationsError
+from megatron.errors import CheckpointError, OperationsError
 from megatron.training.interventions import (
     GuardRecords,
     build_record,
+    find_guard_windows,
     finish_interrupted_rollback,
     read_guard_records,
 )
@@ -194,6 +198,17 @@ def test_record_after_a_torn_line_and_a_rollback_is_written(tmp_path: Path) -> N
         file.write('{"action": "rollback"}\n{"action": "spike-gu')
     GuardRecords(tmp_path).append(record)
     assert len(read_guard_records(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("windows", [5, [[1]], [["a", 2]], None])
+def test_damaged_windows_of_a_rollback_are_named(windows: object, tmp_path: Path) -> None:
+    """Without its windows, the run would train on the data of the spike again."""
+    digest = "0" * 8
+    record = {"action": "spike-guard", "digest": digest, "to": 3, "windows": windows}
+    (tmp_path / "interventions.jsonl").write_text(json.dumps(record) + "\n")
+    checkpoint = SimpleNamespace(manifest=SimpleNamespace(digest=digest))
+    with pytest.raises(CheckpointError, match=r"interventions\.jsonl.*correct that line"):
+        find_guard_windows(tmp_path, cast(Checkpoint, checkpoint))
 
 
 def test_damaged_record_of_a_rollback_is_named(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class Feed:
 
         Raises:
             OSError: The --save folder or the metrics file cannot be read or written.
-            ValueError, TypeError, KeyError: The file with the state is damaged.
+            ValueError: The file with the state is damaged.
         """
         request = self._request
         with self._hold_lock():

@@ -29,13 +29,20 @@ class FeedState:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError, TypeError, KeyError: It is damaged.
+            ValueError: It is damaged.
         """
         if not path.exists():
             return cls()
-        record = json.loads(path.read_bytes())
-        runs = [TrackedRun(**run) for run in record["runs"]]
-        return cls(runs, int(record["sending"]), int(record["delivered"]))
+        try:
+            record = json.loads(path.read_bytes())
+            runs = [TrackedRun(**run) for run in record["runs"]]
+            return cls(runs, int(record["sending"]), int(record["delivered"]))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as damage:
+            # Without the ids, a new run would repeat every iteration. That is the user's choice.
+            raise ValueError(
+                f"{path} is damaged ({damage}); restore it, or remove it to send all iterations "
+                "to a new run"
+            ) from damage
 
     def write(self, path: Path) -> None:
         """Write the state durably.

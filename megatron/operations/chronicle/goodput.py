@@ -131,13 +131,13 @@ def format_goodput(goodput: Goodput) -> str:
 
 _SMALLEST_SHARE = 0.0005
 """Smaller shares would be shown as 0.0 %."""
+_LONGEST_SECONDS = 1e11
+"""Larger values are neither a duration nor a time since the epoch."""
 _CAUSES = (KEPT, UNDONE, DROPPED, SAVES, EVALUATIONS, STARTS, HANGS, WAITING)
 
 
 def _add(column: np.ndarray, others: list[object]) -> float:
-    return float(np.nansum(column)) + sum(
-        other for other in others if isinstance(other, int | float)
-    )
+    return float(np.nansum(column)) + sum(map(_read_seconds, others))
 
 
 def list_launches(history: RunHistory) -> list[_Launch]:
@@ -178,7 +178,8 @@ def list_launches(history: RunHistory) -> list[_Launch]:
 
 
 def _read_seconds(value: object) -> float:
-    if isinstance(value, int | float):
+    # The file may have been edited. NaN, infinity, and integers that no float holds are no times.
+    if isinstance(value, int | float) and abs(value) <= _LONGEST_SECONDS:
         return float(value)
     return 0.0
 

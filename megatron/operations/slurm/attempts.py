@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.folder import read_pointed_iteration
@@ -165,10 +165,13 @@ def _read(run: Path) -> Iterator[PastAttempt]:
             record = json.loads(line)
             if "began" in record:
                 attempt = Attempt(**record["began"])
-                attempts[attempt.began] = attempt
+                # A text in place of a number would only fail when attempts are counted.
+                attempts[float(attempt.began)] = replace(
+                    attempt, began=float(attempt.began), is_restart=bool(attempt.is_restart)
+                )
             else:
-                outcomes[record["ended"]["began"]] = record["ended"]["outcome"]
-        except (ValueError, TypeError, KeyError):
+                outcomes[record["ended"]["began"]] = str(record["ended"]["outcome"])
+        except (ValueError, TypeError, KeyError, OverflowError):
             # A torn line is skipped. If it was an end, the attempt has no outcome and counts as
             # failed.
             continue

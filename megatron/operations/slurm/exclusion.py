@@ -70,12 +70,10 @@ class HostExclusion:
             events = read_events(self._save / CHRONICLE)
         except OSError:
             return Counter()
-        return Counter(
-            str(host)
-            for event in events
-            if event.kind == "hang"
-            for host in event.details.get("hosts", ())
-        )
+        hosts = [event.details.get("hosts") for event in events if event.kind == "hang"]
+        # Another program may have written an event. An error here would keep the job from a
+        # restart and from a requeue.
+        return Counter(str(host) for each in hosts if isinstance(each, list) for host in each)
 
     def exclude(self, bad: Mapping[str, str]) -> None:
         """Exclude hosts from the pending tasks of this array, and report them to the operator.
