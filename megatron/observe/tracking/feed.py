@@ -30,6 +30,8 @@ from megatron.observe.tracking.records import flatten_record, parse_record, read
 from megatron.observe.tracking.state import FeedState
 from megatron.observe.tracking.trackers import TRACKERS, Tracker
 
+WORKS_AGAIN = "works again"
+"""The message after a failure has ended. All others report a problem."""
 _SLOW_SECONDS = 60.0
 """After this time in one call of a tracker, the log gets a message."""
 _LONGEST_RETRY_SECONDS = 300.0
@@ -238,7 +240,7 @@ class Feed:
 
     def _report_success(self) -> None:
         if self._failures:
-            self._say("works again")
+            self._say(WORKS_AGAIN)
         self._failures = 0
 
     @contextmanager
