@@ -56,6 +56,7 @@ from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.cost.hardware import Hardware, load_hardware
+from megatron.cost.step import StepPrediction
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
@@ -253,11 +254,11 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    # A failure to draw is printed in place of the report, so that --json prints one document.
+    if not plan.errors:
+        _draw_step(plan, options, hardware)
     _print_report(options, plan, at, warnings, uses, hardware)
-    if plan.errors:
-        return 2
-    _draw_step(plan, options, hardware)
-    return 0
+    return 2 if plan.errors else 0
 
 
 def _print_report(
@@ -321,10 +322,8 @@ def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> li
     """Return the lines of the search and of --explain, and draw what --pareto asks for."""
     if plan.errors or not _wants_search(options):
         return []
-    explained = None
-    if options.explain is not None:
-        # A mistake in the layout is reported before the search, which takes seconds.
-        explained = predict_layout(plan, hardware, parse_layout(options.explain, plan))
+    # A mistake in the layout is reported before the search, which takes seconds.
+    explained = _predict_explained(plan, options, hardware)
     found = search_plan(plan, hardware)
     lines = ["", *format_search(found)]
     if explained is not None:
@@ -338,10 +337,20 @@ def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) 
     """Return the search as plain data. Empty without a search."""
     if plan.errors or not _wants_search(options):
         return {}
+    explained = _predict_explained(plan, options, hardware)
     found = search_plan(plan, hardware)
     if options.pareto is not None:
         draw_pareto(found, options.pareto)
-    return {"search": build_search_json(found)}
+    return {"search": build_search_json(found, explained)}
+
+
+def _predict_explained(
+    plan: Plan, options: PlanArguments, hardware: Hardware
+) -> StepPrediction | None:
+    """Return the prediction of the layout of --explain. None without the flag."""
+    if options.explain is None:
+        return None
+    return predict_layout(plan, hardware, parse_layout(options.explain, plan))
 
 
 def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:

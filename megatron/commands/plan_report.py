@@ -207,7 +207,7 @@ def _format_model(plan: Plan) -> list[str]:
             f"{format_count(plan.world_size, 'process', 'processes')} = "
             f"{parallel.tensor_model_parallel_size} tensor x "
             f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
-            f"data; ZeRO {parallel.zero_stage}{_describe_copies(plan)}",
+            f"data; ZeRO {plan.zero_stage}{_describe_copies(plan)}",
         ),
         *_format_pipeline(plan),
         _format_row(

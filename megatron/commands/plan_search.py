@@ -73,7 +73,9 @@ def format_flags(layout: RankLayout, layers: int) -> str:
     """Return the flags that choose a layout."""
     flags = []
     if layout.tensor > 1:
-        flags.append(f"--tensor-model-parallel-size {layout.tensor} --sequence-parallel")
+        flags.append(f"--tensor-model-parallel-size {layout.tensor}")
+    if layout.sequence_parallel:
+        flags.append("--sequence-parallel")
     if layout.pipeline > 1:
         flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
     if layout.virtual > 1:
@@ -94,8 +96,16 @@ def format_flags(layout: RankLayout, layers: int) -> str:
     return " ".join(flags)
 
 
-def build_search_json(search: PlannedSearch) -> dict[str, Any]:
-    """Return the search as plain data."""
+def build_search_json(
+    search: PlannedSearch, explained: StepPrediction | None = None
+) -> dict[str, Any]:
+    """Return the search as plain data.
+
+    Args:
+        search: The result of the search.
+        explained: The layout of --explain. It and the fastest layout then have the seconds of each
+            part of a step.
+    """
 
     def build(prediction: StepPrediction) -> dict[str, Any]:
         return {
@@ -106,12 +116,24 @@ def build_search_json(search: PlannedSearch) -> dict[str, Any]:
             "fits": prediction.fits,
         }
 
-    return {
+    report = {
         "fastest": [build(prediction) for prediction in search.result.fastest],
         "configured": build(search.configured),
         "fitting": len(search.result.fitting),
         "too_large": search.result.too_large,
     }
+    if explained is None:
+        return report
+    # The same parts as in the table of `format_explanation`.
+    compared = {"explained": explained}
+    if search.result.fastest:
+        compared["fastest"] = search.result.fastest[0]
+    # Without the number of microbatches, both layouts have the same keys.
+    parts = {
+        name: {part.partition(" (")[0]: seconds for part, seconds in _list_costs(prediction)}
+        for name, prediction in compared.items()
+    }
+    return {**report, "explained": build(explained), "seconds_by_part": parts}
 
 
 def format_search(search: PlannedSearch) -> list[str]:
@@ -162,7 +184,7 @@ def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
     if not lost:
         return "about as fast"
     lost.sort(key=lambda each: -each[1])
-    return "; ".join(f"{name} +{seconds:,.2f} s" for name, seconds in lost[:4])
+    return "; ".join(f"{name} +{seconds:,.3g} s" for name, seconds in lost[:4])
 
 
 def _name_largest_kind(prediction: StepPrediction) -> str:

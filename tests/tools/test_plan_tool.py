@@ -672,6 +672,38 @@ def test_the_search_of_a_plan(capsys, tmp_path: Path):
     assert max(again["memory_bytes_by_pipeline_rank"]) == pytest.approx(best["peak_bytes"])
 
 
+def test_deepspeed_is_predicted_with_the_stage_that_it_runs(capsys):
+    """DeepSpeed runs stage 0 as stage 1, so the optimizer states are sharded."""
+    arguments, world = published("tr11-176B-ml")
+    words = ["--world-size", world, "--hardware", "jean-zay-a100", *arguments]
+    asked = as_json(capsys, *words)
+    sharded = as_json(capsys, *words, "--zero-stage", "1")
+    assert asked["memory_bytes"] == sharded["memory_bytes"]
+    assert asked["cost"] == sharded["cost"]
+    assert plan.main(words) == 0
+    assert "8 data; ZeRO 1" in capsys.readouterr().out
+
+
+def test_json_of_explain_has_the_parts_of_both_steps(capsys):
+    found = as_json(capsys, "--explain", "tp=8,pp=6,micro-batch=4,recompute=full", *TR11_LIKE)
+    search = found["search"]
+    assert "TP 8 PP 6 DP 8 micro-batch 4 full" in search["explained"]["layout"]
+    parts = search["seconds_by_part"]
+    assert sum(parts["explained"].values()) == pytest.approx(search["explained"]["seconds"])
+    assert sum(parts["fastest"].values()) == pytest.approx(search["fastest"][0]["seconds"])
+    assert parts["explained"].keys() == parts["fastest"].keys()
+    assert parts["explained"]["recomputation"] > parts["fastest"]["recomputation"]
+    # The command has no sequence parallelism, and every layout of the search with TP has it.
+    assert "--sequence-parallel" not in search["configured"]["flags"]
+    assert "--sequence-parallel" in search["fastest"][0]["flags"]
+    assert as_json(capsys, "--explain", "tp=x", *TR11_LIKE, code=2)["errors"]
+
+
+def test_json_of_a_trace_that_is_too_long_is_one_document(capsys):
+    words = [*TR11_LIKE, "--global-batch-size", "20480", "--trace", "t.json"]
+    assert "use a smaller" in as_json(capsys, *words, code=2)["errors"][0]
+
+
 def test_explain_says_why_a_layout_loses(capsys):
     assert plan.main(["--explain", "tp=8,pp=6,micro-batch=4,recompute=full", *TR11_LIKE]) == 0
     text = capsys.readouterr().out
