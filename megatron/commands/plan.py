@@ -5,9 +5,10 @@
     python tools/plan.py train/my-run/my-run.slurm
     python tools/plan.py --expand scripts/train.sh small 8
     python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
+    python tools/plan.py --search --world-size 64 --hardware h100 -- <arguments of pretrain_gpt.py>
 
-The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
-warnings.
+The report has the model size, the grid, batches, the end of training, memory, FLOPs, communication,
+the predicted time and cost, errors and warnings.
 
 A script is read as text and never run. With --expand, a contained shell carries out its assignments
 and control flow. This shell runs no command and opens no file. Words after the script that do not
@@ -95,23 +96,24 @@ class PlanArguments:
     device_memory_gib: float | None = None
     """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware."""
     ranks_per_node: int | None = None
-    """Ranks of a node, over which --sharding-strategy hsdp shards. Default: the ranks that the
-    script starts on a node, otherwise those of --hardware."""
+    """Ranks of a node. They share its fast links, and --sharding-strategy hsdp shards over them.
+    Default: the ranks that the script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
     dry_run: bool = False
     """Run one training step on fake GPUs, for a rank of each kind (first, middle and last stage,
-    first and last data rank). The report gets peak memory, collectives, and what the host waits
-    for. It needs a C++ compiler."""
+    first and last data-parallel rank). The report then also has peak memory by kind, collectives,
+    and where the host waits for the GPU. It needs a C++ compiler (docs/dry_run.md)."""
     dry_run_microbatches: int | None = None
-    """Microbatches of the dry run. Default: one more than the pipeline has stages, and twice as
-    many as it has ranks if they are interleaved."""
+    """Microbatches of the dry run. Default: one more than the pipeline has stages, or twice the
+    pipeline size if its stages are interleaved, but never more than a step has."""
     search: bool = False
     """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
-    memory, and what the others lose."""
+    memory, and where each loses time to the first one."""
     explain: str | None = None
-    """Say why a layout loses to the fastest one, as in tp=8,pp=6,micro-batch=4,recompute=full. What
-    is not given is as in the training command. Also searches."""
+    """Print why a layout is slower than the fastest one, as in
+    tp=8,pp=6,micro-batch=4,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
+    recompute. What is not given is as in the training command. Also searches."""
     pareto: Path | None = None
     """Draw time against memory of all layouts that fit into this file. Also searches."""
     trace: Path | None = None

@@ -279,7 +279,7 @@ def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout
         return replace(layout, recompute="full", recomputed_share=share)
     if key not in _EXPLAINED:
         raise ConfigError(
-            f"--explain {text}: {key!r} is not a part of a layout; known are "
+            f"--explain {text}: {key!r} is not a part of a layout; use "
             f"{', '.join(_EXPLAINED)} and recompute, as in tp=8,pp=6,micro-batch=4."
         )
     lowest = 0 if key == "zero" else 1

@@ -30,7 +30,7 @@ class Hardware:
     memory_tb_per_second: float
     """Nominal bandwidth of the memory in 10^12 bytes a second."""
     multiprocessors: int
-    """Multiprocessors, over which the tiles of a matrix product are dealt."""
+    """Multiprocessors, which share the tiles of a matrix product."""
     ranks_per_node: int
     """Devices of a node."""
     node_gb_per_second: float
@@ -157,7 +157,7 @@ def _parse(text: str, name: str) -> Hardware:
     values.setdefault("name", name)
     _check_values(values, name)
     if base is not None:
-        # A base is always one of the package, so that files cannot refer to each other in a ring.
+        # A base is always one of the package, so that files cannot refer to each other in a cycle.
         if base not in list_hardware():
             raise ConfigError(
                 f"hardware {name}: base {base!r} is not known; use one of "
@@ -180,7 +180,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
     for key, value in values.items():
         if key not in known:
             raise ConfigError(
-                f"hardware {name}: {key!r} is not a value of a hardware; known are "
+                f"hardware {name}: {key!r} is not a key of a hardware file; use one of "
                 f"{', '.join(sorted(known))}."
             )
         if key == "name":

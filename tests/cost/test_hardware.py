@@ -39,7 +39,7 @@ def test_a_users_file_changes_a_base(tmp_path):
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [
-        ("base: h100\nranks: 4\n", "'ranks' is not a value"),
+        ("base: h100\nranks: 4\n", "'ranks' is not a key"),
         ("base: h101\n", "base 'h101' is not known"),
         ("base: h100\ngemm_share: 1.5\n", "must not exceed 1"),
         ("base: h100\nwatts: true\n", "must be above 0"),

@@ -642,6 +642,9 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert re.search(r"matrix products +[\d.]+ s +[\d.]+ % #{20,}", text)
     assert re.search(r"peak memory +[\d.]+ of 79.0 GiB: fits", text)
     assert "% with causal attention" in text
+    # One node fails rarely, and large numbers are whole.
+    assert plan.main(["--world-size", "8", *SEVEN]) == 0
+    assert "a failure every 3,692 hours" in capsys.readouterr().out
     # The model covers half precision only.
     assert plan.main(["--world-size", "1", *SMALL]) == 0
     assert "the model of cost covers bf16 and fp16" in capsys.readouterr().out
