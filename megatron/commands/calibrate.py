@@ -76,6 +76,11 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
     base = None if options.base is None else load_hardware(options.base)
     if options.run is not None or options.seconds is not None:
         hardware = _fit_run(options, training, base)
+    elif training or options.world_size is not None:
+        raise ConfigError(
+            "--world-size and a training command describe a measured run; give --run or --seconds "
+            "too. Leave them out to measure this device."
+        )
     else:
         hardware = _measure_device(base, options.output.stem)
     hardware = replace(hardware, name=options.output.stem)

@@ -110,7 +110,7 @@ def load_hardware(name: str) -> Hardware:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"--hardware {name} is neither a known name nor a file; use one of "
+            f"hardware {name} is neither a known name nor a file; use one of "
             f"{', '.join(list_hardware())}, or the path of a YAML file."
         )
     return _parse(path.read_text(), path.stem)
