@@ -154,7 +154,9 @@ def format_search(search: PlannedSearch) -> list[str]:
         if prediction is not best:
             lines.append(f"{'':>29}{explain_difference(prediction, best)}")
     layers = best.job.shape.config.num_layers
-    lines.append(f"flags of the fastest: {format_flags(best.job.layout, layers)}")
+    # Flags of the command that are not repeated, such as --checkpoint-activations, must go.
+    flags = format_flags(best.job.layout, layers)
+    lines.append(f"flags of the fastest, in place of the command's flags of layout: {flags}")
     lines += ["the layout that is given:", _format_candidate(search.configured)]
     if search.configured.seconds > best.seconds or not search.configured.fits:
         lines.append(f"{'':>29}{explain_difference(search.configured, best)}")
