@@ -252,7 +252,10 @@ def parse_layout(text: str, plan: Plan) -> RankLayout:
             f"--explain {text}: tp must divide the {heads} attention heads and the feed-forward "
             f"size {plan.shape.ffn_hidden_size}."
         )
-    layout = replace(layout, data=plan.world_size // grid, shard=None)
+    data = plan.world_size // grid
+    # Groups of HSDP stay as they are, if they divide the data-parallel ranks.
+    has_groups = plan.copies > 1 and plan.shard_size > 1 and data % plan.shard_size == 0
+    layout = replace(layout, data=data, shard=plan.shard_size if has_groups else None)
     share = layout.data * layout.micro_batch
     if plan.batch_size.final % share:
         raise ConfigError(

@@ -702,6 +702,18 @@ def test_json_of_explain_has_the_parts_of_both_steps(capsys):
     assert as_json(capsys, "--explain", "tp=x", *TR11_LIKE, code=2)["errors"]
 
 
+def test_explain_keeps_the_groups_of_hsdp(capsys):
+    words = ["--json", *THOUSAND, "--global-batch-size", "4096", "--sharding-strategy", "hsdp"]
+    assert plan.main([*words, "--explain", "micro-batch=2"]) == 0
+    search = json.loads(capsys.readouterr().out)["search"]
+    assert search["explained"]["layout"].endswith("DP 1024 micro-batch 2 ZeRO 3 on 8")
+    # 8 ranks cannot divide 4 data-parallel ones.
+    words = ["--json", *THOUSAND, "--sharding-strategy", "hsdp", "--explain", "tp=16,pp=16"]
+    assert plan.main(words) == 0
+    search = json.loads(capsys.readouterr().out)["search"]
+    assert search["explained"]["layout"] == "TP 16 PP 16 DP 4 micro-batch 1 ZeRO 3"
+
+
 def test_json_of_a_trace_that_is_too_long_is_one_document(capsys):
     words = [*TR11_LIKE, "--global-batch-size", "20480", "--trace", "t.json"]
     assert "use a smaller" in as_json(capsys, *words, code=2)["errors"][0]
