@@ -190,7 +190,7 @@ def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
 
 
 def _name_largest_kind(prediction: StepPrediction) -> str:
-    # The kind that takes most memory tells the user what to shard or to recompute.
+    # From the kind that takes most memory, the user sees what to shard or to recompute.
     fullest = max(prediction.memory, key=lambda rank: rank.total)
     kinds = sorted(vars(fullest).items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{name.replace('_', ' ')} {size / 2**30:,.1f}" for name, size in kinds)
