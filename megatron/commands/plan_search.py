@@ -146,7 +146,8 @@ def format_search(search: PlannedSearch) -> list[str]:
         f"{'s/iteration':>12} {'GiB':>6} {'MFU, %':>7}  layout, and what it loses to the fastest",
     ]
     if not found.fastest:
-        return [*lines, "none fits: use more devices, or devices with more memory"]
+        lines.append("none fits: use more devices, or devices with more memory")
+        return [*lines, "the layout that is given:", _format_candidate(search.configured)]
     # Each one is compared with the first.
     best = found.fastest[0]
     for prediction in found.fastest:

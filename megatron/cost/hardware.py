@@ -113,7 +113,11 @@ def load_hardware(name: str) -> Hardware:
             f"hardware {name} is neither a known name nor a file; use one of "
             f"{', '.join(list_hardware())}, or the path of a YAML file."
         )
-    return _parse(path.read_text(), path.stem)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"hardware {name}: the file cannot be read: {failure}.") from None
+    return _parse(text, path.stem)
 
 
 _DEVICES = (
@@ -147,7 +151,8 @@ def _parse(text: str, name: str) -> Hardware:
     """Return the hardware that a YAML text describes. Its default name is `name`."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as failure:
+    except (yaml.YAMLError, RecursionError) as failure:
+        # A file that is nested too deeply ends in a RecursionError.
         raise ConfigError(f"hardware {name}: the file is not valid YAML: {failure}") from None
     # An empty file is None, and a list is no mapping either.
     if not isinstance(values, dict):
@@ -156,6 +161,8 @@ def _parse(text: str, name: str) -> Hardware:
     # A file that is copied to a new name should report the new name.
     values.setdefault("name", name)
     _check_values(values, name)
+    # `8.0` is a whole number, and counts are used as integers.
+    values |= {key: int(values[key]) for key in _COUNTS if key in values}
     if base is not None:
         # A base is always one of the package, so that files cannot refer to each other in a cycle.
         if base not in list_hardware():
@@ -191,7 +198,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
         # A comparison with NaN is False, so it is refused here as well.
         if not number or not 0 < value < math.inf:
             raise ConfigError(
-                f"hardware {name}: {key} is {value!r}; it must be above 0 and finite."
+                f"hardware {name}: {key} is {value!r}; it must be a number above 0 and finite."
             )
         if key in _COUNTS and value != int(value):
             raise ConfigError(f"hardware {name}: {key} is {value}; it must be a whole number.")
