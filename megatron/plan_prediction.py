@@ -1,6 +1,6 @@
 """The prediction of a plan's step by the model of cost.
 
-Nothing here looks at a device. docs/planner.md says how good the predictions are.
+Nothing here looks at a device. docs/planner.md has the errors of the predictions.
 """
 
 from dataclasses import replace
@@ -59,7 +59,7 @@ def describe_layout(plan: Plan) -> RankLayout:
         recompute=recompute,
         recomputed_share=share or Fraction(1),
         sequence_parallel=parallel.sequence_parallel,
-        zero_stage=parallel.zero_stage,
+        zero_stage=plan.zero_stage,
         shard=plan.shard_size,
         # Virtual stages have equal sizes, whatever the method.
         partition=method,
