@@ -33,6 +33,8 @@ def describe_software(plan: Plan) -> Software:
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
         dropout=config.model.hidden_dropout > 0,
         half=config.precision.bf16 or config.precision.fp16,
+        fp16=config.precision.fp16,
+        fp32_residual=config.precision.fp32_residual_connection,
         optimizer=config.optimizer.optimizer,
     )
 

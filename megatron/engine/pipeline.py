@@ -188,8 +188,8 @@ class _Stage(PipelineStage):
     - It holds receive buffers only for the microbatches in flight. torch's own stage keeps a buffer
       for each microbatch in both directions from the first step on. A large batch has hundreds of
       microbatches, and 1F1B has at most as many in flight as there are stages.
-    - It cuts a loss from its graph after the backward pass. torch's schedule keeps the losses of all
-      microbatches, and the graph of each keeps the stage's input.
+    - It cuts a loss from its graph after the backward pass. torch's schedule keeps the losses of
+      all microbatches, and the graph of each keeps the stage's input.
     - With gloo, it sends copies in host memory, because gloo cannot send GPU tensors.
     - A tensor-parallel rank sends its part of a message, and the receivers gather the parts
       (https://arxiv.org/abs/2104.04473, section 4.1). All of them have the same activations unless
