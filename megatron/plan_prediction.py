@@ -65,12 +65,19 @@ def describe_layout(plan: Plan) -> RankLayout:
         shard=plan.shard_size,
         # Virtual stages have equal sizes, whatever the method.
         partition=method,
-        partition_inputs=plan.config.recompute.partition_activations,
+        # With sequence parallelism, a rank has only its part of the input already.
+        partition_inputs=plan.config.recompute.partition_activations
+        and not parallel.sequence_parallel,
+        host_inputs=plan.config.recompute.checkpoint_in_cpu,
     )
 
 
 def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
-    """Predict a step of the plan at its final batch size."""
+    """Predict a step of the plan at its final batch size.
+
+    Raises:
+        ConfigError: The run is in fp32, and the hardware has no peak for it.
+    """
     return StepPrediction(
         StepJob(
             plan.shape,
@@ -82,6 +89,7 @@ def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
     )
 
 
-def can_be_predicted(plan: Plan) -> bool:
-    """Return whether the model covers the plan: one without errors, in half precision."""
-    return not plan.errors and describe_software(plan).half
+def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
+    """Return whether the plan has no errors, and the hardware a peak for its precision."""
+    known = describe_software(plan).half or hardware.fp32_tflops is not None
+    return not plan.errors and known

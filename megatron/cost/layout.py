@@ -37,6 +37,8 @@ class RankLayout:
     """The value of --pp-partition-method."""
     partition_inputs: bool = False
     """Shard the inputs that full recomputation keeps over the tensor-parallel ranks."""
+    host_inputs: bool = False
+    """Keep these inputs in host memory. Only the memory of this trainer is counted so."""
 
     @property
     def ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""The peak memory of a pipeline rank of this trainer: the largest of a few moments of a step.
+"""The peak memory of a pipeline rank of this trainer: the largest of a few points of a step.
 
 A rank needs most memory at the loss, at the start of the backward pass of a stage, where all
 activations exist, or at its end, where all gradients exist. FSDP2 adds what it gathers and what it
@@ -24,8 +24,8 @@ _TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Bytes at one moment of a step, without what a rank always holds."""
+class StepPoint:
+    """Bytes at one point of a step, without what a rank always holds."""
 
     weights: float = 0.0
     """Weights that the model computes with, if they are no master weights."""
@@ -61,10 +61,10 @@ def find_peak(
     stages: Sequence[Stage],
     schedule: PipelineSchedule,
     rank: int,
-) -> Moment:
-    """Return the moment of a step at which pipeline rank `rank` needs most memory."""
+) -> StepPoint:
+    """Return the point of a step at which pipeline rank `rank` needs most memory."""
     peak = _RankPeak(shape, layout, software, stages, schedule, rank)
-    return max(peak.list_moments(), key=lambda moment: moment.total)
+    return max(peak.list_points(), key=lambda point: point.total)
 
 
 @lru_cache(maxsize=4096)
@@ -81,7 +81,7 @@ def _find_kinds(shape: ModelShape, layers: range, share: Fraction) -> frozenset[
 
 
 class _RankPeak:
-    """The moments of one pipeline rank."""
+    """The points of one pipeline rank."""
 
     def __init__(
         self,
@@ -108,11 +108,16 @@ class _RankPeak:
         """Whether weights are gathered for each layer, and dropped again."""
         # Stages 0 and 1 reduce gradients after the last microbatch, and the others after each one.
         self._reduces_each = self._fsdp and (layout.zero_stage >= 2 or schedule.microbatches == 1)
-        self._tensors = measure_tensors(shape, layout, software)
+        # In fp32, autograd adds a gradient to the sum at once, if the sum is kept.
+        self._holds = self._fsdp and (self._half or self._reduces_each)
+        """Whether FSDP2 holds gradients as autograd computes them."""
+        self._tensors = measure_tensors(shape, layout, software, holds=self._holds)
         self._windowed = self._tensors
         window = shape.config.sliding_window
         if window is not None and window < shape.config.seq_length:
-            self._windowed = measure_tensors(shape, layout, software, windowed=True)
+            self._windowed = measure_tensors(
+                shape, layout, software, holds=self._holds, windowed=True
+            )
         self._of_layer = flops.count_layer_parameters(shape, layout.tensor)
         self._visit_bytes = {stage.index: self._sum_visit(stage) for stage in stages}
 
@@ -182,12 +187,14 @@ class _RankPeak:
         tokens = config.seq_length * self._layout.micro_batch
         return _TOKEN_BYTES * tokens * self._schedule.microbatches
 
-    # -- moments ----------------------------------------------------------------------------------
+    # -- points ----------------------------------------------------------------------------------
 
-    def list_moments(self) -> Iterator[Moment]:
-        """Yield the moments that may need most memory."""
+    def list_points(self) -> Iterator[StepPoint]:
+        """Yield the points that may need most memory."""
         # All stages of a rank have had a backward pass before the later one.
-        later = (len(self._stages) - 1) * self._layout.pipeline + 2
+        bfs = self._schedule.name == "looped BFS"
+        round_size = self._schedule.microbatches if bfs else self._layout.pipeline
+        later = (len(self._stages) - 1) * round_size + 2
         for number in sorted({1, min(later, self._passes)}):
             # The first stage may have the embedding, and the last one the loss.
             for stage in {
@@ -197,8 +204,8 @@ class _RankPeak:
         if self._fsdp and not self._reduces_each:
             yield self._reduce_outside()
 
-    def _list_backward(self, each: _Pass) -> Iterator[Moment]:
-        """Yield the moments of a backward pass."""
+    def _list_backward(self, each: _Pass) -> Iterator[StepPoint]:
+        """Yield the points of a backward pass."""
         stage = each.stage
         before = self._sum_in_flight(each.number)
         own = before + self._sum_layers(stage.layers)
@@ -221,21 +228,21 @@ class _RankPeak:
             chosen |= _find_kinds(self._shape, stage.layers, self._layout.layers_recomputed)
         return sorted(chosen)
 
-    def _list_loss(self, each: _Pass, kept: float) -> Iterator[Moment]:
-        """Yield the moments of the loss."""
-        moment = self._start_moment(each, 0)
+    def _list_loss(self, each: _Pass, kept: float) -> Iterator[StepPoint]:
+        """Yield the points of the loss."""
+        point = self._start_point(each, 0)
         # The gradient of the output matrix is among what the loss needs.
-        moment = replace(moment, gradients=moment.gradients - self._tensors.loss_gradient)
+        point = replace(point, gradients=point.gradients - self._tensors.loss_gradient)
         if self._fsdp and (self._gathers or not each.accumulated) and self._s > 1:
             # FSDP2 frees what it gathered into when it gathers the next time.
-            moment = replace(moment, buffers=moment.buffers + self._value * self._of_layer)
-        yield replace(moment, activations=kept, working=self._tensors.loss_forward)
-        yield replace(moment, activations=kept, working=self._tensors.loss_backward)
+            point = replace(point, buffers=point.buffers + self._value * self._of_layer)
+        yield replace(point, activations=kept, working=self._tensors.loss_forward)
+        yield replace(point, activations=kept, working=self._tensors.loss_backward)
 
-    def _list_layer(self, each: _Pass, done: int, kept: float) -> Iterator[Moment]:
-        """Yield the moments of a layer's backward pass, when `done` layers have finished theirs."""
+    def _list_layer(self, each: _Pass, done: int, kept: float) -> Iterator[StepPoint]:
+        """Yield the points of a layer's backward pass, when `done` layers have finished theirs."""
         stage = each.stage
-        moment = self._start_moment(each, done)
+        point = self._start_point(each, done)
         gathered = self._value * self._of_layer if self._gathers else 0
         reduced = 4 * self._of_layer if self._reduces_each else 0
         layer = stage.layers[-1 - done]
@@ -246,31 +253,33 @@ class _RankPeak:
             left += self._tensors.stream
         tensors = self._get_tensors(layer)
         yield replace(
-            moment,
+            point,
             activations=left,
             working=tensors.in_backward,
             # The weights of this layer, those of the next one as they arrive, and the gradients of
             # the layer before as they are sent.
-            buffers=moment.buffers + 2 * gathered + (reduced if done else 0),
+            buffers=point.buffers + 2 * gathered + (reduced if done else 0),
         )
         # What is dropped after the backward pass is dropped before the gradients are sent.
         yield replace(
-            moment,
-            weights=self._start_moment(each, done + 1).weights,
+            point,
+            weights=self._start_point(each, done + 1).weights,
             activations=left,
             working=tensors.after_backward,
-            buffers=moment.buffers + gathered + reduced,
+            buffers=point.buffers + gathered + reduced,
         )
 
-    def _list_end(self, each: _Pass, before: float) -> Iterator[Moment]:
-        """Yield the moments at which only the parameters outside of the layers are left."""
+    def _list_end(self, each: _Pass, before: float) -> Iterator[StepPoint]:
+        """Yield the points at which only the parameters outside of the layers are left."""
         stage = each.stage
-        moment = self._start_moment(each, len(stage.layers))
-        gradients = moment.gradients - (self._tensors.loss_gradient if stage.last else 0)
-        if self._fsdp:
-            gradients += self._value * self._count_outside(stage)
-        else:
-            gradients = 4 * self._count_parameters()
+        point = self._start_point(each, len(stage.layers))
+        outside = self._count_outside(stage)
+        gradients = point.gradients - (self._tensors.loss_gradient if stage.last else 0)
+        if self._holds:
+            gradients += self._value * outside
+        if not each.accumulated and not self._reduces_each:
+            # The sum over microbatches starts here.
+            gradients += 4 * outside
         working = 2 * self._tensors.stream
         if stage.first:
             before += self._tensors.embedding
@@ -278,20 +287,22 @@ class _RankPeak:
             # The gradient of the table is the one that FSDP2 holds, unless it is added to that of
             # the output matrix.
             tied = not self._shape.config.untie_embeddings_and_output_weights
-            if self._fsdp and not (tied and stage.last):
+            if self._holds and not (tied and stage.last):
                 working -= self._tensors.table_gradient
-        yield replace(moment, gradients=gradients, activations=before, working=working)
+            if not self._fsdp and self._half and each.accumulated:
+                # Autograd converts the gradient to fp32, which has twice the bytes.
+                working += 2 * self._tensors.table_gradient
+        yield replace(point, gradients=gradients, activations=before, working=working)
         if self._reduces_each:
-            reduced = 4 * self._count_outside(stage)
-            yield replace(moment, gradients=gradients, activations=before, buffers=reduced)
+            yield replace(point, gradients=gradients, activations=before, buffers=4 * outside)
 
-    def _start_moment(self, each: _Pass, done: int) -> Moment:
+    def _start_point(self, each: _Pass, done: int) -> StepPoint:
         """Return weights, gradients and gathered weights when `done` layers have finished."""
         parameters = self._count_parameters()
         finished = done * self._of_layer
         gradients: float = 4 * (parameters if each.accumulated else finished)
         if not self._fsdp:
-            return Moment(2 * parameters if self._half else 0, gradients)
+            return StepPoint(2 * parameters if self._half else 0, gradients)
         if self._reduces_each:
             gradients /= self._s
         # Gradients of the parameters outside of the layers stay as autograd computed them.
@@ -299,12 +310,12 @@ class _RankPeak:
             gradients += self._tensors.loss_gradient
         if self._gathers:
             outside = sum(map(self._count_outside, self._stages))
-            return Moment(0.0, gradients, buffers=self._value * outside)
+            return StepPoint(0.0, gradients, buffers=self._value * outside)
         # The last backward pass drops the weights of a layer that it has finished.
         dropped = finished if each.number == self._passes else 0
-        return Moment(self._value * (parameters - dropped), gradients)
+        return StepPoint(self._value * (parameters - dropped), gradients)
 
-    def _reduce_outside(self) -> Moment:
+    def _reduce_outside(self) -> StepPoint:
         """Return the end of a step that reduces the gradients outside of the layers.
 
         They exist in fp32 twice: as the sum over microbatches, and in the order in which they are
@@ -312,7 +323,7 @@ class _RankPeak:
         """
         outside = sum(map(self._count_outside, self._stages))
         layers = self._count_parameters() - outside
-        return Moment(
+        return StepPoint(
             gradients=(4 + self._value) * outside + 4 * layers / self._s,
             working=2 * self._tensors.stream,
             buffers=4 * outside,

@@ -2,7 +2,7 @@
 
 `megatron.cost.peak` puts them together to the peak of a step. The modules are those of
 `megatron.model`. Each formula here names what it counts, so that a change of a module has one place
-to follow. `tests/cost/test_memory_of_dry_runs.py` compares the sums with steps on fake GPUs.
+to follow. `tests/cuda/test_predicted_memory.py` compares the sums with steps on fake GPUs.
 
 Notation: T = s b tokens of a microbatch, h hidden size, f feed-forward size, q = a d and k = g d
 widths of queries and keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
@@ -76,7 +76,12 @@ class TensorSizes:
 
 
 def measure_tensors(
-    shape: ModelShape, layout: RankLayout, software: Software, *, windowed: bool = False
+    shape: ModelShape,
+    layout: RankLayout,
+    software: Software,
+    *,
+    holds: bool,
+    windowed: bool = False,
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -84,29 +89,30 @@ def measure_tensors(
         shape: Sizes of the model.
         layout: The layout.
         software: The trainer. Only its precision matters here.
+        holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
     """
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
         tensor=layout.tensor,
-        data=min(2, layout.data * layout.context),
         micro_batch=layout.micro_batch,
         recompute="selective" if layout.recompute == "selective" else "none",
         sequence_parallel=layout.sequence_parallel,
         partition_inputs=layout.partition_inputs,
+        host_inputs=layout.host_inputs,
     )
-    return _measure(shape, key, software, windowed)
+    return _measure(shape, key, software, holds, windowed)
 
 
 @lru_cache(maxsize=4096)
 def _measure(
-    shape: ModelShape, layout: RankLayout, software: Software, windowed: bool
+    shape: ModelShape, layout: RankLayout, software: Software, holds: bool, windowed: bool
 ) -> TensorSizes:
-    tensors = _Tensors(shape, layout, software, windowed)
+    tensors = _Tensors(shape, layout, software, holds, windowed)
     return TensorSizes(
         stream=tensors.x,
         layer=tensors.layer,
-        layer_input=tensors.x / (layout.tensor if layout.partition_inputs else 1),
+        layer_input=_choose_input(tensors.x, layout),
         in_backward=_find_highest(tensors.list_backward_steps()),
         after_backward=2 * tensors.x + tensors.pending_gradients,
         embedding=tensors.embedding,
@@ -116,8 +122,15 @@ def _measure(
         loss_kept=tensors.x + tensors.whole + tensors.output_gradient,
         loss_forward=tensors.loss_forward,
         loss_backward=tensors.loss_backward,
-        loss_gradient=tensors.value * tensors.output_matrix if tensors.sharded else 0,
+        loss_gradient=tensors.value * tensors.output_matrix if tensors.holds else 0,
     )
+
+
+def _choose_input(stream: float, layout: RankLayout) -> float:
+    """Return what a recomputed layer keeps of its input on the device."""
+    if layout.host_inputs:
+        return 0.0
+    return stream / layout.tensor if layout.partition_inputs else stream
 
 
 def _find_highest(steps: Iterable[tuple[float, float]]) -> float:
@@ -135,7 +148,12 @@ class _Tensors:
     """The tensors of a layer, of the embedding and of the loss."""
 
     def __init__(
-        self, shape: ModelShape, layout: RankLayout, software: Software, windowed: bool
+        self,
+        shape: ModelShape,
+        layout: RankLayout,
+        software: Software,
+        holds: bool,
+        windowed: bool,
     ) -> None:
         config = shape.config
         self._shape = shape
@@ -149,8 +167,7 @@ class _Tensors:
         self._heads = config.num_attention_heads // layout.tensor
         self._samples = layout.micro_batch
         self._tokens = config.seq_length * layout.micro_batch
-        self.sharded = layout.data > 1
-        """Whether FSDP2 holds the parameters."""
+        self.holds = holds
         self.value = 2 if software.half else 4
         self._kernel = choose_kernel(shape, half=software.half, windowed=windowed)
         # Several ranks share a query group if there are fewer groups than ranks.
@@ -189,11 +206,17 @@ class _Tensors:
     @cached_property
     def _projected(self) -> float:
         """Queries, keys and values, and the forms of them that the kernel reads."""
+        copied = self._kernel == "none" and not self._selective
+        if copied and self._config.qk_norm is None:
+            # The core keeps copies of all three.
+            return 0.0
         size = self._q + 2 * self._k
         grouped = self._shape.query_groups < self._config.num_attention_heads
         if self._config.qk_norm == "full":
             # Computed in fp32: the input in fp32, and the input times the reciprocal of its norm.
             size += 2 * (self._q + self._k) * 4 / self.value
+        if copied:
+            return size
         # The rotation and the norms of heads write queries and keys to a new tensor.
         if self._config.position_embedding_type == "rotary" or self._config.qk_norm is not None:
             size += self._q + self._k
@@ -207,12 +230,14 @@ class _Tensors:
         if self._kernel != "none":
             # An fp32 number of each query and head.
             return 4 * rows
-        probabilities = self.value * rows * self._config.seq_length
+        # Without a kernel, torch computes in fp32 for half precision too.
+        square = rows * self._config.seq_length
+        probabilities = 4 * square
         if self._config.attention_dropout:
             # What dropout leaves of them, and its mask.
-            probabilities += (self.value + 1) * rows * self._config.seq_length
+            probabilities += 5 * square
         # Scaled queries, and scaled keys and values of which each query head has a copy.
-        return probabilities + 3 * self._q
+        return probabilities + 3 * self._q * 4 / self.value
 
     @cached_property
     def _context_copies(self) -> float:
@@ -238,9 +263,9 @@ class _Tensors:
             # ReLU keeps only its result, and no activation keeps nothing.
             return 3 * self._f
         if self._config.activation == "xielu":
-            # In fp32: the input, its square, the clamped exponential and a difference. And a
-            # condition of one byte.
-            return 2 * self._f + 17 * self._f / self.value
+            # The result. In fp32: the input, its square, the clamped exponential and a difference.
+            # And a condition of one byte.
+            return self._f + 17 * self._f / self.value
         # Input and result of GELU, or results of ReLU and of the square.
         return 2 * self._f
 
@@ -287,12 +312,12 @@ class _Tensors:
     @cached_property
     def pending_gradients(self) -> float:
         """Gradients of a layer's weights that stay until the end of the layer."""
-        # Without FSDP2, autograd adds each of them to the fp32 sum immediately.
-        return sum(self._weights) if self.sharded else 0.0
+        # Otherwise autograd adds each of them to the fp32 sum immediately.
+        return sum(self._weights) if self.holds else 0.0
 
     def _compute_weight(self, size: float) -> tuple[float, float]:
         """Return what the gradient of a matrix allocates, and what is freed right after."""
-        if self.sharded:
+        if self.holds:
             return size, 0.0
         # The sum is in fp32, so a gradient in half precision is converted first.
         converted = 2 * size if self._half else 0.0
@@ -352,8 +377,7 @@ class _Tensors:
             yield self._core + again, 0.0
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
-            rows = self._heads * self._tokens
-            both = 2 * self.value * rows * self._config.seq_length
+            both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
             yield both, both
         yield projected, self._projected + self._core + 2 * self._q + again
         # Queries and keys, and values, are slices of the projection. The gradient of each is
@@ -395,9 +419,10 @@ class _Tensors:
         last = 4 * (self._tokens - (chunks - 1) * rows) * columns
         chunk = 4 * min(rows, self._tokens) * columns
         # The logits of a chunk in both precisions, and those of the chunk before.
-        computed = chunk + (chunk / 2 if self._half else 0.0)
+        both = 1.5 if self._half else 1.0
+        computed = both * chunk
         if chunks > 1:
-            computed += chunk
+            computed = chunk + both * (chunk if chunks > 2 else last)
         # In fp16 the product makes an fp32 matrix, which is copied.
         gradient = self.output_gradient * (2 if self._fp16 else 1)
         return held + max(computed, last + gradient)
@@ -409,7 +434,7 @@ class _Tensors:
         scaled = self.output_gradient
         if self._fp16:
             scaled += self.value * self.output_matrix
-        elif self._half and not self.sharded:
+        elif self._half and not self.holds:
             # Autograd's sum is in fp32.
             scaled += 4 * self.output_matrix
         return self.x + 2 * self.whole + self.output_gradient + scaled

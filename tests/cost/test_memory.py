@@ -9,6 +9,7 @@ from shared_data import shared_dir
 from megatron.cost.layout import SOFTWARE, RankLayout
 from megatron.cost.memory import estimate_memory
 from megatron.model import flops
+from megatron.model.shape import ModelShape
 
 GIB = 2**30
 PLAIN = replace(SOFTWARE["megatron-lm-2022"], fixed_gib=0, held_logit_bytes=0)
@@ -93,3 +94,26 @@ def test_changes_that_need_less_memory(change):
     before = estimate_memory(shape, layout, PLAIN, 8)[0]
     after = estimate_memory(shape, replace(layout, **change), PLAIN, 8)[0]
     assert after.activations < before.activations
+
+
+def test_the_7b_on_one_gpu_by_hand():
+    """The sum of docs/dry_run.md."""
+    config = make_llama(4096, 32, 32, 32, 11008, 2048, 32000).config
+    shape = ModelShape(replace(config, hidden_dropout=0.0, attention_dropout=0.0), 32000, 32000)
+    software = replace(SOFTWARE["trainer"], fixed_gib=0)
+    (memory,) = estimate_memory(shape, RankLayout(zero_stage=1), software, 2)
+    assert memory.total == pytest.approx(133_540_421_632, rel=1e-5)
+    assert memory.weights == 2 * 6_738_415_616
+    assert memory.gradients == 4 * 6_738_415_616
+
+
+def test_memory_in_fp32_without_masters():
+    shape = make_llama(1024, 4, 8, 8, 2816, 512, 32000)
+    parameters = flops.count_parameters(shape)
+    software = replace(SOFTWARE["trainer"], half=False)
+    (alone,) = estimate_memory(shape, RankLayout(zero_stage=1), software, 2)
+    assert (alone.weights, alone.master_weights) == (0, 4 * parameters)
+    assert alone.gradients == 4 * parameters
+    # FSDP2 holds fp32 shards, and gathers them in fp32.
+    (sharded,) = estimate_memory(shape, RankLayout(data=8, zero_stage=1), software, 16)
+    assert (sharded.weights, sharded.master_weights) == (4 * parameters, 4 * parameters / 8)

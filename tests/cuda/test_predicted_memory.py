@@ -49,7 +49,7 @@ JOBS = {
     "ZeRO 2": Job(f"{LLAMA} --zero-stage 2"),
     "ZeRO 3": Job(f"{LLAMA} --zero-stage 3"),
     "ZeRO 3, one microbatch": Job(f"{LLAMA} --zero-stage 3 --global-batch-size 8"),
-    "64 ranks, HSDP": Job(f"{LLAMA} --sharding-strategy hsdp", 64),
+    "64 ranks, HSDP": Job(f"{LLAMA} --zero-stage 3 --sharding-strategy hsdp", 64),
     "tensor parallelism 8": Job(f"{LLAMA} --tensor-model-parallel-size 8 --num-layers 8", 16),
     "sequence parallelism": Job(
         f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8"
@@ -61,6 +61,12 @@ JOBS = {
     ),
     "uneven stages": Job(f"{GPT} --pipeline-model-parallel-size 4", 8, (0, 1, 3)),
     "GPipe": Job(f"{GPT} --pipeline-model-parallel-size 3 --global-batch-size 4", 3, (0, 2)),
+    "looped BFS": Job(
+        f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 10",
+        2,
+        (0, 1),
+    ),
     "dropout, fp16": Job(f"{GPT.replace('--bf16', '--fp16')}", 1),
     "recomputation of a third": Job(
         f"{GPT} --checkpoint-activations --checkpoint-fraction 1/3 --zero-stage 3"
@@ -68,16 +74,20 @@ JOBS = {
     "recomputation, stages, dropout": Job(
         f"{ALIBI} --bf16 --checkpoint-activations --pipeline-model-parallel-size 2", 4, (0, 1)
     ),
+    "recomputation, inputs in host memory": Job(
+        f"{ALIBI} --bf16 --checkpoint-activations --checkpoint-in-cpu", 2
+    ),
     "recomputation of the core": Job(f"{ALIBI} --bf16 --recompute-attention-core"),
     "large vocabulary": Job(
         f"{LLAMA} --vocab-size 128256 --hidden-size 2048 --num-attention-heads 16 "
-        "--micro-batch-size 4"
+        "--num-query-groups 16 --micro-batch-size 4"
     ),
     "long sequence, small hidden size": Job(
-        f"{LLAMA} --hidden-size 512 --num-attention-heads 8 --seq-length 65536 "
-        "--checkpoint-activations"
+        f"{LLAMA} --hidden-size 512 --num-attention-heads 8 --num-query-groups 8 "
+        "--seq-length 65536 --checkpoint-activations"
     ),
     "grouped queries": Job(f"{GROUPED} --bf16 --sharding-strategy fsdp"),
+    "grouped queries, sliding window": Job(f"{GROUPED} --bf16 --sliding-window 512"),
     "fp32": Job(GPT.replace("--bf16", ""), 1),
     "fp32, sharded, ALiBi": Job(ALIBI),
     "fp32, grouped queries": Job(GROUPED),
