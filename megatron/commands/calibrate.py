@@ -92,8 +92,10 @@ def format_hardware(hardware: Hardware) -> str:
     values = {
         name: value if isinstance(value, str | int) else float(f"{value:.4g}")
         for name, value in asdict(hardware).items()
+        # A device without a base has no peak for fp32.
+        if value is not None
     }
-    ordered = {field.name: values[field.name] for field in fields(Hardware)}
+    ordered = {field.name: values[field.name] for field in fields(Hardware) if field.name in values}
     return yaml.safe_dump(ordered, sort_keys=False)
 
 

@@ -47,6 +47,8 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
         ConfigError: No layout is legal, or the hardware has no peak for fp32.
     """
     software = describe_software(plan)
+    # The search takes an error for a layout that is not legal, so this one is raised before.
+    hardware.get_peak(half=software.half)
     space = SearchSpace(plan.shape, plan.batch_size.final, plan.world_size, hardware, software)
     return PlannedSearch(search_layouts(space, _SHOWN), predict_layout(plan, hardware))
 

@@ -161,7 +161,6 @@ class _Tensors:
         self._fp16 = software.fp16
         self._half = software.half
         self._selective = layout.recompute == "selective"
-        self._windowed = windowed
         self._sequence_parallel = layout.sequence_parallel
         self._t = layout.tensor
         self._heads = config.num_attention_heads // layout.tensor
