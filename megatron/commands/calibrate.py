@@ -33,7 +33,7 @@ from megatron.cost.hardware import Hardware, load_hardware
 from megatron.durable import replace_file
 from megatron.errors import ConfigError, DataError
 from megatron.plan import resolve
-from megatron.plan_prediction import can_be_predicted, predict_plan
+from megatron.plan_prediction import describe_software, predict_plan
 
 _SKIPPED = 10
 """First steps of a run that are left out: they compile and allocate."""
@@ -98,8 +98,10 @@ def format_hardware(hardware: Hardware) -> str:
     values = {
         name: value if isinstance(value, str | int) else float(f"{value:.4g}")
         for name, value in asdict(hardware).items()
+        # A device without a base has no peak for fp32.
+        if value is not None
     }
-    ordered = {field.name: values[field.name] for field in fields(Hardware)}
+    ordered = {field.name: values[field.name] for field in fields(Hardware) if field.name in values}
     return yaml.safe_dump(ordered, sort_keys=False)
 
 
@@ -124,8 +126,12 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
     loaded = load_config(list(source.arguments), prog="calibrate.py")
     plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
     plan.raise_on_errors()
-    if not can_be_predicted(plan):
-        raise ConfigError("the model of cost covers bf16 and fp16; calibrate with such a run.")
+    if not describe_software(plan).half:
+        # gemm_share is that of Tensor Cores, and fp32 does not use them.
+        raise ConfigError(
+            "the run is in fp32, whose share of the peak says nothing about bf16; calibrate with a "
+            "run in bf16 or fp16."
+        )
     if options.run is None:
         assert options.seconds is not None, "one of them is given"
         measured = options.seconds

@@ -62,7 +62,7 @@ from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.plan import Plan, resolve
-from megatron.plan_prediction import can_be_predicted, predict_plan
+from megatron.plan_prediction import predict_plan
 from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list
@@ -359,15 +359,10 @@ def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
     """Write the trace and the picture that are asked for.
 
     Raises:
-        ConfigError: The model of cost does not cover the plan, or a file cannot be written.
+        ConfigError: The hardware has no peak for fp32, or a file cannot be written.
     """
     if options.trace is None and options.picture is None:
         return
-    if not can_be_predicted(plan):
-        raise ConfigError(
-            "--trace and --picture need a predicted step, and the model of cost covers bf16 and "
-            "fp16; give --bf16 or --fp16."
-        )
     prediction = predict_plan(plan, hardware)
     if options.trace is not None:
         write_trace(prediction, options.trace)

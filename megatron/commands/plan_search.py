@@ -44,13 +44,11 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
     """Search the layouts of the plan's model, batch and number of devices.
 
     Raises:
-        ConfigError: The plan is in fp32, or no layout is legal.
+        ConfigError: No layout is legal, or the hardware has no peak for fp32.
     """
     software = describe_software(plan)
-    if not software.half:
-        raise ConfigError(
-            "--search: the model of cost covers bf16 and fp16; give --bf16 or --fp16."
-        )
+    # The search takes an error for a layout that is not legal, so this one is raised before.
+    hardware.get_peak(half=software.half)
     space = SearchSpace(plan.shape, plan.batch_size.final, plan.world_size, hardware, software)
     return PlannedSearch(search_layouts(space, _SHOWN), predict_layout(plan, hardware))
 

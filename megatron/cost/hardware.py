@@ -39,6 +39,9 @@ class Hardware:
     """Nominal bandwidth of a device to other nodes, in one direction."""
     watts: float
     """Power limit of a device."""
+    fp32_tflops: float | None = None
+    """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
+    does not use TF32 unless it is told to."""
     gemm_share: float = 0.78
     """Share of the peak that a large matrix product reaches, without losses at its edges."""
     attention_share: float = 0.5
@@ -56,10 +59,20 @@ class Hardware:
     host_watts: float = 100.0
     """Power of the rest of the node for each device."""
 
-    @property
-    def peak(self) -> float:
-        """Peak in FLOPs a second."""
-        return self.peak_tflops * 1e12
+    def get_peak(self, *, half: bool) -> float:
+        """Return the peak of matrix products in FLOPs a second, in half precision or in fp32.
+
+        Raises:
+            ConfigError: There is no peak for fp32.
+        """
+        if half:
+            return self.peak_tflops * 1e12
+        if self.fp32_tflops is None:
+            raise ConfigError(
+                f"hardware {self.name} has no fp32_tflops, which the prediction of a run in fp32 "
+                "needs; add it to the hardware file, or give --bf16 or --fp16."
+            )
+        return self.fp32_tflops * 1e12
 
     @property
     def memory_bytes(self) -> float:

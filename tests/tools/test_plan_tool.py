@@ -10,9 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.commands import plan
 from megatron.config.model import ModelConfig
+from megatron.cost.hardware import load_hardware
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
@@ -645,9 +647,20 @@ def test_the_text_of_the_predicted_cost(capsys):
     # One node fails rarely, and large numbers are whole.
     assert plan.main(["--world-size", "8", *SEVEN]) == 0
     assert "a failure every 3,692 hours" in capsys.readouterr().out
-    # The model covers half precision only.
+
+
+def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
     assert plan.main(["--world-size", "1", *SMALL]) == 0
-    assert "the model of cost covers bf16 and fp16" in capsys.readouterr().out
+    assert "predicted step" in capsys.readouterr().out
+    # A complete file of a user may lack the value.
+    mine = tmp_path / "mine.yaml"
+    known = vars(load_hardware("a100-80g"))
+    mine.write_text(yaml.safe_dump({key: known[key] for key in known if key != "fp32_tflops"}))
+    own = ["--world-size", "1", "--hardware", str(mine)]
+    assert plan.main([*own, *SMALL]) == 0
+    assert "no prediction: a100-80g has no fp32_tflops" in capsys.readouterr().out
+    assert plan.main([*own, "--search", *SMALL]) == 2
+    assert "has no fp32_tflops, which the prediction of a run in fp32" in capsys.readouterr().err
 
 
 def test_a_model_that_is_too_large_does_not_fit(capsys):
