@@ -96,6 +96,11 @@ class FakeGpu(TorchDispatchMode):
         install_stand_ins(self._wait, self._note_resized)
         self._enter_in_threads()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, because torch.compile would otherwise compile nothing."""
+        return True
+
     def _enter_in_threads(self) -> None:
         """Let each thread of this process use the fake GPU. A mode is active in one thread only."""
         run = threading.Thread.run
@@ -146,6 +151,9 @@ class FakeGpu(TorchDispatchMode):
     ) -> Any:
         """Run an operator, on fake tensors if it concerns the GPU."""
         kwargs = kwargs or {}
+        if torch._guards.TracingContext.try_get() is not None:
+            # torch's compiler tries operators on fake tensors of its own.
+            return func(*args, **kwargs)
         if any(issubclass(each, DTensor) for each in types):
             # DTensor calls the operators of its local tensors, which come here by themselves.
             return NotImplemented
@@ -163,8 +171,11 @@ class FakeGpu(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator as it is: on fake tensors, or on real ones of the host."""
-        # A factory has no tensor among its arguments, so its device decides.
+        # A factory has no tensor among its arguments, so its device decides. torch's compiler does
+        # not name that argument.
         device = kwargs.get("device")
+        if device is None:
+            device = next((each for each in args if isinstance(each, torch.device)), None)
         makes_gpu = device is not None and torch.device(device).type == "cuda"
         if not makes_gpu and FakeTensor not in types:
             return func(*args, **kwargs)
@@ -305,10 +316,13 @@ class FakeGpu(TorchDispatchMode):
             return
         tensors = list(_list_tensors(args))
         group, ranks = self._name_group(args)
-        # An all-gather has its output as a list of tensors in some spellings.
+        # An all-gather has its output as a list of tensors in some spellings. In a compiled graph
+        # the output is not among the arguments, and the number of ranks is.
         largest = max(map(_count_bytes, tensors), default=0)
         if name == "allgather_":
             largest *= ranks
+        elif name == "all_gather_into_tensor":
+            largest *= args[1]
         # NCCL runs it on a stream of its own, which waits for this one.
         stream = get_current_stream().stream_id
         on_gpu = any(map(_is_on_gpu, tensors))
