@@ -383,4 +383,5 @@ def _replace_kernels() -> None:
 
         return compile_without_kernels(graph, inputs)
 
-    torch._TorchCompileInductorWrapper.__call__ = compile_graph  # type: ignore[method-assign]
+    inductor: Any = torch._TorchCompileInductorWrapper
+    inductor.__call__ = compile_graph
