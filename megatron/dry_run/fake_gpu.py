@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.dry_run.memory import MemoryLog
 from megatron.dry_run.record import Collective, HostCopy, StepTrace, Synchronisation
-from megatron.dry_run.stand_ins import get_current_stream, install_stand_ins
+from megatron.dry_run.stand_ins import GPU, get_current_stream, install_stand_ins
 
 _ATEN = torch.ops.aten
 _COLLECTIVES = {
@@ -171,12 +171,7 @@ class FakeGpu(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator as it is: on fake tensors, or on real ones of the host."""
-        # A factory has no tensor among its arguments, so its device decides. torch's compiler does
-        # not name that argument.
-        device = kwargs.get("device")
-        if device is None:
-            device = next((each for each in args if isinstance(each, torch.device)), None)
-        makes_gpu = device is not None and torch.device(device).type == "cuda"
+        makes_gpu = _names_gpu(args, kwargs)
         if not makes_gpu and FakeTensor not in types:
             return func(*args, **kwargs)
         # A save copies the weights in a thread of its own, while the next step runs.
@@ -371,6 +366,24 @@ def _find_answer(func: Any, args: tuple[Any, ...]) -> bool | None:
         return None
     answers = {getattr(each, "answer", None) for each in _list_tensors(args)}
     return answers.pop() if len(answers) == 1 else None
+
+
+def _names_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator is told to use the GPU, as factories are.
+
+    Raises:
+        RuntimeError: The GPU has a number that does not exist, as CUDA raises it.
+    """
+    device = kwargs.get("device")
+    if device is None:
+        # torch's compiler gives it without its name.
+        device = next((each for each in args if isinstance(each, torch.device)), None)
+    if device is None:
+        return False
+    device = torch.device(device)
+    if device.type == "cuda" and device.index not in (None, GPU.index):
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {device} of one GPU")
+    return device.type == "cuda"
 
 
 def _is_on_gpu(value: Any) -> bool:

@@ -5,7 +5,7 @@ import os
 import threading
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from unittest import mock
 
 from cuda.fake_ranks import train
@@ -70,18 +70,44 @@ def _train_world(world_size: int, arguments: list[str]) -> list[RankRun]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
     }
-    pipes = []
+    ranks: dict[Connection, int] = {}
+    processes = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
         # A task of Slurm may see its own GPU only, which has the number 0.
         of_rank = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        context.Process(target=_train_rank, args=(theirs, of_rank, arguments), daemon=True).start()
+        process = context.Process(target=_train_rank, args=(theirs, of_rank, arguments))
+        process.start()
         # Otherwise this process would wait for a rank that ends without a result.
         theirs.close()
-        pipes.append(ours)
-    results = [pipe.recv() for pipe in pipes]
-    failed = [f"rank {n}: {each}" for n, each in enumerate(results) if isinstance(each, str)]
-    assert not failed, "\n".join(failed)
+        ranks[ours] = rank
+        processes.append(process)
+    try:
+        results = _receive(ranks)
+    finally:
+        # After an error of one rank, the others would wait for it. SIGTERM would let them save.
+        for process in processes:
+            process.kill()
+            process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _receive(ranks: dict[Connection, int]) -> dict[int, RankRun]:
+    """Return what the ranks send.
+
+    Raises:
+        AssertionError: A rank has sent an error, or has ended without a result.
+    """
+    results = {}
+    while len(results) < len(ranks):
+        for pipe in wait([pipe for pipe, rank in ranks.items() if rank not in results]):
+            assert isinstance(pipe, Connection)
+            try:
+                result = pipe.recv()
+            except EOFError:
+                result = "it has ended without a result"
+            assert isinstance(result, RankRun), f"rank {ranks[pipe]}: {result}"
+            results[ranks[pipe]] = result
     return results
 
 
