@@ -175,7 +175,9 @@ def test_a_load_copies_what_a_rank_holds(runs):
 @pytest.mark.parametrize("flags", ["--fp16 --zero-stage 1", "--zero-stage 2", "--zero-stage 3"])
 def test_ranks_of_deepspeed_write_one_checkpoint(flags: str, corpus: str, tmp_path: Path) -> None:
     precision = "" if "--fp16" in flags else "--bf16 "
-    arguments = f"{SHAPE} {precision}{flags} --deepspeed --tensor-model-parallel-size 2".split()
+    # DeepSpeed's timers begin after the second step.
+    shape = SHAPE.replace("--train-iters 2", "--train-iters 4").replace("interval 1", "interval 2")
+    arguments = f"{shape} {precision}{flags} --deepspeed --tensor-model-parallel-size 2".split()
     command_line = [*arguments, "--data-path", corpus, "--save", str(tmp_path)]
     with open_pool(1) as pool:
         (run,) = call_in_pool(pool, train_worlds, 4, [command_line])
@@ -189,7 +191,7 @@ def test_ranks_of_deepspeed_write_one_checkpoint(flags: str, corpus: str, tmp_pa
         # Its timers would wait for the GPU in each microbatch. ZeRO 3 does so without them.
         causes = {each.cause for each in step.synchronisations if "deepspeed" in each.line}
         assert ("cuda.synchronize" in causes) == ("--zero-stage 3" in flags)
-    check_complete(tmp_path / "global_step2", 4)
+    check_complete(tmp_path / "global_step4", 4)
 
 
 def check_complete(folder: Path, files: int) -> None:
