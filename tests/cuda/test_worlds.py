@@ -4,6 +4,7 @@ Messages between GPUs are not sent. So the ranks agree, write one checkpoint tog
 but what a GPU would compute is 2 everywhere.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,16 +88,29 @@ def locate(world_size: int) -> list[Place]:
     ]
 
 
+TrainWorlds = Callable[[int, list[list[str]]], list[list[RankRun]]]
+
+
+@pytest.fixture(scope="module")
+def train_on_fake_gpus() -> Iterator[TrainWorlds]:
+    """Yield `train_worlds`, which runs in one process for all worlds, so that torch loads once."""
+    if find_compiler() is None:
+        pytest.skip("the fake GPU needs a C++ compiler, and there is none")
+    with open_pool(1) as pool:
+        yield lambda world_size, runs: call_in_pool(pool, train_worlds, world_size, runs)
+
+
 @pytest.fixture(scope="module", params=LAYOUTS)
 def runs(
-    request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    corpus: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    train_on_fake_gpus: TrainWorlds,
 ) -> tuple[list[Place], list[RankRun], list[RankRun], Path]:
     """Return the ranks' places, what they did in two runs, and the folder of the checkpoints.
 
     The first run saves after one step. The second one loads that, and saves asynchronously.
     """
-    if find_compiler() is None:
-        pytest.skip("the fake GPU needs a C++ compiler, and there is none")
     world_size, layout = LAYOUTS[request.param]
     folder = tmp_path_factory.mktemp("world")
     arguments = [*(SHAPE + layout).split(), "--data-path", corpus, "--save", str(folder)]
@@ -104,8 +118,7 @@ def runs(
         [*arguments, "--exit-interval", "1"],
         [*arguments, "--load", str(folder), "--async-save"],
     ]
-    with open_pool(1) as pool:
-        first, second = call_in_pool(pool, train_worlds, world_size, command_lines)
+    first, second = train_on_fake_gpus(world_size, command_lines)
     return locate(world_size), first, second, folder
 
 
@@ -173,14 +186,15 @@ def test_a_load_copies_what_a_rank_holds(runs):
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("flags", ["--fp16 --zero-stage 1", "--zero-stage 2", "--zero-stage 3"])
-def test_ranks_of_deepspeed_write_one_checkpoint(flags: str, corpus: str, tmp_path: Path) -> None:
+def test_ranks_of_deepspeed_write_one_checkpoint(
+    flags: str, corpus: str, tmp_path: Path, train_on_fake_gpus: TrainWorlds
+) -> None:
     precision = "" if "--fp16" in flags else "--bf16 "
     # DeepSpeed's timers begin after the second step.
     shape = SHAPE.replace("--train-iters 2", "--train-iters 4").replace("interval 1", "interval 2")
     arguments = f"{shape} {precision}{flags} --deepspeed --tensor-model-parallel-size 2".split()
     command_line = [*arguments, "--data-path", corpus, "--save", str(tmp_path)]
-    with open_pool(1) as pool:
-        (run,) = call_in_pool(pool, train_worlds, 4, [command_line])
+    (run,) = train_on_fake_gpus(4, [command_line])
     steps = [each.step for each in run]
     whole = sum(count_elements(place, stored=True) for place in locate(4))
     # Two saves. Partitions are cut at other elements than the native engine's shards.
