@@ -311,12 +311,12 @@ class FakeGpu(TorchDispatchMode):
             return
         tensors = list(_list_tensors(args))
         group, ranks = self._name_group(args)
-        # An all-gather has its output as a list of tensors in some spellings. In a compiled graph
-        # the output is not among the arguments, and the number of ranks is.
         largest = max(map(_count_bytes, tensors), default=0)
+        # This variant has its output as a list of tensors, one for each rank.
         if name == "allgather_":
             largest *= ranks
         elif name == "all_gather_into_tensor":
+            # In a compiled graph, the output is not among the arguments. The number of ranks is.
             largest *= args[1]
         # NCCL runs it on a stream of its own, which waits for this one.
         stream = get_current_stream().stream_id
