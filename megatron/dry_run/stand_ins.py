@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,18 @@ class _Properties:
     major: int = 9
     minor: int = 0
     multi_processor_count: int = 132
-    uuid: str = "00000000-0000-0000-0000-000000000000"
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    L2_cache_size: int = 50 << 20
+    gcnArchName: str = ""  # noqa: N815  (torch's name)
+    """AMD's name of an architecture."""
+    uuid: str = "GPU-0"
+
+
+def _name_gpu() -> str:
+    """Return the name of this rank's GPU. Ranks of one host do not share it."""
+    return f"GPU-{os.environ.get('RANK', '0')}"
 
 
 class FakeStream(torch.Stream):
@@ -162,7 +174,8 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "get_device_name": lambda device=None: _Properties.name,
-        "get_device_properties": lambda device=None: _Properties(),
+        # torch's compiler keeps a reference to the public function, which calls this one.
+        "_get_device_properties": lambda device=None: _Properties(uuid=_name_gpu()),
         "get_device_capability": lambda device=None: (_Properties.major, _Properties.minor),
         "mem_get_info": lambda device=None: (_MEMORY, _MEMORY),
         "empty_cache": lambda: None,
@@ -202,6 +215,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
     _keep_silu_fused()
     _skip_pipeline_vote()
     _replace_conversion()
+    _replace_kernels()
 
 
 def _replace_resize(note_storage: Callable[[torch.UntypedStorage], None]) -> None:
@@ -373,3 +387,15 @@ def _replace_conversion() -> None:
         return module
 
     nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+def _replace_kernels() -> None:
+    """Let torch.compile run the operators of a graph, because a kernel needs a real GPU."""
+
+    def compile_graph(wrapper: Any, graph: Any, inputs: Any, **options: Any) -> Any:
+        from megatron.dry_run.compiler import compile_without_kernels
+
+        return compile_without_kernels(graph, inputs)
+
+    inductor: Any = torch._TorchCompileInductorWrapper
+    inductor.__call__ = compile_graph

@@ -127,8 +127,9 @@ class DeepSpeedEngine(EngineBase):
 
     def _initialize(self) -> Any:
         """Return DeepSpeed's engine around this rank's stage."""
-        # PipelineModule reads LOCAL_RANK and fails without it.
-        os.environ.setdefault("LOCAL_RANK", "0")
+        # DeepSpeed takes the number of its device from here. A task that sees one GPU has number 0,
+        # whatever its local rank is.
+        os.environ["LOCAL_RANK"] = str(self._mesh.device.index or 0)
         deepspeed = import_deepspeed(self._mesh.device.type)
         from deepspeed.utils import logger
 

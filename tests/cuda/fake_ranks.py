@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.cli import load_config
 from megatron.dry_run.process import choose_microbatches
 from megatron.dry_run.record import RankReport, StepTrace
-from megatron.operations.slurm.node_report import NodeLimits, NodeReport
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan import Plan, resolve
 
@@ -186,33 +185,3 @@ def check_replicas(case: Case) -> tuple[list[str], float, StepTrace]:
 
     run_rank(plan_case(case), case.rank, visit=visit)
     return tuple(results)
-
-
-def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrace]:
-    """Probe the fake GPU, and the all-reduce of a fake world of this size."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from megatron.dry_run.stand_ins import GPU
-    from megatron.dry_run.step import get_gpu
-    from megatron.operations.slurm import node_probe
-
-    gpu = get_gpu()
-    gpu.forget_memory()
-    limits = NodeLimits(memory_gib=memory_gib)
-    findings = node_probe._ProbeFindings(0, lambda report: None)
-    # The matrices are drawn on the CPU first, and drawing large ones takes seconds.
-    before = node_probe._SIZES
-    node_probe._SIZES = {**before, "cuda": (512, before["cuda"][1])}
-    with gpu:
-        gpu.start_step()
-        try:
-            node_probe._memory(findings, limits, GPU)
-            node_probe._product(findings, limits, GPU)
-            dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world_size)
-            node_probe._all_reduce(findings, GPU)
-        finally:
-            node_probe._SIZES = before
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        return findings.report, gpu.end_step()
