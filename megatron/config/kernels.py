@@ -19,3 +19,8 @@ class KernelsConfig:
     backward passes of attention otherwise add up in an order that changes, so a resumed run is not
     bit-identical. It is slower. The run ends with an error at an operator that has no such kernel.
     apex, DeepSpeed and torch.compile choose kernels of their own. A CPU needs no such flag."""
+    use_varlen_attention: bool = False
+    """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
+    instead of one call for each document. It is for --reset-attention-mask with short documents. It
+    needs --bf16 or --fp16 and --attention-dropout 0, and has no ALiBi. It has not run on a GPU yet.
+    On a CPU, a loop computes the same."""

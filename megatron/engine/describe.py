@@ -67,6 +67,10 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         )
     else:
         attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
+    if execution.pack_documents:
+        if mesh.device.type == "cpu":
+            return "document by document", "a CPU has no kernel for all documents of a microbatch"
+        return "torch's varlen_attn", "one call for all documents of a microbatch"
     if plan.config.data.reset_attention_mask:
         if execution.compile:
             note = "; attention is not compiled"

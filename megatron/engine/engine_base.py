@@ -21,6 +21,7 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.init import Initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
+from megatron.model.packed_attention import require_packed_attention
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
@@ -63,6 +64,8 @@ class EngineBase(ABC):
         )
         if self._execution.compile:
             require_compiler(mesh.device)
+        if self._execution.pack_documents:
+            require_packed_attention(mesh.device)
         self._dtype = self._execution.dtype or torch.float32
         self._loss_scale: LossScale | None = None
         if plan.config.precision.fp16:

@@ -22,6 +22,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
 from megatron.model.norm import build_query_key_norm
+from megatron.model.packed_attention import attend_packed
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.layers import (
@@ -57,7 +58,7 @@ class SelfAttention(nn.Module):
         config = shape.config
         self.number = layer.number
         self.rotary = layer.rotary
-        self.windowed = layer.window is not None
+        self.window = layer.window
         self.head_dim = shape.head_dim
         self.qkv: ColumnParallelLinear | SharedGroupsLinear
         if shape.query_groups >= tp.size:
@@ -153,7 +154,7 @@ class SelfAttention(nn.Module):
 
     def _select_bias(self, positions: Positions) -> Tensor | None:
         """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None."""
-        if self.windowed:
+        if self.window is not None:
             return positions.window_bias
         return positions.bias
 
@@ -172,6 +173,9 @@ class SelfAttention(nn.Module):
         """
         # The kernel draws the dropout mask itself, so the generator is seeded just before the call.
         p = self.dropout.seed(dropout_key)
+        if positions.packed is not None:
+            assert p == 0, "the kernel has no dropout"
+            return attend_packed(query, key, value, positions.packed, self.window)
         bias = self._select_bias(positions)
         if positions.documents is not None:
             return _attend_by_document(query, key, value, bias, positions.documents, p)

@@ -124,7 +124,7 @@ class GPT(nn.Module):
         self.head: Head | None = None
         if stage.last:
             self.head = Head(shape, tp, stage)
-        self.position_tables = PositionTables(shape, tp)
+        self.position_tables = PositionTables(shape, tp, pack_documents=execution.pack_documents)
         # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)
         first = tp.rank * rows

@@ -15,6 +15,16 @@ from megatron.config.rules import ERRORS, WARNINGS, check_rules
 GUARDED = {"spike_guard": "rollback", "save": "run", "load": "run", "save_interval": 5}
 """A run whose spike guard may roll back."""
 
+VARLEN = {
+    "use_varlen_attention": True,
+    "reset_attention_mask": True,
+    "vocab_file": "v",
+    "merge_file": "m",
+    "bf16": True,
+    "attention_dropout": 0.0,
+}
+"""A run that computes the attention of all documents in one call."""
+
 FAILURES: list[tuple[dict[str, object], str]] = [
     ({"spike_guard": "rollback"}, "needs the same folder for --save and --load"),
     ({"spike_guard": "rollback", "save": "run", "load": "run"}, "give --save-interval"),
@@ -241,6 +251,21 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "is not possible with --recompute-attention-core",
     ),
     ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
+    (
+        {**VARLEN, "reset_attention_mask": False},
+        "--use-varlen-attention needs --reset-attention-mask",
+    ),
+    ({**VARLEN, "bf16": False}, "--use-varlen-attention needs --bf16 or --fp16"),
+    (
+        {**VARLEN, "position_embedding_type": "alibi"},
+        "--use-varlen-attention cannot be combined with --position-embedding-type alibi",
+    ),
+    (
+        {**VARLEN, "attention_dropout": 0.1},
+        "--use-varlen-attention cannot be combined with --attention-dropout 0.1",
+    ),
+    ({**VARLEN, "kv_channels": 20}, "the width of a head is 20, but its kernel needs a multiple"),
+    ({**VARLEN, "kv_channels": 264}, "the width of a head is 264, but its kernel needs"),
     (
         {"curriculum_total_step": 9},
         "--curriculum-total-step 9 needs --curriculum-schedule-type",

@@ -62,6 +62,28 @@ def run_case(case: Case) -> RankReport:
         return run_rank(plan_case(case), case.rank, steps=case.steps, make=make)
 
 
+def count_varlen_kernels(case: Case) -> tuple[int, int]:
+    """Run the steps of a case. Return how often torch's kernel for documents ran, and backward."""
+    from megatron.dry_run.fake_gpu import FakeGpu
+
+    counts = {"torch_attn::_varlen_attn": 0, "torch_attn::_varlen_attn_backward": 0}
+    run = FakeGpu._run
+
+    def count(self: FakeGpu, func: Any, *arguments: Any) -> Any:
+        name = func._schema.name
+        if name in counts:
+            counts[name] += 1
+        return run(self, func, *arguments)
+
+    FakeGpu._run = count  # type: ignore[method-assign]
+    try:
+        run_case(case)
+    finally:
+        FakeGpu._run = run  # type: ignore[method-assign]
+    forward, backward = counts.values()
+    return forward, backward
+
+
 @contextmanager
 def plant(fault: str) -> Iterator[None]:
     """Break the code in one place within a `with` block."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, run_case
+from cuda.fake_ranks import Case, count_varlen_kernels, run_case
 from cuda.formulas import Layout, Messages, predict
 
 from megatron.dry_run.record import RankReport
@@ -15,6 +15,11 @@ LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
     "--no-add-bias-linear --untie-embeddings-and-output-weights "
 )
+VARLEN = (
+    "--reset-attention-mask --use-varlen-attention --global-batch-size 8 "
+    "--vocab-file vocab.json --merge-file merges.txt "
+)
+"""Flags for documents. A plan with the size of the vocabulary does not read the two files."""
 FORMULAS = {
     "one GPU": (Case(BF16 + "--global-batch-size 8"), Layout(m=4)),
     "TP": (
@@ -107,6 +112,22 @@ OTHERS = {
     "rotary, documents, fp32": Case(
         LLAMA + "--global-batch-size 4 --log-num-zeros-in-grad", documents=True
     ),
+    "varlen attention, GQA, SP, recomputed": Case(
+        BF16 + LLAMA + "--num-query-groups 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--checkpoint-activations --checkpoint-keep-operators attention " + VARLEN,
+        2,
+        1,
+        documents=True,
+    ),
+    "varlen attention, fp16, sliding window, ZeRO 2": Case(
+        "--fp16 --zero-stage 2 --sliding-window 8 --full-attention-layers 1::2 "
+        "--recompute-attention-core " + VARLEN,
+        2,
+        documents=True,
+    ),
+    "varlen attention, 1F1B": Case(
+        BF16 + "--num-layers 4 --pipeline-model-parallel-size 2 " + VARLEN, 2, 1, documents=True
+    ),
     "input kept in host memory": Case(
         "--fp16 --tensor-model-parallel-size 2 --checkpoint-activations --partition-activations "
         "--checkpoint-in-cpu --hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 4",
@@ -151,3 +172,13 @@ def test_messages_are_those_of_the_formula_and_the_host_waits_once(name, on_fake
 def test_the_host_waits_once_a_step(name, on_fake_gpu: Call):
     # The first step builds the tables of positions.
     check_waits(on_fake_gpu(run_case, replace(OTHERS[name], steps=2)))
+
+
+def test_one_kernel_computes_the_attention_of_all_documents(on_fake_gpu: Call):
+    """Each layer calls it once a microbatch, and once more if its core is computed again."""
+    kept = OTHERS["varlen attention, GQA, SP, recomputed"]
+    # 4 microbatches of 2 layers. Their results are kept, although the layers are recomputed.
+    assert on_fake_gpu(count_varlen_kernels, kept) == (8, 8)
+    recomputed = OTHERS["varlen attention, fp16, sliding window, ZeRO 2"]
+    # 2 microbatches of 2 layers.
+    assert on_fake_gpu(count_varlen_kernels, recomputed) == (8, 4)

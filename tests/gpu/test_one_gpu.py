@@ -62,6 +62,9 @@ IN_16_BITS = {
     "llama-bf16": f"{LLAMA} --bf16",
     "bloom-bf16": f"{BLOOM} --bf16",
     "documents-bf16": f"{LLAMA} --bf16 {DOCUMENTS}",
+    "varlen-bf16": f"{LLAMA} --bf16 {DOCUMENTS} --use-varlen-attention",
+    "varlen-fp16": f"--fp16 --initial-loss-scale 4096 {DOCUMENTS} --use-varlen-attention "
+    "--sliding-window 32 --full-attention-layers 1::2 --recompute-attention-core",
     "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
     "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
 }

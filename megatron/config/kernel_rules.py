@@ -1,0 +1,55 @@
+"""Rules about the choice of kernels. See `rules.py`."""
+
+from collections.abc import Iterator
+
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.model import ModelConfig
+
+_VARLEN_HEAD_MULTIPLE = 8
+_VARLEN_LARGEST_HEAD = 256
+"""Widths of a head that FlashAttention-2 has kernels for."""
+
+
+def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that torch's kernel for documents can compute this model."""
+    if not settings.config.kernels.use_varlen_attention:
+        return
+    flag = settings.describe("kernels.use_varlen_attention")
+    precision = settings.config.precision
+    model = settings.config.model
+    if not settings.config.data.reset_attention_mask:
+        yield (
+            f"{flag} needs --reset-attention-mask: without it a sample is one document. Add it, or "
+            f"leave out {flag}."
+        )
+    if not (precision.bf16 or precision.fp16):
+        yield (
+            f"{flag} needs --bf16 or --fp16: its kernel has no fp32. Add one, or leave out {flag}."
+        )
+    if model.position_embedding_type == "alibi":
+        yield (
+            f"{flag} cannot be combined with {settings.describe('model.position_embedding_type')}: "
+            f"its kernel has no bias. Leave out {flag}."
+        )
+    if model.attention_dropout > 0:
+        yield (
+            f"{flag} cannot be combined with {settings.describe('model.attention_dropout')}: its "
+            f"kernel has no dropout. Give --attention-dropout 0, or leave out {flag}."
+        )
+    width = _compute_head_width(model)
+    if width is not None and (width % _VARLEN_HEAD_MULTIPLE or width > _VARLEN_LARGEST_HEAD):
+        yield (
+            f"{flag}: the width of a head is {width}, but its kernel needs a multiple of "
+            f"{_VARLEN_HEAD_MULTIPLE} that is at most {_VARLEN_LARGEST_HEAD}. Set it with "
+            f"--kv-channels, or leave out {flag}."
+        )
+
+
+def _compute_head_width(model: ModelConfig) -> int | None:
+    """Return the width of a head, or None if the sizes are out of range."""
+    if model.kv_channels is not None:
+        return model.kv_channels
+    # `check_ranges` reports these values.
+    if model.num_attention_heads < 1:
+        return None
+    return model.hidden_size // model.num_attention_heads
