@@ -10,6 +10,28 @@ _VARLEN_LARGEST_HEAD = 256
 """Widths of a head that FlashAttention-2 has kernels for."""
 
 
+def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that each kernel of --attention-backend may be used at all."""
+    names = settings.config.kernels.attention_backend
+    asked = settings.describe("kernels.attention_backend")
+    if not names:
+        yield f"{asked} needs at least one kernel, or auto."
+    if len(set(names)) < len(names):
+        yield f"{asked} names a kernel twice; name each kernel once."
+    if "auto" in names and len(names) > 1:
+        yield f"{asked}: with auto, PyTorch chooses; leave out auto or the others."
+    if "unfused" in names[:-1]:
+        yield (
+            f"{asked}: unfused computes everything, so the kernels after it would never be used; "
+            "put it last."
+        )
+    if settings.config.kernels.use_varlen_attention and names != ("auto",):
+        yield (
+            f"{asked} cannot be combined with --use-varlen-attention, which has a kernel of its "
+            "own; give one of them."
+        )
+
+
 def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that torch's kernel for documents can compute this model."""
     if not settings.config.kernels.use_varlen_attention:

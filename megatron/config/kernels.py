@@ -4,6 +4,9 @@ None of these settings changes the mathematics.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+AttentionBackend = Literal["auto", "flash", "fused", "efficient", "unfused"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,13 @@ class KernelsConfig:
     backward passes of attention otherwise add up in an order that changes, so a resumed run is not
     bit-identical. It is slower. The run ends with an error at an operator that has no such kernel.
     apex, DeepSpeed and torch.compile choose kernels of their own. A CPU needs no such flag."""
+    attention_backend: tuple[AttentionBackend, ...] = ("auto",)
+    """Kernels that attention may use, the preferred one first, as in: fused flash unfused. Each
+    layer takes the first that can compute it. auto: PyTorch chooses. flash: FlashAttention
+    (https://arxiv.org/abs/2307.08691). fused: cuDNN. efficient: memory-efficient attention
+    (https://arxiv.org/abs/2112.05682). unfused: matrix products and a softmax, which compute
+    everything. flash and unfused exist on CPUs too. A run that none of them can compute is refused
+    at the start."""
     use_varlen_attention: bool = False
     """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
     instead of one call for each document. It is for --reset-attention-mask with short documents. It

@@ -27,7 +27,7 @@ from megatron.config.data_rules import (
     check_streamed_data,
 )
 from megatron.config.fields import all_fields
-from megatron.config.kernel_rules import check_varlen_attention
+from megatron.config.kernel_rules import check_attention_backend, check_varlen_attention
 from megatron.config.model_rules import (
     check_heads_divide_hidden_size,
     check_layer_choices,
@@ -433,6 +433,7 @@ ERRORS: tuple[Rule, ...] = (
     check_one_partition_method,
     check_recompute_fraction,
     check_kept_operators,
+    check_attention_backend,
     check_varlen_attention,
     check_profile,
 )

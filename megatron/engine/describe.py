@@ -67,6 +67,10 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         )
     else:
         attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
+    if execution.attention_kernels:
+        # The conditions above apply to torch's own choice.
+        kernels = " ".join(execution.attention_kernels)
+        attention = attention[0].removesuffix(", math"), f"the first possible kernel of: {kernels}"
     if execution.pack_documents:
         if mesh.device.type == "cpu":
             return "document by document", "a CPU has no kernel for all documents of a microbatch"

@@ -16,6 +16,7 @@ from megatron.engine.base import PhaseTimers, StepResult, build_inputs
 from megatron.engine.invariants import InvariantChecker
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.parallelize import RankStage, build_stages
+from megatron.model.attention_kernels import require_attention_kernels
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
@@ -64,9 +65,16 @@ class EngineBase(ABC):
         )
         if self._execution.compile:
             require_compiler(mesh.device)
+        self._dtype = self._execution.dtype or torch.float32
         if self._execution.pack_documents:
             require_packed_attention(mesh.device)
-        self._dtype = self._execution.dtype or torch.float32
+        require_attention_kernels(
+            self._execution.attention_kernels,
+            plan.shape,
+            tensor_parallel_size=mesh.grid.tensor,
+            dtype=self._dtype,
+            device=mesh.device,
+        )
         self._loss_scale: LossScale | None = None
         if plan.config.precision.fp16:
             self._loss_scale = LossScale(plan.config.precision)

@@ -107,10 +107,19 @@ def build_stages(
             # copies of the engine's fp32 masters.
             model.to(dtype)
         _fill_with_zeros(model)
+        # 7. The kernels of attention. FSDP2's first forward pass, in 6, has so few tokens that some
+        #    kernels would refuse them.
+        choose_attention_kernels(model, execution)
         stages.append(RankStage(model, specs, sharded))
-    # 7. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
+    # 8. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
     #    PipelineModule.
     return stages
+
+
+def choose_attention_kernels(model: GPT, execution: Execution) -> None:
+    """Let attention use only the kernels that `execution` asks for."""
+    for block in model.get_blocks().values():
+        block.attention.kernels = execution.attention_kernels
 
 
 def recompute_blocks(model: GPT, execution: Execution) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.attention_logits import find_largest_attention_logit
 from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
@@ -94,6 +95,8 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
+        self.kernels: tuple[str, ...] = ()
+        """The kernels that SDPA may use, the preferred one first. Empty: PyTorch chooses."""
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
@@ -177,19 +180,21 @@ class SelfAttention(nn.Module):
             assert p == 0, "the kernel has no dropout"
             return attend_packed(query, key, value, positions.packed, self.window)
         bias = self._select_bias(positions)
-        if positions.documents is not None:
-            return _attend_by_document(query, key, value, bias, positions.documents, p)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
             if query.shape[2] < key.shape[2]:
                 return attend_with_new_token(query, key, value, bias)
-        return _attend(query, key, value, bias, p)
+        # This function runs again in a recomputation, which must use the same kernel.
+        with use_attention_kernels(self.kernels):
+            if positions.documents is not None:
+                return _attend_by_document(query, key, value, bias, positions.documents, p)
+            return _attend(query, key, value, bias, p)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Call PyTorch's attention kernel. It chooses between flash and other implementations."""
+    """Call PyTorch's attention. It chooses between flash and other kernels."""
     # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
     return F.scaled_dot_product_attention(
         query,

@@ -251,6 +251,14 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "is not possible with --recompute-attention-core",
     ),
     ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
+    ({"attention_backend": ("flash", "flash")}, "--attention-backend flash flash names a kernel"),
+    ({"attention_backend": ()}, "--attention-backend  needs at least one kernel, or auto"),
+    ({"attention_backend": ("flash", "auto")}, "flash auto: with auto, PyTorch chooses"),
+    ({"attention_backend": ("unfused", "flash")}, "the kernels after it would never be used"),
+    (
+        {**VARLEN, "attention_backend": ("flash",)},
+        "--attention-backend flash cannot be combined with --use-varlen-attention",
+    ),
     (
         {**VARLEN, "reset_attention_mask": False},
         "--use-varlen-attention needs --reset-attention-mask",

@@ -1,6 +1,7 @@
 """What the tests run in the process with the fake GPU. torch is imported only there."""
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,26 +63,25 @@ def run_case(case: Case) -> RankReport:
         return run_rank(plan_case(case), case.rank, steps=case.steps, make=make)
 
 
-def count_varlen_kernels(case: Case) -> tuple[int, int]:
-    """Run the steps of a case. Return how often torch's kernel for documents ran, and backward."""
+def count_attention(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often the operators of attention ran."""
     from megatron.dry_run.fake_gpu import FakeGpu
 
-    counts = {"torch_attn::_varlen_attn": 0, "torch_attn::_varlen_attn_backward": 0}
+    counts: Counter[str] = Counter()
     run = FakeGpu._run
 
-    def count(self: FakeGpu, func: Any, *arguments: Any) -> Any:
-        name = func._schema.name
-        if name in counts:
+    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if namespace == "torch_attn" or "dot_product" in name or name == "_safe_softmax":
             counts[name] += 1
-        return run(self, func, *arguments)
+        return run(self, func, types, args, kwargs)
 
     FakeGpu._run = count  # type: ignore[method-assign]
     try:
         run_case(case)
     finally:
         FakeGpu._run = run  # type: ignore[method-assign]
-    forward, backward = counts.values()
-    return forward, backward
+    return dict(counts)
 
 
 @contextmanager

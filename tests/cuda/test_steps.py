@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, count_varlen_kernels, run_case
+from cuda.fake_ranks import Case, count_attention, run_case
 from cuda.formulas import Layout, Messages, predict
 
 from megatron.dry_run.record import RankReport
+from megatron.errors import TrainingError
 
 BF16 = "--bf16 "
 LLAMA = (
@@ -178,7 +179,43 @@ def test_one_kernel_computes_the_attention_of_all_documents(on_fake_gpu: Call):
     """Each layer calls it once a microbatch, and once more if its core is computed again."""
     kept = OTHERS["varlen attention, GQA, SP, recomputed"]
     # 4 microbatches of 2 layers. Their results are kept, although the layers are recomputed.
-    assert on_fake_gpu(count_varlen_kernels, kept) == (8, 8)
-    recomputed = OTHERS["varlen attention, fp16, sliding window, ZeRO 2"]
+    assert on_fake_gpu(count_attention, kept) == {"_varlen_attn": 8, "_varlen_attn_backward": 8}
+    again = OTHERS["varlen attention, fp16, sliding window, ZeRO 2"]
     # 2 microbatches of 2 layers.
-    assert on_fake_gpu(count_varlen_kernels, recomputed) == (8, 4)
+    counts = on_fake_gpu(count_attention, again)
+    assert (counts["_varlen_attn"], counts["_varlen_attn_backward"]) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("backends", "flags", "kernel"),
+    [
+        ("auto", BF16, "flash"),
+        ("fused flash efficient unfused", BF16, "cudnn"),
+        ("efficient flash", BF16, "efficient"),
+        ("flash fused", BF16 + "--position-embedding-type alibi", "cudnn"),
+        ("fused efficient", "", "efficient"),
+    ],
+)
+def test_attention_takes_the_first_possible_kernel(
+    backends: str, flags: str, kernel: str, on_fake_gpu: Call
+):
+    name = f"_scaled_dot_product_{kernel}_attention"
+    case = Case(
+        f"{flags} --attention-backend {backends} --checkpoint-activations --global-batch-size 2"
+    )
+    # The start tries a choice that may be impossible.
+    tried = backends != "auto" and "unfused" not in backends
+    # Each of the two layers computes its attention again.
+    assert on_fake_gpu(count_attention, case) == {name: 4 + tried, f"{name}_backward": 2}
+    check_waits(on_fake_gpu(run_case, replace(case, steps=2)))
+
+
+def test_attention_without_fusion(on_fake_gpu: Call):
+    case = Case("--bf16 --attention-backend unfused --global-batch-size 2")
+    assert set(on_fake_gpu(count_attention, case)) == {"_safe_softmax"}
+
+
+def test_an_impossible_kernel_is_refused_at_the_start(on_fake_gpu: Call):
+    case = Case("--attention-backend flash --global-batch-size 2")
+    with pytest.raises(TrainingError, match=r"--attention-backend flash: none of these kernels"):
+        on_fake_gpu(run_case, case)
