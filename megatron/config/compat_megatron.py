@@ -189,7 +189,6 @@ _KERNEL_CHOICES = (
     ),
     ignore_flag("--abort-on-unmet-fused-kernel-constraints", _KERNELS),
     ignore_flag("--no-bias-dropout-fusion", _KERNELS),
-    ignore_flag("--no-gradient-accumulation-fusion", _KERNELS),
     ignore_flag("--no-persist-layer-norm", _KERNELS),
     ignore_flag("--disable-mem-efficient-ln", _KERNELS),
     ignore_flag("--transformer-impl", _KERNELS, arity=1),

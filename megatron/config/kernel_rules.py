@@ -25,6 +25,11 @@ def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[str]:
             f"{asked}: unfused computes everything, so the kernels after it would never be used; "
             "put it last."
         )
+    if settings.config.kernels.use_torch_compile and names != ("auto",):
+        yield (
+            f"{asked} cannot be combined with --use-torch-compile, which replaces kernels of "
+            "attention by others; give one of them."
+        )
     if settings.config.kernels.use_varlen_attention and names != ("auto",):
         yield (
             f"{asked} cannot be combined with --use-varlen-attention, which has a kernel of its "
@@ -64,6 +69,44 @@ def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[str]:
             f"{flag}: the width of a head is {width}, but its kernel needs a multiple of "
             f"{_VARLEN_HEAD_MULTIPLE} that is at most {_VARLEN_LARGEST_HEAD}. Set it with "
             f"--kv-channels, or leave out {flag}."
+        )
+
+
+def check_gradient_accumulation_fusion(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that weights are in 16 bits, and that the backward pass is this trainer's own."""
+    if not settings.config.kernels.gradient_accumulation_fusion:
+        return
+    flag = settings.describe("kernels.gradient_accumulation_fusion")
+    if not (settings.config.precision.bf16 or settings.config.precision.fp16):
+        yield (
+            f"{flag} needs --bf16 or --fp16: gradients in fp32 are not rounded in any case. Add "
+            f"one, or leave out {flag}."
+        )
+    for dotted, reason in (
+        ("kernels.use_torch_compile", "which generates a backward pass of its own"),
+        ("parallel.deepspeed", "whose optimizer takes the gradients from autograd"),
+    ):
+        if settings[dotted]:
+            yield (
+                f"{flag} cannot be combined with {settings.describe(dotted)}, {reason}; give one "
+                "of them."
+            )
+
+
+def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn that one of the linear layers is left out of the fusion."""
+    config = settings.config
+    groups = config.model.num_query_groups
+    if (
+        config.kernels.gradient_accumulation_fusion
+        and groups is not None
+        and groups < config.parallel.tensor_model_parallel_size
+    ):
+        asked = settings.describe("model.num_query_groups", "parallel.tensor_model_parallel_size")
+        yield (
+            f"{settings.describe('kernels.gradient_accumulation_fusion')} leaves out the "
+            f"projection to queries, keys and values with {asked}: it is put together from two "
+            "weights, because ranks share groups."
         )
 
 

@@ -33,6 +33,8 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(execution, loss_scale)),
     ]
+    if execution.fused_gradients:
+        rows.append(("weight gradients", *_describe_fused_gradients(mesh)))
     if mesh.grid.pipeline > 1:
         rows.append(("pipeline", *_describe_pipeline(plan, mesh, pipelined)))
     if recomputation := _describe_recomputation(execution):
@@ -97,6 +99,12 @@ def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> t
     return str(dtype).removeprefix(
         "torch."
     ) + stream, f"masters, moments and accumulation in fp32{scale}"
+
+
+def _describe_fused_gradients(mesh: Mesh) -> tuple[str, str]:
+    if mesh.device.type == "cpu":
+        return "products of fp32 copies", "a CPU has no product of 16 bits with a result in fp32"
+    return "products add to fp32", "--gradient-accumulation-fusion"
 
 
 def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:

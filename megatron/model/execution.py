@@ -35,6 +35,8 @@ class Execution:
     """The kernels that attention may use, the preferred one first. Empty: PyTorch chooses."""
     pack_documents: bool = False
     """Compute the attention of all documents of a microbatch in one call."""
+    fused_gradients: bool = False
+    """Let matrix products add to the weights' gradients in fp32."""
     compile: bool = False
     dynamic_shapes: bool = False
     """Compile for any sequence length."""
@@ -67,6 +69,7 @@ class Execution:
                 name for name in config.kernels.attention_backend if name != "auto"
             ),
             pack_documents=config.kernels.use_varlen_attention,
+            fused_gradients=config.kernels.gradient_accumulation_fusion,
             compile=config.kernels.use_torch_compile,
             dynamic_shapes=dynamic_shapes,
         )

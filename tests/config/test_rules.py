@@ -250,11 +250,27 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         },
         "is not possible with --recompute-attention-core",
     ),
+    (
+        {"gradient_accumulation_fusion": True},
+        "--gradient-accumulation-fusion needs --bf16 or --fp16",
+    ),
+    (
+        {"gradient_accumulation_fusion": True, "bf16": True, "use_torch_compile": True},
+        "--gradient-accumulation-fusion cannot be combined with --use-torch-compile",
+    ),
+    (
+        {"gradient_accumulation_fusion": True, "bf16": True, "deepspeed": True},
+        "--gradient-accumulation-fusion cannot be combined with --deepspeed",
+    ),
     ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
     ({"attention_backend": ("flash", "flash")}, "--attention-backend flash flash names a kernel"),
     ({"attention_backend": ()}, "--attention-backend  needs at least one kernel, or auto"),
     ({"attention_backend": ("flash", "auto")}, "flash auto: with auto, PyTorch chooses"),
     ({"attention_backend": ("unfused", "flash")}, "the kernels after it would never be used"),
+    (
+        {"use_torch_compile": True, "attention_backend": ("flash",)},
+        "--attention-backend flash cannot be combined with --use-torch-compile",
+    ),
     (
         {**VARLEN, "attention_backend": ("flash",)},
         "--attention-backend flash cannot be combined with --use-varlen-attention",
@@ -340,6 +356,15 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
+    (
+        {
+            "gradient_accumulation_fusion": True,
+            "bf16": True,
+            "num_query_groups": 2,
+            "tensor_model_parallel_size": 4,
+        },
+        "--gradient-accumulation-fusion leaves out the projection to queries, keys and values",
+    ),
     (
         {"profile_ranks": (0, 3)},
         "--profile-ranks 0 3 has no effect without --profile-iterations or --memory-snapshot.",

@@ -65,15 +65,22 @@ def run_case(case: Case) -> RankReport:
 
 def count_attention(case: Case) -> dict[str, int]:
     """Run the steps of a case. Return how often the operators of attention ran."""
+    return {
+        name.partition(".")[0]: count
+        for name, count in count_operators(case).items()
+        if "varlen_attn" in name or "dot_product" in name or name.startswith("_safe_softmax")
+    }
+
+
+def count_operators(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often each of torch's operators ran on the GPU."""
     from megatron.dry_run.fake_gpu import FakeGpu
 
     counts: Counter[str] = Counter()
     run = FakeGpu._run
 
     def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        namespace, name = func._schema.name.split("::")
-        if namespace == "torch_attn" or "dot_product" in name or name == "_safe_softmax":
-            counts[name] += 1
+        counts[func.__name__] += 1
         return run(self, func, types, args, kwargs)
 
     FakeGpu._run = count  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, count_attention, run_case
+from cuda.fake_ranks import Case, count_attention, count_operators, run_case
 from cuda.formulas import Layout, Messages, predict
 
 from megatron.dry_run.record import RankReport
@@ -129,6 +129,12 @@ OTHERS = {
     "varlen attention, 1F1B": Case(
         BF16 + "--num-layers 4 --pipeline-model-parallel-size 2 " + VARLEN, 2, 1, documents=True
     ),
+    "fused gradients, 1F1B, fp16": Case(
+        "--fp16 --num-layers 4 --pipeline-model-parallel-size 2 --gradient-accumulation-fusion "
+        "--global-batch-size 16",
+        4,
+        3,
+    ),
     "input kept in host memory": Case(
         "--fp16 --tensor-model-parallel-size 2 --checkpoint-activations --partition-activations "
         "--checkpoint-in-cpu --hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 4",
@@ -219,3 +225,42 @@ def test_an_impossible_kernel_is_refused_at_the_start(on_fake_gpu: Call):
     case = Case("--attention-backend flash --global-batch-size 2")
     with pytest.raises(TrainingError, match=r"--attention-backend flash: none of these kernels"):
         on_fake_gpu(run_case, case)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "microbatches"),
+    [
+        ("", 1, 4),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations", 2, 4),
+        # A backward pass of these sends its gradients away, so each begins with new ones.
+        ("--zero-stage 2", 2, 1),
+        ("--zero-stage 3 --checkpoint-activations", 2, 1),
+    ],
+    ids=["one GPU", "SP, recomputed", "ZeRO 2", "ZeRO 3, recomputed"],
+)
+def test_products_add_to_the_gradients(
+    flags: str, world_size: int, microbatches: int, on_fake_gpu: Call
+):
+    """Each weight's first product makes its gradient, and the others add to it."""
+    case = Case(
+        f"{BF16}{LLAMA}{flags} --gradient-accumulation-fusion --global-batch-size 8", world_size, 0
+    )
+    counts = on_fake_gpu(count_operators, case)
+    # Queries, output, gate, up and down of two layers.
+    weights = 2 * 5
+    steps = 8 // 2 // (world_size if "zero" in flags else 1)
+    passes = steps // microbatches
+    # The output matrix has one product with a result in fp32 for each microbatch.
+    assert counts["mm.dtype"] == weights * passes + steps
+    assert counts.get("addmm.dtype_out", 0) == weights * (steps - passes)
+    check_waits(on_fake_gpu(run_case, replace(case, steps=2)))
+
+
+def test_fused_gradients_need_no_more_memory(on_fake_gpu: Call):
+    flags = BF16 + LLAMA + "--global-batch-size 8 --hidden-size 512 --gradient-accumulation-fusion "
+    plain, fused = (
+        on_fake_gpu(run_case, Case(flags + more, steps=2))
+        for more in ("--no-gradient-accumulation-fusion", "")
+    )
+    assert fused.step.peak_bytes <= plain.step.peak_bytes
+    assert fused.step.peak["gradients"] == plain.step.peak["gradients"]

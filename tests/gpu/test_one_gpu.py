@@ -72,6 +72,10 @@ IN_16_BITS = {
     "fused-bf16": f"{LLAMA} --bf16 --attention-backend fused unfused",
     "efficient-bf16": f"{BLOOM} --bf16 --recompute-attention-core "
     "--attention-backend efficient unfused",
+    "fusion-bf16": f"{LLAMA} --bf16 --micro-batch-size 1 --gradient-accumulation-fusion "
+    "--checkpoint-activations",
+    "fusion-fp16": "--fp16 --initial-loss-scale 4096 --micro-batch-size 1 "
+    "--gradient-accumulation-fusion",
     "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
     "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
 }
@@ -279,6 +283,28 @@ def test_varlen_attention_equals_its_reference() -> None:
         worst = max(worst, error.item())
     report("varlen attention", f"relative error {worst:.1e}")
     assert worst < BOUND_16_BITS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
+    from megatron.parallel.weight_gradient import add_to_gradient
+
+    weight = torch.nn.Parameter(torch.zeros(128, 256, device="cuda", dtype=dtype))
+    weight.grad_dtype = torch.float32
+    exact = torch.zeros(128, 256, dtype=torch.float64)
+    rounded = torch.zeros(128, 256)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(512, 128, generator=generator).to(dtype)
+        states = torch.randn(512, 256, generator=generator).to(dtype)
+        add_to_gradient(weight, rows.cuda().t(), states.cuda())
+        product = rows.double().t() @ states.double()
+        exact += product
+        rounded += product.to(dtype).float()
+    assert weight.grad is not None
+    found = ((weight.grad.cpu() - exact).norm() / exact.norm()).item()
+    report(f"fused gradient in {dtype}", f"relative error {found:.1e}")
+    assert found < ((rounded - exact).norm() / exact.norm()).item() / 10
 
 
 def test_a_trace_has_kernels(corpus: str, tmp_path: Path) -> None:

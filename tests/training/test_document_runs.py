@@ -52,7 +52,7 @@ def test_one_call_for_all_documents_trains_like_one_call_each(
 ) -> None:
     """On a CPU both compute each document by the same kernel, so not one bit differs."""
     parts = (
-        f"{FLAGS} --bf16 --num-layers 2 --position-embedding-type rotary --num-query-groups 1 "
+        f"{FLAGS} --bf16 --num-layers 2 --position-embedding-type rotary "
         "--curriculum-schedule-type fixed_linear --curriculum-min-difficulty 64 "
         "--curriculum-max-difficulty 128 --curriculum-total-step 3 --curriculum-difficulty-step 8 "
         "--train-tokens 2300 --lr-decay-tokens 2300"
