@@ -1,6 +1,6 @@
 """The prediction of a plan's step by the model of cost.
 
-Nothing here looks at a device. docs/planner.md says how good the predictions are.
+Nothing here looks at a device. docs/planner.md has the errors of the predictions.
 """
 
 from dataclasses import replace
@@ -33,6 +33,8 @@ def describe_software(plan: Plan) -> Software:
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
         dropout=config.model.hidden_dropout > 0,
         half=config.precision.bf16 or config.precision.fp16,
+        fp16=config.precision.fp16,
+        fp32_residual=config.precision.fp32_residual_connection,
         optimizer=config.optimizer.optimizer,
     )
 
@@ -59,16 +61,23 @@ def describe_layout(plan: Plan) -> RankLayout:
         recompute=recompute,
         recomputed_share=share or Fraction(1),
         sequence_parallel=parallel.sequence_parallel,
-        zero_stage=parallel.zero_stage,
+        zero_stage=plan.zero_stage,
         shard=plan.shard_size,
         # Virtual stages have equal sizes, whatever the method.
         partition=method,
-        partition_inputs=plan.config.recompute.partition_activations,
+        # With sequence parallelism, a rank has only its part of the input already.
+        partition_inputs=plan.config.recompute.partition_activations
+        and not parallel.sequence_parallel,
+        host_inputs=plan.config.recompute.checkpoint_in_cpu,
     )
 
 
 def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
-    """Predict a step of the plan at its final batch size."""
+    """Predict a step of the plan at its final batch size.
+
+    Raises:
+        ConfigError: The run is in fp32, and the hardware has no peak for it.
+    """
     return StepPrediction(
         StepJob(
             plan.shape,
@@ -80,6 +89,7 @@ def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
     )
 
 
-def can_be_predicted(plan: Plan) -> bool:
-    """Return whether the model covers the plan: one without errors, in half precision."""
-    return not plan.errors and describe_software(plan).half
+def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
+    """Return whether the plan has no errors, and the hardware a peak for its precision."""
+    known = describe_software(plan).half or hardware.fp32_tflops is not None
+    return not plan.errors and known

@@ -16,7 +16,7 @@ def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:
 
     Args:
         plan: A plan without errors.
-        microbatches: Number of microbatches. None: as many as `choose_microbatches` says.
+        microbatches: Number of microbatches. None: as many as `choose_microbatches` returns.
 
     Raises:
         ConfigError: The number of microbatches does not fit the plan, or there is no C++ compiler.

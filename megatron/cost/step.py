@@ -22,9 +22,9 @@ from megatron.schedule.communication import (
 )
 from megatron.schedule.pipeline import PipelineSchedule
 
-_OPTIMIZER_BYTES = 34
+_OPTIMIZER_BYTES = 32
 """Memory traffic of an update of Adam for each parameter: the gradient twice (norm and update), the
-master weight and two moments read and written, and the half-precision weight written."""
+master weight and two moments read and written. The half-precision weight is written as well."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ class StepPrediction:
         job = self.job
         layout = job.layout
         length = job.seq_length or job.shape.config.seq_length
-        # The hidden states in half precision, [s, b, h].
-        size = 2 * length * layout.micro_batch // layout.context * job.shape.config.hidden_size
+        # The hidden states, [s, b, h].
+        value = 2 if job.software.half else 4
+        size = value * length * layout.micro_batch // layout.context * job.shape.config.hidden_size
         stride = layout.tensor * layout.context * layout.data
         message = size / layout.tensor
         seconds = estimate_message_seconds(message, stride, job.hardware)
@@ -191,7 +192,8 @@ class StepPrediction:
         parameters = max(flops.count_stage_parameters(self.job.shape, layout.tensor, layers))
         if layout.zero_stage >= 1:
             parameters = -(-parameters // layout.shard_size)
-        return estimate_memory_seconds(_OPTIMIZER_BYTES * parameters, self.job.hardware, 20)
+        traffic = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
+        return estimate_memory_seconds(traffic * parameters, self.job.hardware, 20)
 
     @property
     def _fixed_seconds(self) -> float:
@@ -201,6 +203,11 @@ class StepPrediction:
     def seconds(self) -> float:
         """Seconds of the step."""
         return self.pipeline_seconds + self._fixed_seconds
+
+    def compute_mfu(self, *, causal: bool) -> float:
+        """Return the model FLOPs relative to the peak of the precision, from 0 to 1."""
+        peak = self.job.hardware.get_peak(half=self.job.software.half)
+        return self.compute_tflops(hardware=False, causal=causal) * 1e12 / peak
 
     def compute_tflops(self, *, hardware: bool, causal: bool = False) -> float:
         """Return the TFLOPs of a device.

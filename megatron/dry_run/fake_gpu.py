@@ -305,8 +305,8 @@ class FakeGpu(TorchDispatchMode):
             return
         tensors = list(_list_tensors(args))
         group, ranks = self._name_group(args)
-        # An all-gather has its output as a list of tensors in some spellings.
         largest = max(map(_count_bytes, tensors), default=0)
+        # This variant has its output as a list of tensors, one for each rank.
         if name == "allgather_":
             largest *= ranks
         # NCCL runs it on a stream of its own, which waits for this one.

@@ -14,6 +14,7 @@ from megatron.dry_run.record import RankReport
 from megatron.errors import ConfigError, TrainingError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan import Plan
+from megatron.schedule.pipeline import choose_schedule
 
 _PACKAGE = f"{os.sep}megatron{os.sep}"
 _OWN = f"{os.sep}dry_run{os.sep}"
@@ -38,12 +39,18 @@ def choose_microbatches(plan: Plan) -> int:
     """Return how many microbatches of the final batch show everything that a step does.
 
     A stage has at most as many microbatches in flight as there are stages, and one more shows what
-    is repeated. Interleaved schedules need a multiple of the pipeline size.
+    is repeated. ZeRO 2 drops weights during the last one, so it needs another one. Interleaved
+    schedules need a multiple of the pipeline size. Looped BFS keeps all microbatches, so all of
+    them are run.
     """
     of_step = plan.get_num_microbatches(plan.batch_size.final)
+    schedule = choose_schedule(of_step, plan.pipeline_size, plan.stages_per_rank)
+    if schedule.name == "looped BFS":
+        return of_step
     if plan.stages_per_rank > 1:
         return min(of_step, 2 * plan.pipeline_size)
-    return min(of_step, plan.pipeline_size + 1)
+    repeated = 2 if plan.config.parallel.zero_stage == 2 else 1
+    return min(of_step, plan.pipeline_size + repeated)
 
 
 def open_pool(workers: int) -> ProcessPoolExecutor:

@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
+_KERNELS = torch.library.Library("aten", "IMPL")
+"""Operators that `install_stand_ins` adds to the CUDA device."""
 _MEMORY = 80 << 30
 """Bytes of the fake GPU. Nothing fails if more are used."""
 GPU = torch.device("cuda", 0)
@@ -198,6 +200,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
     _replace_nccl()
     _replace_attention()
     _replace_rms_norm()
+    _keep_silu_fused()
     _skip_pipeline_vote()
     _replace_conversion()
 
@@ -346,6 +349,17 @@ def _replace_rms_norm() -> None:
         return _FusedRMSNorm.apply(x, weight)
 
     functional.rms_norm = normalise  # type: ignore[assignment]
+
+
+def _keep_silu_fused() -> None:
+    """Let the backward pass of SiLU be one operator, as a CUDA build has it.
+
+    A CPU build has no kernel of it for CUDA, and would compute it by several operators that keep
+    their results.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
+        # The fake tensors compute the shape of the result, so this kernel never runs.
+        _KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
 
 
 def _skip_pipeline_vote() -> None:

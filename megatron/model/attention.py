@@ -140,20 +140,21 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape
         n = self.heads_per_group
         qkv = qkv.view(s, b, self.groups, n + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
-        # Queries and keys are adjacent, so one call rotates both.
-        query_key = qkv[..., : n + 1, :]
-        value = qkv[..., n + 1, :]
+        # Queries and keys are adjacent, so one call rotates both. The backward pass of `split`
+        # writes its gradient once. That of a slice would fill a tensor with zeros for each part,
+        # and add them up.
+        query_key, value = qkv.split((n + 1, 1), dim=3)
         if self.q_norm is not None and self.k_norm is not None:
-            query_key = torch.cat(
-                (self.q_norm(query_key[..., :n, :]), self.k_norm(query_key[..., n:, :])), dim=-2
-            )
+            query, key = query_key.split((n, 1), dim=3)
+            query_key = torch.cat((self.q_norm(query), self.k_norm(key)), dim=3)
         if self.rotary:
             assert positions.cos is not None, "a rotary layer needs tables"
             assert positions.sin is not None, "a rotary layer needs tables"
             query_key = rotate(query_key, positions.cos, positions.sin)
-        query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]
-        key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
-        return query, key, value.permute(1, 2, 0, 3)
+        query, key = query_key.split((n, 1), dim=3)
+        # From [s, b, g/t, 1 or n/g, d].
+        query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (query, key, value))
+        return query, key, value
 
     def _select_bias(self, positions: Positions) -> Tensor | None:
         """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None."""

@@ -209,13 +209,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Without gradients, the next two matrices have no rows, and nothing is written into them.
         kept = n if keep_gradients else 0
         grad_logits = hidden.new_empty((kept, used.shape[0]))
-        # The logits of padding are not part of the loss, so their gradient is 0.
-        grad_logits[:, real:].zero_()
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
             # The loss sees real ids only, [n', v/t]. The product may have columns of padding.
-            logits = F.linear(hidden[part], used)[:, :real].float()
+            logits = _compute_logits(hidden[part], used, grad_logits[part])[:, :real].float()
             hit = None if tally is None else _find_hits(logits, local[part], here[part])
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target, hit = _combine(top, total, target, tp, hit)
@@ -239,8 +237,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
             if mask is not None:
                 gradient.mul_(mask[part, None])
-            # The assignment rounds to the compute dtype, which both matrix products have.
-            grad_logits[part, :real] = gradient
+            if gradient.data_ptr() != grad_logits[part].data_ptr():
+                # The assignment rounds to the compute dtype, which both matrix products have.
+                grad_logits[part, :real] = gradient
+            # The logits of padding are not part of the loss, so their gradient is 0.
+            grad_logits[part, real:] = 0
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
             ctx.gradient_dtype = gradient_dtype
@@ -260,6 +261,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grads[0]
         scaled = (grad_weight * factor).to(ctx.gradient_dtype)
         return grad_hidden * factor, scaled, None, None, None, None, None, None, None, None
+
+
+def _compute_logits(hidden: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
+    """Return the logits [n', columns] in the compute dtype.
+
+    In fp32 they are written into `kept`, the place of their gradient, unless that has no rows. So
+    they need no memory of their own, and the gradient is not copied.
+
+    Args:
+        hidden: [n', h].
+        weight: [columns, h].
+        kept: [n', columns], or [0, columns] without gradients.
+    """
+    if kept.dtype == torch.float32 and kept.shape[0] > 0:
+        return torch.mm(hidden, weight.t(), out=kept)
+    return F.linear(hidden, weight)
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:

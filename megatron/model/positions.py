@@ -114,12 +114,16 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first channels of [s, b, g, n, d] into a new tensor."""
+    if not x.is_cuda:
+        # On a CPU, an operation on a part of the fused projection takes four times as long as on a
+        # contiguous tensor. The copy takes less than one of them.
+        x = x.contiguous()
     # Channels after the rotary ones pass unchanged (--rotary-percent below 1).
     half = cos.shape[-1]
     first = x[..., :half]
     second = x[..., half : 2 * half]
     rest = x[..., 2 * half :]
-    # The memory format is set because `x` is a view of the fused projection with other strides.
+    # The memory format is set because `x` may be a view of the fused projection with other strides.
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     # The arithmetic is in fp32 for any dtype of x, because cos and sin promote it.
     torch.sub(first * cos, second * sin, out=out[..., :half])

@@ -1,7 +1,7 @@
 """Linear layers at the entry of a tensor-parallel region, with communication during computation.
 
 The backward pass of f and g (`collectives.py`) adds up the input's gradient over the ranks. The
-weight's gradient does not depend on the sum, so it is computed while the sum is on its way. With
+weight's gradient does not depend on the sum, so it is computed during this communication. With
 sequence parallelism, only this rank's slice of the input is kept. The backward pass gathers the
 slices again, while the input's gradient is computed (https://arxiv.org/abs/2205.05198, section
 4.2.2).
@@ -92,7 +92,7 @@ class _EnteredLinears(torch.autograd.Function):
         if needs_x:
             grad_x = _begin_sum(_multiply(rows, weights), x, tp)
         grad_weights: list[Tensor | None] = [None] * count
-        # With two layers, the sum travels during both products.
+        # With two layers, the sum is communicated during both products.
         if any(needed[:count]):
             states = entered.wait().flatten(0, 1)  # [s b, in]
             for number in range(count):

@@ -1,8 +1,10 @@
 """Hardware files, kernels, collectives and goodput."""
 
 import math
+from dataclasses import replace
 
 import pytest
+from cost.published import make_gpt
 
 from megatron.cost.collectives import estimate_collective_seconds
 from megatron.cost.goodput import (
@@ -13,6 +15,9 @@ from megatron.cost.goodput import (
 )
 from megatron.cost.hardware import list_hardware, load_hardware
 from megatron.cost.kernels import Gemm, compute_gemm_utilisation, estimate_gemm_seconds
+from megatron.cost.layers import LayerTimes
+from megatron.cost.layout import TRAINER, RankLayout
+from megatron.cost.tensors import choose_kernel
 from megatron.errors import ConfigError
 
 A100 = load_hardware("a100-80g")
@@ -25,6 +30,7 @@ def test_the_files_of_the_package_can_be_loaded():
         hardware = load_hardware(name)
         assert hardware.name == name
         assert 60 < hardware.peak_tflops < 3000
+        assert 15 < hardware.fp32_tflops < 80
 
 
 def test_a_users_file_changes_a_base(tmp_path):
@@ -36,21 +42,38 @@ def test_a_users_file_changes_a_base(tmp_path):
     assert mine.peak_tflops == load_hardware("h100").peak_tflops
 
 
+def test_a_count_may_be_written_as_a_float(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: h100\nranks_per_node: 4.0\n")
+    count = load_hardware(str(path)).ranks_per_node
+    assert isinstance(count, int)
+    assert count == 4
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_hardware(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [
-        ("base: h100\nranks: 4\n", "'ranks' is not a value"),
+        ("base: h100\nranks: 4\n", "'ranks' is not a key"),
         ("base: h101\n", "base 'h101' is not known"),
         ("base: h100\ngemm_share: 1.5\n", "must not exceed 1"),
-        ("base: h100\nwatts: true\n", "must be above 0"),
-        ("base: h100\nwatts: -3\n", "must be above 0"),
+        ("base: h100\nwatts: true\n", "must be a number above 0"),
+        ("base: h100\nwatts: -3\n", "must be a number above 0"),
         ("peak_tflops: 100\n", "lacks memory_gib"),
         ("- h100\n", "must be a mapping"),
         ("a: [\n", "not valid YAML"),
         ("base: [h100]\n", "is not known"),
-        ("base: h100\npeak_tflops: .nan\n", "must be above 0"),
+        ("base: h100\npeak_tflops: .nan\n", "must be a number above 0"),
         ("base: h100\nname: 3\n", "name is 3"),
         ("base: h100\nranks_per_node: 2.5\n", "whole number"),
+        ("base: h100\nwatts: 1e3\n", "watts is '1e3'; it must be a number"),
+        ("[" * 5000, "not valid YAML"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path, text, phrase):
@@ -90,6 +113,43 @@ def test_a_large_product_is_limited_by_computation_and_a_thin_one_by_memory():
     thin = Gemm(8, 16384, 16384)
     assert estimate_gemm_seconds(thin, A100) == pytest.approx(thin.bytes / A100.memory_rate)
     assert estimate_gemm_seconds(Gemm(8, 8, 8), A100) == A100.launch_seconds
+
+
+def test_fp32_has_a_peak_of_its_own():
+    large = Gemm(16384, 16384, 16384, value=4)
+    assert 0.7 * 19.5e12 < large.flops / estimate_gemm_seconds(large, A100) < 19.5e12
+    assert large.bytes == 2 * Gemm(16384, 16384, 16384).bytes
+    assert large.derive_backward()[0].value == 4
+    with pytest.raises(ConfigError, match="a100-80g has no fp32_tflops"):
+        estimate_gemm_seconds(large, replace(A100, fp32_tflops=None))
+
+
+@pytest.mark.parametrize(
+    ("more", "half", "windowed", "kernel"),
+    [
+        ({}, True, False, "flash"),
+        ({}, False, False, "efficient"),
+        ({"position_embedding_type": "alibi"}, True, False, "efficient"),
+        ({}, True, True, "efficient"),
+        ({"num_query_groups": 2}, True, False, "flash"),
+        ({"num_query_groups": 2}, True, True, "none"),
+        ({"num_query_groups": 2}, False, False, "none"),
+    ],
+)
+def test_the_attention_kernel_of_torch(more, half, windowed, kernel):
+    shape = make_gpt(1024, 2, 8, 512, 32000, **more)
+    assert choose_kernel(shape, half=half, windowed=windowed) == kernel
+
+
+def test_attention_with_a_bias_computes_the_complete_square():
+    """The mask leaves half of it without a bias."""
+    seconds = {}
+    for kind in ("alibi", "rotary"):
+        shape = make_gpt(4096, 2, 32, 8192, 32000, position_embedding_type=kind)
+        times = LayerTimes(shape, RankLayout(), TRAINER, A100)
+        seconds[kind] = times.estimate_layer().forward.attention
+    # Reading the bias takes some time as well.
+    assert 2 < seconds["alibi"] / seconds["rotary"] < 3
 
 
 def test_rings_inside_and_between_nodes():

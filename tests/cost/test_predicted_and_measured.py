@@ -53,9 +53,17 @@ def test_a_start_on_a_known_device_has_a_prediction(tmp_path):
     assert "measured (-50 %)" in format_text(read_history(tmp_path))
 
 
-def test_no_prediction_for_other_devices_and_for_fp32():
+def test_no_prediction_for_other_devices():
     assert describe_prediction(make_plan("--bf16"), "cpu") == {}
-    assert describe_prediction(make_plan(), "NVIDIA A100-SXM4-80GB") == {}
+
+
+def test_fp32_is_predicted_by_its_own_peak():
+    """An A100 has 19.5 TFLOPs in fp32, and 312 in bf16."""
+    fp32, bf16 = (
+        describe_prediction(make_plan(*flags), "NVIDIA A100-SXM4-80GB")["predicted"]
+        for flags in ((), ("--bf16",))
+    )
+    assert 5 < fp32["seconds"] / bf16["seconds"] < 312 / 19.5
 
 
 def test_a_run_without_a_usable_prediction_has_no_such_fact(tmp_path):

@@ -2,14 +2,16 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.cli import load_config
+from megatron.dry_run.process import choose_microbatches
 from megatron.dry_run.record import RankReport, StepTrace
 from megatron.operations.slurm.node_report import NodeLimits, NodeReport
+from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan import Plan, resolve
 
 if TYPE_CHECKING:
@@ -61,6 +63,24 @@ def run_case(case: Case) -> RankReport:
 
     with plant(case.fault):
         return run_rank(plan_case(case), case.rank, steps=case.steps, make=make)
+
+
+def measure_peaks(flags: str, world_size: int, stages: Sequence[int]) -> list[int]:
+    """Return the peak bytes of pipeline ranks in a step of a complete command."""
+    from megatron.dry_run.step import run_rank
+
+    plan = resolve(load_config(shlex.split(flags)).config, world_size)
+    parallel = plan.config.parallel
+    grid = Grid(
+        parallel.pipeline_model_parallel_size,
+        plan.data_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    microbatches = choose_microbatches(plan)
+    return [
+        run_rank(plan, grid.get_rank(GridCoordinate(stage, 0, 0)), microbatches).step.peak_bytes
+        for stage in stages
+    ]
 
 
 def count_attention(case: Case) -> dict[str, int]:

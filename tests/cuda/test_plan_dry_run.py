@@ -14,6 +14,7 @@ from megatron.dry_run.process import choose_microbatches, list_rank_kinds
 
 ONE_STAGE = shlex.split(GPT + "--num-layers 4 --bf16 --global-batch-size 32")
 SMALL = [*ONE_STAGE, "--pipeline-model-parallel-size", "2"]
+VIRTUAL = "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
 PP4 = "--num-layers 4 --pipeline-model-parallel-size 4 --global-batch-size 256"
 INTERLEAVED = ["--num-layers-per-virtual-pipeline-stage", "1"]
 
@@ -58,8 +59,11 @@ def test_a_rank_of_each_kind_is_run(flags, world_size, ranks):
     [
         ("--global-batch-size 64", 2),
         ("--global-batch-size 2", 1),
+        ("--global-batch-size 64 --zero-stage 2", 3),
         (PP4, 5),
-        (f"{PP4} --num-layers 8 --num-layers-per-virtual-pipeline-stage 1", 8),
+        (f"{PP4} {VIRTUAL}", 8),
+        # 9 microbatches are no multiple of 4 stages, so all forward passes come first.
+        (f"{PP4} {VIRTUAL} --global-batch-size 144", 9),
     ],
 )
 def test_a_step_is_as_long_as_needed(flags, expected):
