@@ -48,8 +48,9 @@ def test_grid_trains_like_one_process(
             "--zero-stage 2",
             4,
         ),
+        pytest.param("--micro-batch-size 1 --deepspeed --zero-stage 1", 2, marks=pytest.mark.full),
     ],
-    ids=["alone", "TP", "pipeline"],
+    ids=["alone", "TP", "pipeline", "DeepSpeed"],
 )
 def test_one_call_for_all_documents_trains_like_one_call_each(
     flags: str, ranks: int, pool: ProcessPool, corpus: str, tmp_path: Path
