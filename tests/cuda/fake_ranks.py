@@ -1,6 +1,7 @@
 """What the tests run in the process with the fake GPU. torch is imported only there."""
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,6 +80,34 @@ def measure_peaks(flags: str, world_size: int, stages: Sequence[int]) -> list[in
         run_rank(plan, grid.get_rank(GridCoordinate(stage, 0, 0)), microbatches).step.peak_bytes
         for stage in stages
     ]
+
+
+def count_attention(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often the operators of attention ran."""
+    return {
+        name.partition(".")[0]: count
+        for name, count in count_operators(case).items()
+        if "varlen_attn" in name or "dot_product" in name or name.startswith("_safe_softmax")
+    }
+
+
+def count_operators(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often each of torch's operators ran on the GPU."""
+    from megatron.dry_run.fake_gpu import FakeGpu
+
+    counts: Counter[str] = Counter()
+    run = FakeGpu._run
+
+    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        counts[func.__name__] += 1
+        return run(self, func, types, args, kwargs)
+
+    FakeGpu._run = count  # type: ignore[method-assign]
+    try:
+        run_case(case)
+    finally:
+        FakeGpu._run = run  # type: ignore[method-assign]
+    return dict(counts)
 
 
 @contextmanager
