@@ -1,10 +1,13 @@
 """What the tests run in the process with the fake GPU. torch is imported only there."""
 
+import contextlib
+import io
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from megatron.config.cli import load_config
 from megatron.dry_run.record import RankReport, StepTrace
@@ -20,6 +23,8 @@ GPT = (
     "--hidden-dropout 0 --attention-dropout 0 "
 )
 """Flags of a small GPT-2: learned positions, LayerNorm, biases, tied embeddings."""
+OUT_OF_MEMORY = 2
+"""CUDA's number of this error."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,54 @@ def train(arguments: list[str]) -> StepTrace:
         gpu.start_step()
         pretrain(load_config(arguments))
         return gpu.end_step()
+
+
+def train_without_pinning(arguments: list[str]) -> tuple[StepTrace, str]:
+    """Train as `train` does, on a GPU that pins no memory. Return what it did, and its log."""
+    import torch
+
+    from megatron.dry_run.step import get_gpu
+
+    # `cudart` is the stand-in from here on.
+    get_gpu()
+    runtime = torch.cuda.cudart()
+    log = io.StringIO()
+    with (
+        mock.patch.object(runtime, "cudaHostRegister", return_value=OUT_OF_MEMORY),
+        contextlib.redirect_stdout(log),
+    ):
+        return train(arguments), log.getvalue()
+
+
+def pin_buffers() -> list[dict[str, Any]]:
+    """Return for several divisions of one buffer: its address, bytes pinned so far, what is pinned.
+
+    The last entry is that of a buffer that was dropped.
+    """
+    import torch
+
+    from megatron.checkpoint.host_buffer import HostBuffer
+    from megatron.dry_run.step import get_gpu
+
+    gpu = get_gpu()
+    buffer = HostBuffer()
+    found: list[dict[str, Any]] = []
+    addresses: list[int] = []
+    with gpu:
+        gpu.start_step()
+
+        def record() -> None:
+            pinned = [torch.cuda.cudart().is_pinned(address) for address in addresses]
+            registered = sum(gpu.end_step().registered.values())
+            found.append({"registered": registered, "pinned": pinned, "refusal": buffer.refusal})
+
+        for sizes in ((1, 25, 0, 65), (65, 25, 1), (1, 25, 0, 65, 1000)):
+            tensors = {str(size): torch.empty(size, device="cuda") for size in sizes}
+            addresses.append(buffer.divide(tensors)[str(sizes[0])].data_ptr())
+            record()
+        buffer = HostBuffer()
+        record()
+    return found
 
 
 def evaluate(case: Case) -> tuple[float, list[list[float]], StepTrace, StepTrace]:
