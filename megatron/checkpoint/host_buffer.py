@@ -97,7 +97,7 @@ def _align(size: int) -> int:
 def _allocate(size: int) -> Tensor:
     """Return uint8[size] of memory pages that hold nothing else."""
     try:
-        # Private, because shared memory counts against the limits of /dev/shm in containers.
+        # Without these flags, Python asks for memory that child processes share.
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{format_bytes(size)} for the copy of the shards: {error}") from error

@@ -139,6 +139,10 @@ class FakeGpu(TorchDispatchMode):
         """Set the names in the report of streams."""
         self._streams = dict(names)
 
+    def count_pinned_bytes(self) -> int:
+        """Return the bytes of host memory that `cudaHostRegister` has pinned now."""
+        return self._runtime.count_bytes()
+
     def start_step(self) -> None:
         """Forget what was recorded. The memory in use stays."""
         self._collectives.clear()

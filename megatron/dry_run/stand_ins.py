@@ -114,6 +114,10 @@ class FakeRuntime:
         self._ranges: dict[int, int] = {}
         """Address -> bytes."""
 
+    def count_bytes(self) -> int:
+        """Return the bytes of memory that are pinned now."""
+        return sum(tuple(self._ranges.values()))
+
     def is_pinned(self, address: int) -> bool:
         """Return whether the memory at an address is pinned."""
         # A copy, because another thread may change the ranges.

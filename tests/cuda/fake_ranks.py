@@ -1,6 +1,7 @@
 """What the tests run in the process with the fake GPU. torch is imported only there."""
 
 import contextlib
+import gc
 import io
 import shlex
 from collections.abc import Iterator
@@ -151,10 +152,10 @@ def train_without_pinning(arguments: list[str]) -> tuple[StepTrace, str]:
         return train(arguments), log.getvalue()
 
 
-def pin_buffers() -> list[dict[str, Any]]:
-    """Return for several divisions of one buffer: its address, bytes pinned so far, what is pinned.
+def pin_buffers() -> list[tuple[int, int, str | None]]:
+    """Return what is pinned after each of several divisions of a buffer, and after its end.
 
-    The last entry is that of a buffer that was dropped.
+    An entry has the bytes that were pinned until then, those that still are, and the refusal.
     """
     import torch
 
@@ -162,20 +163,19 @@ def pin_buffers() -> list[dict[str, Any]]:
     from megatron.dry_run.step import get_gpu
 
     gpu = get_gpu()
+    # The buffers of earlier trainings in this process.
+    gc.collect()
     buffer = HostBuffer()
-    found: list[dict[str, Any]] = []
-    addresses: list[int] = []
+    found: list[tuple[int, int, str | None]] = []
     with gpu:
         gpu.start_step()
 
         def record() -> None:
-            pinned = [torch.cuda.cudart().is_pinned(address) for address in addresses]
             registered = sum(gpu.end_step().registered.values())
-            found.append({"registered": registered, "pinned": pinned, "refusal": buffer.refusal})
+            found.append((registered, gpu.count_pinned_bytes(), buffer.refusal))
 
         for sizes in ((1, 25, 0, 65), (65, 25, 1), (1, 25, 0, 65, 1000)):
-            tensors = {str(size): torch.empty(size, device="cuda") for size in sizes}
-            addresses.append(buffer.divide(tensors)[str(sizes[0])].data_ptr())
+            buffer.divide({str(size): torch.empty(size, device="cuda") for size in sizes})
             record()
         buffer = HostBuffer()
         record()

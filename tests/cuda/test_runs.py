@@ -102,16 +102,16 @@ def test_a_gpu_that_does_not_pin_memory_gets_the_same_checkpoint(
 
 def test_pinned_memory_has_the_size_of_the_shards_and_grows_with_them(on_fake_gpu: Call):
     first, again, larger, dropped = on_fake_gpu(pin_buffers)
-    # The numbers have 4, 100, 0 and 260 bytes. Each begins at a multiple of 64 bytes.
-    size = 64 + 128 + 0 + 320
-    assert first == {"registered": size, "pinned": [True], "refusal": None}
-    # Smaller shards use the same memory.
-    assert again == {"registered": size, "pinned": [True, True], "refusal": None}
-    # Larger shards have memory of their own, and the old memory is no longer pinned.
-    assert larger["registered"] == size + (size + 4032)
-    assert larger["pinned"][2]
+    # The shards have 4, 100, 0 and 260 bytes. Each begins at a multiple of 64 bytes.
+    small = 64 + 128 + 0 + 320
+    assert first == (small, small, None)
+    # Fewer shards use the same memory.
+    assert again == (small, small, None)
+    # More shards get new memory, and the old memory is no longer pinned.
+    large = small + 4032
+    assert larger == (small + large, large, None)
     # A buffer that is dropped leaves nothing pinned.
-    assert dropped["pinned"] == [False, False, False]
+    assert dropped == (small + large, 0, None)
 
 
 @pytest.mark.full
