@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
@@ -110,6 +110,55 @@ class FakeEvent:
         return 1.0
 
 
+class FakeRuntime:
+    """The functions of the CUDA runtime that pin memory of the host. They return error codes."""
+
+    _errors: ClassVar = {
+        2: "out of memory",
+        712: "part or all of the requested memory range is already mapped",
+        713: "pointer does not correspond to a registered memory region",
+    }
+
+    def __init__(self, note_registered: Callable[[int], None]) -> None:
+        """Pin nothing so far.
+
+        Args:
+            note_registered: Called with the bytes of each range of memory that is pinned.
+        """
+        self._note_registered = note_registered
+        self._ranges: dict[int, int] = {}
+        """Address -> bytes."""
+
+    def count_bytes(self) -> int:
+        """Return the bytes of memory that are pinned now."""
+        return sum(tuple(self._ranges.values()))
+
+    def is_pinned(self, address: int) -> bool:
+        """Return whether the memory at an address is pinned."""
+        # A copy, because another thread may change the ranges.
+        ranges = tuple(self._ranges.items())
+        return any(begin <= address < begin + size for begin, size in ranges)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        """Pin a range of memory. No byte of it may be pinned already."""
+        for begin, length in tuple(self._ranges.items()):
+            if begin < address + size and address < begin + length:
+                return 712
+        self._ranges[address] = size
+        self._note_registered(size)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Unpin the range of memory that begins at an address."""
+        if self._ranges.pop(address, None) is None:
+            return 713
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        """Return what an error code means."""
+        return self._errors[code]
+
+
 class FakeGenerator:
     """The random generator of the GPU, which has no state."""
 
@@ -151,12 +200,15 @@ class FakeDevice(contextlib.nullcontext[None]):
     """
 
 
-def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None]) -> None:
+def install_stand_ins(
+    wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None], runtime: FakeRuntime
+) -> None:
     """Let this process use fake CUDA tensors. Call it once.
 
     Args:
         wait_for: Called when the host waits for the GPU.
         note_storage: Called with a storage after it was resized.
+        runtime: What `torch.cuda.cudart` returns.
     """
     FakeStream.wait_for = staticmethod(wait_for)
     FakeEvent.wait_for = staticmethod(wait_for)
@@ -186,6 +238,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "max_memory_reserved": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "synchronize": lambda device=None: wait_for("cuda.synchronize"),
+        "cudart": lambda: runtime,
         "Stream": FakeStream,
         "Event": FakeEvent,
         "stream": use_stream,
