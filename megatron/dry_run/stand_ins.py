@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
@@ -327,31 +327,31 @@ def _replace_attention() -> None:
     ) -> Tensor:
         half = query.dtype in (torch.float16, torch.bfloat16)
         if query.device.type != "cuda":
-            kernel = SDPBackend.MATH
+            kernel = "MATH"
         else:
             kernel = _choose_kernel(
                 {
                     # These two kernels take grouped queries as they are.
-                    SDPBackend.FLASH_ATTENTION: attn_mask is None and half,
-                    SDPBackend.CUDNN_ATTENTION: half,
-                    SDPBackend.EFFICIENT_ATTENTION: not enable_gqa,
+                    "FLASH_ATTENTION": attn_mask is None and half,
+                    "CUDNN_ATTENTION": half,
+                    "EFFICIENT_ATTENTION": not enable_gqa,
                     # Without fusion, everything is possible.
-                    SDPBackend.MATH: True,
+                    "MATH": True,
                 }
             )
         # The kernels read a bias for each sample and head. Expanding it needs no memory.
         bias = attn_mask
         if bias is not None and query.device.type == "cuda":
             bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
-        if kernel == SDPBackend.FLASH_ATTENTION:
+        if kernel == "FLASH_ATTENTION":
             return _ATEN._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
-        if kernel == SDPBackend.CUDNN_ATTENTION:
+        if kernel == "CUDNN_ATTENTION":
             return _ATEN._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, True, dropout_p, is_causal, scale=scale
             )[0]
-        if kernel == SDPBackend.EFFICIENT_ATTENTION:
+        if kernel == "EFFICIENT_ATTENTION":
             return _ATEN._scaled_dot_product_efficient_attention(
                 query, key, value, bias, True, dropout_p, is_causal, scale=scale
             )[0]
@@ -362,25 +362,28 @@ def _replace_attention() -> None:
     functional.scaled_dot_product_attention = choose
 
 
-def _choose_kernel(possible: dict[SDPBackend, bool]) -> SDPBackend:
+def _choose_kernel(possible: dict[str, bool]) -> str:
     """Return the first possible kernel, in the order that `sdpa_kernel` has set, if it has.
 
     Raises:
         RuntimeError: `sdpa_kernel` allows none of the possible kernels, as torch raises it.
     """
-    allowed = _cur_sdpa_kernel_backends(with_priority=True)
+    allowed = _list_allowed_kernels()
     # `sdpa_kernel` turns off all kernels that it is not given, and nobody gives this one.
-    if SDPBackend.OVERRIDEABLE in allowed:
+    if "OVERRIDEABLE" in allowed:
         # torch's own choice. Some versions and GPUs prefer cuDNN, which is not shown here.
-        allowed = [
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ]
+        allowed = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
     for kernel in allowed:
         if possible.get(kernel, False):
             return kernel
     raise RuntimeError("No available kernel. Aborting execution.")
+
+
+# torch's compiler can trace neither the call that returns the order nor the members of the enum.
+@torch.compiler.assume_constant_result
+def _list_allowed_kernels() -> list[str]:
+    """Return the names of the kernels that are allowed, the preferred one first."""
+    return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
