@@ -98,7 +98,7 @@ def _receive(ranks: dict[Connection, int]) -> dict[int, RankRun]:
     Raises:
         AssertionError: A rank has sent an error, or has ended without a result.
     """
-    results = {}
+    results: dict[int, RankRun] = {}
     while len(results) < len(ranks):
         for pipe in wait([pipe for pipe, rank in ranks.items() if rank not in results]):
             assert isinstance(pipe, Connection)
