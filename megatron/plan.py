@@ -97,6 +97,12 @@ class Plan:
         return self.data_parallel_size // self.shard_size
 
     @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage that runs. DeepSpeed runs stage 0 as stage 1."""
+        parallel = self.config.parallel
+        return max(1, parallel.zero_stage) if parallel.deepspeed else parallel.zero_stage
+
+    @property
     def ffn_hidden_size(self) -> int:
         """Inner width of the MLP."""
         return self.shape.ffn_hidden_size

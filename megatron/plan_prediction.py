@@ -61,7 +61,7 @@ def describe_layout(plan: Plan) -> RankLayout:
         recompute=recompute,
         recomputed_share=share or Fraction(1),
         sequence_parallel=parallel.sequence_parallel,
-        zero_stage=parallel.zero_stage,
+        zero_stage=plan.zero_stage,
         shard=plan.shard_size,
         # Virtual stages have equal sizes, whatever the method.
         partition=method,
