@@ -208,6 +208,9 @@ class _RankPeak:
         """Yield the points of a backward pass."""
         stage = each.stage
         before = self._sum_in_flight(each.number)
+        if each.number > 1 and not stage.first:
+            # torch's schedule holds the last gradient that it sent to the stage before.
+            before += self._tensors.stream
         own = before + self._sum_layers(stage.layers)
         if stage.first:
             own += self._tensors.embedding
