@@ -1,7 +1,7 @@
 """Write a hardware file for tools/plan.py, from a micro-benchmark or from measured runs.
 
-    python tools/calibrate.py mine.yaml                             # about a minute on this device
-    torchrun --nproc-per-node 8 tools/calibrate.py mine.yaml --base h100     # also NVLink
+    python tools/calibrate.py mine.yaml                             # half a minute on this device
+    torchrun --nproc-per-node 8 tools/calibrate.py mine.yaml --base h100     # also its links
     python tools/calibrate.py mine.yaml --base h100 --run RUN --world-size 64 -- <training command>
     python tools/calibrate.py mine.yaml --base h100 --seconds 12.3 --world-size 64 -- <...>
 
@@ -49,9 +49,10 @@ class CalibrateArguments:
     """Hardware whose other values are kept: a name or a file. Default: the file describes this
     device alone, with placeholders for its network."""
     run: Path | None = None
-    """A --save folder with metrics.jsonl. The median time of its steps is the measured one."""
+    """A --save folder with metrics.jsonl. The measured time is the median of its steps with the
+    final batch size, without the first 10."""
     seconds: float | None = None
-    """Measured seconds of a step, in place of --run."""
+    """Measured seconds of a step, instead of --run."""
     world_size: int | None = None
     """Number of devices of the measured run. Default: the number that the script asks for."""
 
@@ -71,10 +72,15 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
         DataError: The run has no steps.
         OSError: The file cannot be written.
     """
-    # A wrong name is reported before a minute of measurements.
+    # A wrong name is reported before half a minute of measurements.
     base = None if options.base is None else load_hardware(options.base)
     if options.run is not None or options.seconds is not None:
         hardware = _fit_run(options, training, base)
+    elif training or options.world_size is not None:
+        raise ConfigError(
+            "--world-size and a training command describe a measured run; give --run or --seconds "
+            "too. Leave them out to measure this device."
+        )
     else:
         hardware = _measure_device(base, options.output.stem)
     hardware = replace(hardware, name=options.output.stem)
@@ -114,7 +120,9 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
     source = read_source(training)
     world_size = options.world_size or source.world_size
     if world_size is None:
-        raise ConfigError("--world-size is required: the command does not say it.")
+        raise ConfigError(
+            "--world-size is required, because the command does not have the number of devices."
+        )
     loaded = load_config(list(source.arguments), prog="calibrate.py")
     plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
     plan.raise_on_errors()

@@ -4,7 +4,7 @@ r"""Report what happened to a run, or add a note to its chronicle.
     python tools/chronicle.py RUN OTHER --html report.html     # a page that compares two runs
     python tools/chronicle.py note RUN "the data of node 7 were damaged"
 
-RUN is a --save folder. The page needs no network, and the package plotly (the extra `report`).
+RUN is a --save folder. The page needs the package plotly (the extra `report`), and no network.
 """
 
 import sys

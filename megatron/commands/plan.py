@@ -5,9 +5,10 @@
     python tools/plan.py train/my-run/my-run.slurm
     python tools/plan.py --expand scripts/train.sh small 8
     python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
+    python tools/plan.py --search --world-size 64 --hardware h100 -- <arguments of pretrain_gpt.py>
 
-The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
-warnings.
+The report has the model size, the grid, batches, the end of training, memory, FLOPs, communication,
+the predicted time and cost, errors and warnings.
 
 A script is read as text and never run. With --expand, a contained shell carries out its assignments
 and control flow. This shell runs no command and opens no file. Words after the script that do not
@@ -56,6 +57,7 @@ from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.cost.hardware import Hardware, load_hardware
+from megatron.cost.step import StepPrediction
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
@@ -94,23 +96,24 @@ class PlanArguments:
     device_memory_gib: float | None = None
     """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware."""
     ranks_per_node: int | None = None
-    """Ranks of a node, over which --sharding-strategy hsdp shards. Default: the ranks that the
-    script starts on a node, otherwise those of --hardware."""
+    """Ranks of a node. They share its fast links, and --sharding-strategy hsdp shards over them.
+    Default: the ranks that the script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
     dry_run: bool = False
     """Run one training step on fake GPUs, for a rank of each kind (first, middle and last stage,
-    first and last data rank). The report gets peak memory, collectives, and what the host waits
-    for. It needs a C++ compiler."""
+    first and last data-parallel rank). The report then also has peak memory by kind, collectives,
+    and where the host waits for the GPU. It needs a C++ compiler (docs/dry_run.md)."""
     dry_run_microbatches: int | None = None
-    """Microbatches of the dry run. Default: one more than the pipeline has stages, and twice as
-    many as it has ranks if they are interleaved."""
+    """Microbatches of the dry run. Default: one more than the pipeline has stages, or twice the
+    pipeline size if its stages are interleaved, but never more than a step has."""
     search: bool = False
     """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
-    memory, and what the others lose."""
+    memory, and where each loses time to the first one."""
     explain: str | None = None
-    """Say why a layout loses to the fastest one, as in tp=8,pp=6,micro-batch=4,recompute=full. What
-    is not given is as in the training command. Also searches."""
+    """Print why a layout is slower than the fastest one, as in
+    tp=8,pp=6,micro-batch=4,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
+    recompute. What is not given is as in the training command. Also searches."""
     pareto: Path | None = None
     """Draw time against memory of all layouts that fit into this file. Also searches."""
     trace: Path | None = None
@@ -253,11 +256,11 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    # A failure to draw is printed in place of the report, so that --json prints one document.
+    if not plan.errors:
+        _draw_step(plan, options, hardware)
     _print_report(options, plan, at, warnings, uses, hardware)
-    if plan.errors:
-        return 2
-    _draw_step(plan, options, hardware)
-    return 0
+    return 2 if plan.errors else 0
 
 
 def _print_report(
@@ -321,10 +324,8 @@ def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> li
     """Return the lines of the search and of --explain, and draw what --pareto asks for."""
     if plan.errors or not _wants_search(options):
         return []
-    explained = None
-    if options.explain is not None:
-        # A mistake in the layout is reported before the search, which takes seconds.
-        explained = predict_layout(plan, hardware, parse_layout(options.explain, plan))
+    # A mistake in the layout is reported before the search, which takes seconds.
+    explained = _predict_explained(plan, options, hardware)
     found = search_plan(plan, hardware)
     lines = ["", *format_search(found)]
     if explained is not None:
@@ -338,10 +339,20 @@ def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) 
     """Return the search as plain data. Empty without a search."""
     if plan.errors or not _wants_search(options):
         return {}
+    explained = _predict_explained(plan, options, hardware)
     found = search_plan(plan, hardware)
     if options.pareto is not None:
         draw_pareto(found, options.pareto)
-    return {"search": build_search_json(found)}
+    return {"search": build_search_json(found, explained)}
+
+
+def _predict_explained(
+    plan: Plan, options: PlanArguments, hardware: Hardware
+) -> StepPrediction | None:
+    """Return the prediction of the layout of --explain. None without the flag."""
+    if options.explain is None:
+        return None
+    return predict_layout(plan, hardware, parse_layout(options.explain, plan))
 
 
 def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:

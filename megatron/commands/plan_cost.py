@@ -170,6 +170,13 @@ def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[st
     return lines
 
 
+def _format_number(value: float) -> str:
+    """Return a number with three digits, or a whole number from 1,000 on."""
+    if value < 999.5:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
+
+
 def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
 
@@ -225,9 +232,10 @@ def _format_run(
         lines.append(
             _format_row(
                 "predicted run",
-                f"{run.days:,.3g} days, {run.days_with_failures:,.3g} with failures; "
-                f"{run.footprint.device_hours:,.0f} GPU-hours, "
-                f"{run.footprint.megawatt_hours:,.3g} MWh, {run.footprint.tonnes:,.3g} t CO2e",
+                f"{_format_number(run.days)} days, {_format_number(run.days_with_failures)} with "
+                f"failures; {run.footprint.device_hours:,.0f} GPU-hours, "
+                f"{_format_number(run.footprint.megawatt_hours)} MWh, "
+                f"{_format_number(run.footprint.tonnes)} t CO2e",
             )
         )
     # People set --save-interval in iterations.
@@ -235,8 +243,8 @@ def _format_run(
     lines.append(
         _format_row(
             "goodput",
-            f"{100 * goodput.useful:.1f} % with a failure every {hours:,.3g} hours; save every "
-            f"{steps:,} iterations ({goodput.save_interval_seconds / 60:,.0f} minutes)",
+            f"{100 * goodput.useful:.1f} % with a failure every {_format_number(hours)} hours; "
+            f"save every {steps:,} iterations ({goodput.save_interval_seconds / 60:,.0f} minutes)",
         )
     )
     return lines

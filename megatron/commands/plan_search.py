@@ -71,7 +71,9 @@ def format_flags(layout: RankLayout, layers: int) -> str:
     """Return the flags that choose a layout."""
     flags = []
     if layout.tensor > 1:
-        flags.append(f"--tensor-model-parallel-size {layout.tensor} --sequence-parallel")
+        flags.append(f"--tensor-model-parallel-size {layout.tensor}")
+    if layout.sequence_parallel:
+        flags.append("--sequence-parallel")
     if layout.pipeline > 1:
         flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
     if layout.virtual > 1:
@@ -92,8 +94,16 @@ def format_flags(layout: RankLayout, layers: int) -> str:
     return " ".join(flags)
 
 
-def build_search_json(search: PlannedSearch) -> dict[str, Any]:
-    """Return the search as plain data."""
+def build_search_json(
+    search: PlannedSearch, explained: StepPrediction | None = None
+) -> dict[str, Any]:
+    """Return the search as plain data.
+
+    Args:
+        search: The result of the search.
+        explained: The layout of --explain. It and the fastest layout then have the seconds of each
+            part of a step.
+    """
 
     def build(prediction: StepPrediction) -> dict[str, Any]:
         return {
@@ -104,12 +114,24 @@ def build_search_json(search: PlannedSearch) -> dict[str, Any]:
             "fits": prediction.fits,
         }
 
-    return {
+    report = {
         "fastest": [build(prediction) for prediction in search.result.fastest],
         "configured": build(search.configured),
         "fitting": len(search.result.fitting),
         "too_large": search.result.too_large,
     }
+    if explained is None:
+        return report
+    # The same parts as in the table of `format_explanation`.
+    compared = {"explained": explained}
+    if search.result.fastest:
+        compared["fastest"] = search.result.fastest[0]
+    # Without the number of microbatches, both layouts have the same keys.
+    parts = {
+        name: {part.partition(" (")[0]: seconds for part, seconds in _list_costs(prediction)}
+        for name, prediction in compared.items()
+    }
+    return {**report, "explained": build(explained), "seconds_by_part": parts}
 
 
 def format_search(search: PlannedSearch) -> list[str]:
@@ -122,7 +144,8 @@ def format_search(search: PlannedSearch) -> list[str]:
         f"{'s/iteration':>12} {'GiB':>6} {'MFU, %':>7}  layout, and what it loses to the fastest",
     ]
     if not found.fastest:
-        return [*lines, "none fits: use more devices, or devices with more memory"]
+        lines.append("none fits: use more devices, or devices with more memory")
+        return [*lines, "the layout that is given:", _format_candidate(search.configured)]
     # Each one is compared with the first.
     best = found.fastest[0]
     for prediction in found.fastest:
@@ -130,7 +153,9 @@ def format_search(search: PlannedSearch) -> list[str]:
         if prediction is not best:
             lines.append(f"{'':>29}{explain_difference(prediction, best)}")
     layers = best.job.shape.config.num_layers
-    lines.append(f"flags of the fastest: {format_flags(best.job.layout, layers)}")
+    # Flags of the command that are not repeated, such as --checkpoint-activations, must go.
+    flags = format_flags(best.job.layout, layers)
+    lines.append(f"flags of the fastest, in place of the command's flags of layout: {flags}")
     lines += ["the layout that is given:", _format_candidate(search.configured)]
     if search.configured.seconds > best.seconds or not search.configured.fits:
         lines.append(f"{'':>29}{explain_difference(search.configured, best)}")
@@ -160,11 +185,11 @@ def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
     if not lost:
         return "about as fast"
     lost.sort(key=lambda each: -each[1])
-    return "; ".join(f"{name} +{seconds:,.2f} s" for name, seconds in lost[:4])
+    return "; ".join(f"{name} +{seconds:,.3g} s" for name, seconds in lost[:4])
 
 
 def _name_largest_kind(prediction: StepPrediction) -> str:
-    # The kind that takes most memory tells the user what to shard or to recompute.
+    # From the kind that takes most memory, the user sees what to shard or to recompute.
     fullest = max(prediction.memory, key=lambda rank: rank.total)
     kinds = sorted(vars(fullest).items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{name.replace('_', ' ')} {size / 2**30:,.1f}" for name, size in kinds)
@@ -226,7 +251,10 @@ def parse_layout(text: str, plan: Plan) -> RankLayout:
             f"--explain {text}: tp must divide the {heads} attention heads and the feed-forward "
             f"size {plan.shape.ffn_hidden_size}."
         )
-    layout = replace(layout, data=plan.world_size // grid, shard=None)
+    data = plan.world_size // grid
+    # Groups of HSDP stay as they are, if they divide the data-parallel ranks.
+    has_groups = plan.copies > 1 and plan.shard_size > 1 and data % plan.shard_size == 0
+    layout = replace(layout, data=data, shard=plan.shard_size if has_groups else None)
     share = layout.data * layout.micro_batch
     if plan.batch_size.final % share:
         raise ConfigError(
@@ -255,7 +283,7 @@ def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout
         return replace(layout, recompute="full", recomputed_share=share)
     if key not in _EXPLAINED:
         raise ConfigError(
-            f"--explain {text}: {key!r} is not a part of a layout; known are "
+            f"--explain {text}: {key!r} is not a part of a layout; use "
             f"{', '.join(_EXPLAINED)} and recompute, as in tp=8,pp=6,micro-batch=4."
         )
     lowest = 0 if key == "zero" else 1

@@ -177,7 +177,7 @@ def _get_flag(word: str) -> str:
 
 
 def _describe_unknown(command: LaunchScript, script: Path | None, expanded: bool) -> Iterator[str]:
-    """Yield one warning for each kind of unknown value in the script. It says how to give them."""
+    """Yield one warning for each kind of unknown value in the script, with the way to give them."""
     if command.unresolved:
         unset = ", ".join(f"${name}" for name in command.unresolved)
         first = command.unresolved[0]

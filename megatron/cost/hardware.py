@@ -1,7 +1,7 @@
 """The devices and links of a cluster, as the cost model sees them.
 
-Nominal values are those of data sheets. Shares say how much of a nominal value a large kernel
-reaches. They are fitted on the runs that docs/planner.md names, or by tools/calibrate.py.
+Nominal values are those of data sheets. A share is the part of a nominal value that a large kernel
+reaches. Shares are fitted on the runs that docs/planner.md names, or by tools/calibrate.py.
 """
 
 import math
@@ -30,7 +30,7 @@ class Hardware:
     memory_tb_per_second: float
     """Nominal bandwidth of the memory in 10^12 bytes a second."""
     multiprocessors: int
-    """Multiprocessors, over which the tiles of a matrix product are dealt."""
+    """Multiprocessors, which share the tiles of a matrix product."""
     ranks_per_node: int
     """Devices of a node."""
     node_gb_per_second: float
@@ -123,10 +123,14 @@ def load_hardware(name: str) -> Hardware:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"--hardware {name} is neither a known name nor a file; use one of "
+            f"hardware {name} is neither a known name nor a file; use one of "
             f"{', '.join(list_hardware())}, or the path of a YAML file."
         )
-    return _parse(path.read_text(), path.stem)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"hardware {name}: the file cannot be read: {failure}.") from None
+    return _parse(text, path.stem)
 
 
 _DEVICES = (
@@ -160,7 +164,8 @@ def _parse(text: str, name: str) -> Hardware:
     """Return the hardware that a YAML text describes. Its default name is `name`."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as failure:
+    except (yaml.YAMLError, RecursionError) as failure:
+        # A file that is nested too deeply ends in a RecursionError.
         raise ConfigError(f"hardware {name}: the file is not valid YAML: {failure}") from None
     # An empty file is None, and a list is no mapping either.
     if not isinstance(values, dict):
@@ -169,8 +174,10 @@ def _parse(text: str, name: str) -> Hardware:
     # A file that is copied to a new name should report the new name.
     values.setdefault("name", name)
     _check_values(values, name)
+    # `8.0` is a whole number, and counts are used as integers.
+    values |= {key: int(values[key]) for key in _COUNTS if key in values}
     if base is not None:
-        # A base is always one of the package, so that files cannot refer to each other in a ring.
+        # A base is always one of the package, so that files cannot refer to each other in a cycle.
         if base not in list_hardware():
             raise ConfigError(
                 f"hardware {name}: base {base!r} is not known; use one of "
@@ -193,7 +200,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
     for key, value in values.items():
         if key not in known:
             raise ConfigError(
-                f"hardware {name}: {key!r} is not a value of a hardware; known are "
+                f"hardware {name}: {key!r} is not a key of a hardware file; use one of "
                 f"{', '.join(sorted(known))}."
             )
         if key == "name":
@@ -204,7 +211,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
         # A comparison with NaN is False, so it is refused here as well.
         if not number or not 0 < value < math.inf:
             raise ConfigError(
-                f"hardware {name}: {key} is {value!r}; it must be above 0 and finite."
+                f"hardware {name}: {key} is {value!r}; it must be a number above 0 and finite."
             )
         if key in _COUNTS and value != int(value):
             raise ConfigError(f"hardware {name}: {key} is {value}; it must be a whole number.")

@@ -14,7 +14,7 @@ from megatron.cost.hardware import Hardware
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.78), (64, 128, 0.78))
 """Rows and columns of a tile, and its speed relative to the largest. Small tiles reuse less."""
 _DEPTH = 192
-"""Elements of the inner dimension that take as long as filling and emptying a tile's pipeline."""
+"""Length of the inner dimension that takes as long as filling and emptying a tile's pipeline."""
 _ALIGNED = 64
 """Rows of a matrix that begin at multiples of this many elements are read at full speed.
 

@@ -132,10 +132,10 @@ class LayerTimes:
         return layer
 
     def _estimate_operators(self) -> Seconds:
-        """Estimate the second forward pass that keeps every second matrix product.
+        """Estimate the recomputation of a layer that keeps every second matrix product.
 
         A layer has products for query, key, value, output, gate, up and down, in this order. The
-        odd ones are kept, and so is the attention.
+        first, third, fifth and seventh are kept, and so is the attention.
         """
         h = self._shape.config.hidden_size
         again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
@@ -190,7 +190,8 @@ class LayerTimes:
         products = self._list_projections()
         gradients = [each for product in products for each in product.derive_backward()]
         forward = Seconds(gemm=self._time_gemms(products), gaps=self._wait(_KERNELS))
-        # The sum over microbatches is fp32, or it is a second pass over the gradients.
+        # Without a product that adds to the fp32 sum by itself, the addition reads and writes the
+        # gradients once more.
         accumulated = 0.0
         if self._software.accumulation_bytes:
             elements = sum(product.n * product.k for product in products)

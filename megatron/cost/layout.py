@@ -104,17 +104,17 @@ class Software:
     hidden_tensor: float = 0.0
     """Share of the tensor-parallel communication that overlaps with matrix products."""
     hidden_data: float = 0.0
-    """Share of the backward pass of a step's last microbatch that hides the communication of
-    gradients, and of the first forward pass that hides that of parameters."""
+    """Share of the last backward pass of a step during which gradients can be sent, and of the
+    first forward pass during which parameters can be gathered."""
     contention: float = 0.0
-    """Seconds by which a second of hidden data-parallel communication slows the computation, since
-    both use the memory and the multiprocessors."""
+    """Seconds that computation loses for each second of data-parallel communication that overlaps
+    with it. Both use the memory and the multiprocessors."""
     hidden_pipeline: bool = False
     """Whether ranks compute while activations are sent between stages."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0
-    """Bytes of memory traffic that adds a parameter's gradient to the sum of a microbatch, beside
+    """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
     those of the matrix product."""
     held_gradient_bytes: int = 4
     """Bytes of a parameter's gradient in memory."""

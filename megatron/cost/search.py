@@ -97,7 +97,7 @@ def _iterate_microbatches(
     space: SearchSpace, tensor: int, pipeline: int, data: int
 ) -> Iterator[RankLayout]:
     share = space.batch_size // data
-    for micro in list_divisors(min(share, _MAX_MICRO_BATCH)):
+    for micro in range(1, min(share, _MAX_MICRO_BATCH) + 1):
         if share % micro or space.micro_batch not in (None, micro):
             continue
         for virtual, partition in _list_stage_choices(space, pipeline, share // micro):

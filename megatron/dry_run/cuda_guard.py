@@ -32,7 +32,7 @@ def find_compiler() -> str | None:
 def build_guard() -> Path:
     """Compile the guard for the installed torch, and return the path of the library.
 
-    It is compiled once, which takes about ten seconds. Later calls find it in the user's cache.
+    It is compiled once, which takes a few seconds. Later calls find it in the user's cache.
 
     Raises:
         ConfigError: There is no C++ compiler, or it fails.

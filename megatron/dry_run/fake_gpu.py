@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.dry_run.memory import MemoryLog
 from megatron.dry_run.record import Collective, HostCopy, StepTrace, Synchronisation
-from megatron.dry_run.stand_ins import get_current_stream, install_stand_ins
+from megatron.dry_run.stand_ins import GPU, FakeRuntime, get_current_stream, install_stand_ins
 
 _ATEN = torch.ops.aten
 _COLLECTIVES = {
@@ -66,6 +66,25 @@ _FILL = {torch.bool: 1, torch.float32: 2, torch.float64: 2, torch.float16: 2, to
 """Type -> the value that the host reads from the GPU. It is 0 for all others."""
 
 
+class _ThreadedFakeMode(FakeTensorMode):
+    """A mode of fake tensors that several threads can use.
+
+    While an operator runs, torch's mode reports the device of all fake tensors as `meta`. It would
+    do so in all threads. A save reads the devices of weights while the training runs operators.
+    """
+
+    _thread = threading.local()
+
+    @property  # type: ignore[override]
+    def in_kernel_invocation(self) -> bool:
+        """Whether an operator runs in this thread."""
+        return getattr(self._thread, "in_kernel", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._thread.in_kernel = value
+
+
 class FakeGpu(TorchDispatchMode):
     """Runs operators on fake tensors, and records what they do. A process has one of them."""
 
@@ -73,7 +92,7 @@ class FakeGpu(TorchDispatchMode):
         """Install the stand-ins for torch.cuda. The record is empty."""
         super().__init__()
         self.memory = MemoryLog()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _ThreadedFakeMode(allow_non_fake_inputs=True)
         self._collectives: Counter[Collective] = Counter()
         self._synchronisations: Counter[Synchronisation] = Counter()
         self._copies: Counter[HostCopy] = Counter()
@@ -82,6 +101,8 @@ class FakeGpu(TorchDispatchMode):
         self._groups: dict[str, str] = {}
         self._streams: dict[int, str] = {}
         self._pinned: dict[int, Any] = {}
+        self._registered: Counter[str] = Counter()
+        self._runtime = FakeRuntime(self._note_registered)
         # Operators that read from the GPU, copy between both, or need a real GPU.
         self._handlers: dict[Any, Callable[..., Any]] = {
             _ATEN._local_scalar_dense.default: self._read_number,
@@ -93,8 +114,13 @@ class FakeGpu(TorchDispatchMode):
             _ATEN.is_pinned.default: self._is_pinned,
             _ATEN._pin_memory.default: self._pin,
         }
-        install_stand_ins(self._wait, self._note_resized)
+        install_stand_ins(self._wait, self._note_resized, self._runtime)
         self._enter_in_threads()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, because torch.compile would otherwise compile nothing."""
+        return True
 
     def _enter_in_threads(self) -> None:
         """Let each thread of this process use the fake GPU. A mode is active in one thread only."""
@@ -118,11 +144,16 @@ class FakeGpu(TorchDispatchMode):
         """Set the names in the report of streams."""
         self._streams = dict(names)
 
+    def count_pinned_bytes(self) -> int:
+        """Return the bytes of host memory that `cudaHostRegister` has pinned now."""
+        return self._runtime.count_bytes()
+
     def start_step(self) -> None:
         """Forget what was recorded. The memory in use stays."""
         self._collectives.clear()
         self._synchronisations.clear()
         self._copies.clear()
+        self._registered.clear()
         self._operators = 0
         self.memory.start_step()
 
@@ -135,6 +166,7 @@ class FakeGpu(TorchDispatchMode):
             self.memory.measure_peak(),
             self.memory.measure_kept(),
             self._operators,
+            dict(sorted(self._registered.items())),
         )
 
     def __torch_dispatch__(
@@ -146,6 +178,9 @@ class FakeGpu(TorchDispatchMode):
     ) -> Any:
         """Run an operator, on fake tensors if it concerns the GPU."""
         kwargs = kwargs or {}
+        if torch._guards.TracingContext.try_get() is not None:
+            # torch's compiler tries operators on fake tensors of its own.
+            return func(*args, **kwargs)
         if any(issubclass(each, DTensor) for each in types):
             # DTensor calls the operators of its local tensors, which come here by themselves.
             return NotImplemented
@@ -163,9 +198,7 @@ class FakeGpu(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator as it is: on fake tensors, or on real ones of the host."""
-        # A factory has no tensor among its arguments, so its device decides.
-        device = kwargs.get("device")
-        makes_gpu = device is not None and torch.device(device).type == "cuda"
+        makes_gpu = _names_gpu(args, kwargs)
         if not makes_gpu and FakeTensor not in types:
             return func(*args, **kwargs)
         # A save copies the weights in a thread of its own, while the next step runs.
@@ -287,7 +320,13 @@ class FakeGpu(TorchDispatchMode):
         return tensor
 
     def _has_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
+        if isinstance(tensor, FakeTensor):
+            return False
+        allocated_as_pinned = tensor.untyped_storage()._cdata in self._pinned
+        return allocated_as_pinned or self._runtime.is_pinned(tensor.data_ptr())
+
+    def _note_registered(self, size: int) -> None:
+        self._registered[_find_line()] += size
 
     def _is_pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._has_pinned(args[0])
@@ -305,10 +344,13 @@ class FakeGpu(TorchDispatchMode):
             return
         tensors = list(_list_tensors(args))
         group, ranks = self._name_group(args)
-        # An all-gather has its output as a list of tensors in some spellings.
         largest = max(map(_count_bytes, tensors), default=0)
+        # This variant has its output as a list of tensors, one for each rank.
         if name == "allgather_":
             largest *= ranks
+        elif name == "all_gather_into_tensor":
+            # In a compiled graph, the output is not among the arguments. The number of ranks is.
+            largest *= args[1]
         # NCCL runs it on a stream of its own, which waits for this one.
         stream = get_current_stream().stream_id
         on_gpu = any(map(_is_on_gpu, tensors))
@@ -357,6 +399,24 @@ def _find_answer(func: Any, args: tuple[Any, ...]) -> bool | None:
         return None
     answers = {getattr(each, "answer", None) for each in _list_tensors(args)}
     return answers.pop() if len(answers) == 1 else None
+
+
+def _names_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator is told to use the GPU, as factories are.
+
+    Raises:
+        RuntimeError: The GPU has a number that does not exist, as CUDA raises it.
+    """
+    device = kwargs.get("device")
+    if device is None:
+        # torch's compiler gives it without its name.
+        device = next((each for each in args if isinstance(each, torch.device)), None)
+    if device is None:
+        return False
+    device = torch.device(device)
+    if device.type == "cuda" and device.index not in (None, GPU.index):
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {device} of one GPU")
+    return device.type == "cuda"
 
 
 def _is_on_gpu(value: Any) -> bool:

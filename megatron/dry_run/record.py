@@ -39,7 +39,7 @@ class Synchronisation:
     """A point at which the host waits for the GPU."""
 
     cause: str
-    """What waits, such as `copy to the host`."""
+    """Why the host waits, such as `blocking copy to the host`."""
     line: str
     """The line of this project that caused it, as `engine/native.py:345`."""
 
@@ -71,6 +71,11 @@ class StepTrace:
     """Kind of memory -> bytes that stay in use between steps."""
     operators: int = 0
     """Number of operators on the GPU."""
+    registered: dict[str, int] = field(default_factory=dict)
+    """Line of this project -> bytes of host memory that it pinned by `cudaHostRegister`.
+
+    Memory that was allocated as pinned is not counted.
+    """
 
     @property
     def peak_bytes(self) -> int:

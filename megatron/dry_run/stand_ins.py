@@ -4,9 +4,10 @@
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
@@ -36,7 +38,18 @@ class _Properties:
     major: int = 9
     minor: int = 0
     multi_processor_count: int = 132
-    uuid: str = "00000000-0000-0000-0000-000000000000"
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    L2_cache_size: int = 50 << 20
+    gcnArchName: str = ""  # noqa: N815  (torch's name)
+    """AMD's name of an architecture."""
+    uuid: str = "GPU-0"
+
+
+def _name_gpu() -> str:
+    """Return the name of this rank's GPU. Ranks of one host do not share it."""
+    return f"GPU-{os.environ.get('RANK', '0')}"
 
 
 class FakeStream(torch.Stream):
@@ -97,6 +110,55 @@ class FakeEvent:
         return 1.0
 
 
+class FakeRuntime:
+    """The functions of the CUDA runtime that pin memory of the host. They return error codes."""
+
+    _errors: ClassVar = {
+        2: "out of memory",
+        712: "part or all of the requested memory range is already mapped",
+        713: "pointer does not correspond to a registered memory region",
+    }
+
+    def __init__(self, note_registered: Callable[[int], None]) -> None:
+        """Pin nothing so far.
+
+        Args:
+            note_registered: Called with the bytes of each range of memory that is pinned.
+        """
+        self._note_registered = note_registered
+        self._ranges: dict[int, int] = {}
+        """Address -> bytes."""
+
+    def count_bytes(self) -> int:
+        """Return the bytes of memory that are pinned now."""
+        return sum(tuple(self._ranges.values()))
+
+    def is_pinned(self, address: int) -> bool:
+        """Return whether the memory at an address is pinned."""
+        # A copy, because another thread may change the ranges.
+        ranges = tuple(self._ranges.items())
+        return any(begin <= address < begin + size for begin, size in ranges)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        """Pin a range of memory. No byte of it may be pinned already."""
+        for begin, length in tuple(self._ranges.items()):
+            if begin < address + size and address < begin + length:
+                return 712
+        self._ranges[address] = size
+        self._note_registered(size)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Unpin the range of memory that begins at an address."""
+        if self._ranges.pop(address, None) is None:
+            return 713
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        """Return what an error code means."""
+        return self._errors[code]
+
+
 class FakeGenerator:
     """The random generator of the GPU, which has no state."""
 
@@ -138,12 +200,15 @@ class FakeDevice(contextlib.nullcontext[None]):
     """
 
 
-def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None]) -> None:
+def install_stand_ins(
+    wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None], runtime: FakeRuntime
+) -> None:
     """Let this process use fake CUDA tensors. Call it once.
 
     Args:
         wait_for: Called when the host waits for the GPU.
         note_storage: Called with a storage after it was resized.
+        runtime: What `torch.cuda.cudart` returns.
     """
     FakeStream.wait_for = staticmethod(wait_for)
     FakeEvent.wait_for = staticmethod(wait_for)
@@ -162,7 +227,8 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "get_device_name": lambda device=None: _Properties.name,
-        "get_device_properties": lambda device=None: _Properties(),
+        # torch's compiler keeps a reference to the public function, which calls this one.
+        "_get_device_properties": lambda device=None: _Properties(uuid=_name_gpu()),
         "get_device_capability": lambda device=None: (_Properties.major, _Properties.minor),
         "mem_get_info": lambda device=None: (_MEMORY, _MEMORY),
         "empty_cache": lambda: None,
@@ -172,6 +238,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "max_memory_reserved": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "synchronize": lambda device=None: wait_for("cuda.synchronize"),
+        "cudart": lambda: runtime,
         "Stream": FakeStream,
         "Event": FakeEvent,
         "stream": use_stream,
@@ -202,6 +269,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
     _keep_silu_fused()
     _skip_pipeline_vote()
     _replace_conversion()
+    _replace_kernels()
 
 
 def _replace_resize(note_storage: Callable[[torch.UntypedStorage], None]) -> None:
@@ -258,25 +326,61 @@ def _replace_attention() -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         half = query.dtype in (torch.float16, torch.bfloat16)
-        if query.device.type == "cuda" and attn_mask is None and half:
-            # This kernel takes grouped queries as they are.
+        if query.device.type != "cuda":
+            kernel = SDPBackend.MATH
+        else:
+            kernel = _choose_kernel(
+                {
+                    # These two kernels take grouped queries as they are.
+                    SDPBackend.FLASH_ATTENTION: attn_mask is None and half,
+                    SDPBackend.CUDNN_ATTENTION: half,
+                    SDPBackend.EFFICIENT_ATTENTION: not enable_gqa,
+                    # Without fusion, everything is possible.
+                    SDPBackend.MATH: True,
+                }
+            )
+        # The kernels read a bias for each sample and head. Expanding it needs no memory.
+        bias = attn_mask
+        if bias is not None and query.device.type == "cuda":
+            bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+        if kernel == SDPBackend.FLASH_ATTENTION:
             return _ATEN._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
-        if query.device.type == "cuda" and not enable_gqa:
-            # The kernel reads a bias for each sample and head. Expanding it needs no memory.
-            bias = attn_mask
-            if bias is not None:
-                bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+        if kernel == SDPBackend.CUDNN_ATTENTION:
+            return _ATEN._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, True, dropout_p, is_causal, scale=scale
+            )[0]
+        if kernel == SDPBackend.EFFICIENT_ATTENTION:
             return _ATEN._scaled_dot_product_efficient_attention(
                 query, key, value, bias, True, dropout_p, is_causal, scale=scale
             )[0]
-        # No fused kernel takes grouped queries with a bias or in fp32.
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
     functional.scaled_dot_product_attention = choose
+
+
+def _choose_kernel(possible: dict[SDPBackend, bool]) -> SDPBackend:
+    """Return the first possible kernel, in the order that `sdpa_kernel` has set, if it has.
+
+    Raises:
+        RuntimeError: `sdpa_kernel` allows none of the possible kernels, as torch raises it.
+    """
+    allowed = _cur_sdpa_kernel_backends(with_priority=True)
+    # `sdpa_kernel` turns off all kernels that it is not given, and nobody gives this one.
+    if SDPBackend.OVERRIDEABLE in allowed:
+        # torch's own choice. Some versions and GPUs prefer cuDNN, which is not shown here.
+        allowed = [
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+    for kernel in allowed:
+        if possible.get(kernel, False):
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -373,3 +477,15 @@ def _replace_conversion() -> None:
         return module
 
     nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+def _replace_kernels() -> None:
+    """Let torch.compile run the operators of a graph, because a kernel needs a real GPU."""
+
+    def compile_graph(wrapper: Any, graph: Any, inputs: Any, **options: Any) -> Any:
+        from megatron.dry_run.compiler import compile_without_kernels
+
+        return compile_without_kernels(graph, inputs)
+
+    inductor: Any = torch._TorchCompileInductorWrapper
+    inductor.__call__ = compile_graph

@@ -35,8 +35,8 @@ class Event:
     time: datetime
     """When it happened. It has a time zone."""
     kind: str
-    """One of start, stop, save, skip, alert, restart, hang, exclusion and note. `read_history` adds
-    further kinds."""
+    """One of start, stop, save, skip, alert, recovered, restart, hang, exclusion and note.
+    `read_history` adds further kinds."""
     iteration: int | None
     """The run's last iteration at that time. None if it is not known, as for a note."""
     details: Mapping[str, Any] = field(default_factory=dict)

@@ -55,6 +55,8 @@ def test_the_time_is_the_median_of_a_runs_steps(tmp_path, capsys):
         (["--seconds", "nan", "--base", "a100", "--world-size", "64"], "above 0 and finite"),
         (["--run", "absent", "--base", "a100", "--world-size", "64"], "metrics.jsonl"),
         (["--seconds", "2.3", "--base", "a100"], "--world-size is required"),
+        (["--base", "a100"], "give --run or --seconds"),
+        (["--seconds", "2.3", "--base", "a101"], "hardware a101 is neither a known name"),
     ],
 )
 def test_what_is_wrong_with_a_calibration(tmp_path, capsys, words, phrase):

@@ -42,21 +42,38 @@ def test_a_users_file_changes_a_base(tmp_path):
     assert mine.peak_tflops == load_hardware("h100").peak_tflops
 
 
+def test_a_count_may_be_written_as_a_float(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: h100\nranks_per_node: 4.0\n")
+    count = load_hardware(str(path)).ranks_per_node
+    assert isinstance(count, int)
+    assert count == 4
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_hardware(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [
-        ("base: h100\nranks: 4\n", "'ranks' is not a value"),
+        ("base: h100\nranks: 4\n", "'ranks' is not a key"),
         ("base: h101\n", "base 'h101' is not known"),
         ("base: h100\ngemm_share: 1.5\n", "must not exceed 1"),
-        ("base: h100\nwatts: true\n", "must be above 0"),
-        ("base: h100\nwatts: -3\n", "must be above 0"),
+        ("base: h100\nwatts: true\n", "must be a number above 0"),
+        ("base: h100\nwatts: -3\n", "must be a number above 0"),
         ("peak_tflops: 100\n", "lacks memory_gib"),
         ("- h100\n", "must be a mapping"),
         ("a: [\n", "not valid YAML"),
         ("base: [h100]\n", "is not known"),
-        ("base: h100\npeak_tflops: .nan\n", "must be above 0"),
+        ("base: h100\npeak_tflops: .nan\n", "must be a number above 0"),
         ("base: h100\nname: 3\n", "name is 3"),
         ("base: h100\nranks_per_node: 2.5\n", "whole number"),
+        ("base: h100\nwatts: 1e3\n", "watts is '1e3'; it must be a number"),
+        ("[" * 5000, "not valid YAML"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path, text, phrase):

@@ -1,4 +1,4 @@
-"""Everything around a step on the fake GPU: a complete training, evaluation, checks, the probe."""
+"""Everything around a step on the fake GPU: a complete training, evaluation, checks."""
 
 import json
 from importlib.util import find_spec
@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, check_replicas, evaluate, probe_node, train
+from cuda.fake_ranks import (
+    Case,
+    check_replicas,
+    evaluate,
+    pin_buffers,
+    train,
+    train_without_pinning,
+)
 from cuda.test_steps import BF16
 
 from megatron.dry_run.process import call_in_pool, open_pool
@@ -16,7 +23,7 @@ from megatron.dry_run.record import StepTrace
 def make_arguments(corpus: str, folder: Path, *flags: str) -> list[str]:
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16"
     length = "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --vocab-size 5000"
-    often = "--train-iters 4 --log-interval 1 --save-interval 2 --eval-iters 1 --eval-interval 2"
+    often = "--train-iters 6 --log-interval 1 --save-interval 2 --eval-iters 1 --eval-interval 2"
     return [
         *f"{shape} {length} {often} --split 90,10,0".split(),
         *("--data-path", corpus, "--save", str(folder)),
@@ -53,7 +60,7 @@ def test_a_training_saves_loads_and_evaluates(on_fake_gpu: Call, corpus, tmp_pat
     first = on_fake_gpu(train, make_arguments(corpus, tmp_path, "--exit-interval", "2"))
     assert (tmp_path / "latest").read_text().strip() == "global_step2"
     # Without --async-save, the training waits for each tensor.
-    assert sum_copies(first, "checkpoint/", blocking=True) == STATE_BYTES
+    assert sum_copies(first, "checkpoint/tensor_file.py", blocking=True) == STATE_BYTES
     assert sum_copies(first, "checkpoint/", blocking=False) == 0
     # One read for each of two steps and for the evaluation.
     assert count_waits(first, "engine/native.py") == 2 + 1
@@ -67,10 +74,43 @@ def test_a_training_saves_loads_and_evaluates(on_fake_gpu: Call, corpus, tmp_pat
         if each.direction == "to the GPU" and each.line.startswith("checkpoint/")
     }
     assert sum(each.size * count for each, count in loaded.items()) == STATE_BYTES
-    # An asynchronous save copies to pinned memory, and only its thread waits.
+    # Two asynchronous saves copy to pinned memory, and only their threads wait.
     assert sum_copies(second, "checkpoint/", blocking=True) == 0
-    assert sum_copies(second, "checkpoint/shard_file.py", blocking=False) == STATE_BYTES
-    assert count_waits(second, "checkpoint/shard_file.py") == 1
+    assert sum_copies(second, "checkpoint/shard_file.py", blocking=False) == 2 * STATE_BYTES
+    assert count_waits(second, "checkpoint/shard_file.py") == 2
+    # Both use the same memory. Each shard has a multiple of 64 bytes, so no byte is added.
+    assert list(second.registered.values()) == [STATE_BYTES]
+
+
+def test_a_gpu_that_does_not_pin_memory_gets_the_same_checkpoint(
+    on_fake_gpu: Call, corpus, tmp_path
+):
+    arguments = make_arguments(corpus, tmp_path, "--async-save", "--exit-interval", "4")
+    step, log = on_fake_gpu(train_without_pinning, arguments)
+    assert (tmp_path / "latest").read_text().strip() == "global_step4"
+    assert step.registered == {}
+    # The rest is one number, of the check that the weights are finite.
+    assert sum_copies(step, "checkpoint/", blocking=False) == 0
+    assert sum_copies(step, "checkpoint/shard_file.py", blocking=True) == 2 * STATE_BYTES
+    # One line for both saves.
+    lines = [line for line in log.splitlines() if "not pinned" in line]
+    assert len(lines) == 1, log
+    assert "warning: rank 0 on " in lines[0]
+    assert "(out of memory)" in lines[0]
+
+
+def test_pinned_memory_has_the_size_of_the_shards_and_grows_with_them(on_fake_gpu: Call):
+    first, again, larger, dropped = on_fake_gpu(pin_buffers)
+    # The shards have 4, 100, 0 and 260 bytes. Each begins at a multiple of 64 bytes.
+    small = 64 + 128 + 0 + 320
+    assert first == (small, small, None)
+    # Fewer shards use the same memory.
+    assert again == (small, small, None)
+    # More shards get new memory, and the old memory is no longer pinned.
+    large = small + 4032
+    assert larger == (small + large, large, None)
+    # A buffer that is dropped leaves nothing pinned.
+    assert dropped == (small + large, 0, None)
 
 
 @pytest.mark.full
@@ -129,21 +169,3 @@ def test_the_check_of_replicas_reads_one_tensor_for_each_group(on_fake_gpu: Call
         "tensor",
         "ends",
     }
-
-
-def test_the_probe_of_a_node_uses_no_more_memory_than_it_checks(on_fake_gpu: Call):
-    report, step = on_fake_gpu(probe_node, 64, 60.0)
-    assert report.failures == ()
-    assert report.tflops > 0
-    assert report.all_reduce_gb_per_second > 0
-    # The pattern, and the comparison of one part.
-    assert 60 << 30 <= step.peak_bytes < (60 << 30) + (512 << 20)
-    sizes = step.count_collectives("all_reduce", "default_pg") or {
-        (each.dtype, each.size): count for each, count in step.collectives.items()
-    }
-    assert sizes == {("float32", 4 << 26): 2}
-
-
-def test_the_probe_reports_too_little_memory(on_fake_gpu: Call):
-    report, _ = on_fake_gpu(probe_node, 8, 100.0)
-    assert "100 GiB are needed" in report.failures[0]

@@ -644,6 +644,9 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert re.search(r"matrix products +[\d.]+ s +[\d.]+ % #{20,}", text)
     assert re.search(r"peak memory +[\d.]+ of 79.0 GiB: fits", text)
     assert "% with causal attention" in text
+    # One node fails rarely, and large numbers are whole.
+    assert plan.main(["--world-size", "8", *SEVEN]) == 0
+    assert "a failure every 3,692 hours" in capsys.readouterr().out
 
 
 def test_deepspeed_is_predicted_with_the_stage_that_it_runs(capsys):
@@ -691,6 +694,50 @@ def test_the_search_of_a_plan(capsys, tmp_path: Path):
     again = as_json(capsys, *kept, *rest, *flags)["cost"]
     assert again["seconds_per_iteration"] == pytest.approx(best["seconds"])
     assert max(again["memory_bytes_by_pipeline_rank"]) == pytest.approx(best["peak_bytes"])
+
+
+def test_deepspeed_is_predicted_with_the_stage_that_it_runs(capsys):
+    """DeepSpeed runs stage 0 as stage 1, so the optimizer states are sharded."""
+    arguments, world = published("tr11-176B-ml")
+    words = ["--world-size", world, "--hardware", "jean-zay-a100", *arguments]
+    asked = as_json(capsys, *words)
+    sharded = as_json(capsys, *words, "--zero-stage", "1")
+    assert asked["memory_bytes"] == sharded["memory_bytes"]
+    assert asked["cost"] == sharded["cost"]
+    assert plan.main(words) == 0
+    assert "8 data; ZeRO 1" in capsys.readouterr().out
+
+
+def test_json_of_explain_has_the_parts_of_both_steps(capsys):
+    found = as_json(capsys, "--explain", "tp=8,pp=6,micro-batch=4,recompute=full", *TR11_LIKE)
+    search = found["search"]
+    assert "TP 8 PP 6 DP 8 micro-batch 4 full" in search["explained"]["layout"]
+    parts = search["seconds_by_part"]
+    assert sum(parts["explained"].values()) == pytest.approx(search["explained"]["seconds"])
+    assert sum(parts["fastest"].values()) == pytest.approx(search["fastest"][0]["seconds"])
+    assert parts["explained"].keys() == parts["fastest"].keys()
+    assert parts["explained"]["recomputation"] > parts["fastest"]["recomputation"]
+    # The command has no sequence parallelism, and every layout of the search with TP has it.
+    assert "--sequence-parallel" not in search["configured"]["flags"]
+    assert "--sequence-parallel" in search["fastest"][0]["flags"]
+    assert as_json(capsys, "--explain", "tp=x", *TR11_LIKE, code=2)["errors"]
+
+
+def test_explain_keeps_the_groups_of_hsdp(capsys):
+    words = ["--json", *THOUSAND, "--global-batch-size", "4096", "--sharding-strategy", "hsdp"]
+    assert plan.main([*words, "--explain", "micro-batch=2"]) == 0
+    search = json.loads(capsys.readouterr().out)["search"]
+    assert search["explained"]["layout"].endswith("DP 1024 micro-batch 2 ZeRO 3 on 8")
+    # 8 ranks cannot divide 4 data-parallel ones.
+    words = ["--json", *THOUSAND, "--sharding-strategy", "hsdp", "--explain", "tp=16,pp=16"]
+    assert plan.main(words) == 0
+    search = json.loads(capsys.readouterr().out)["search"]
+    assert search["explained"]["layout"] == "TP 16 PP 16 DP 4 micro-batch 1 ZeRO 3"
+
+
+def test_json_of_a_trace_that_is_too_long_is_one_document(capsys):
+    words = [*TR11_LIKE, "--global-batch-size", "20480", "--trace", "t.json"]
+    assert "use a smaller" in as_json(capsys, *words, code=2)["errors"][0]
 
 
 def test_explain_says_why_a_layout_loses(capsys):
