@@ -229,10 +229,18 @@ def _estimate_rank(
         # is recomputed.
         logits = max(0.0, logits - recomputed)
     elif software.reduces_layers:
-        # The peak is at the loss, before gradients are reduced.
-        buffers -= _count_reduced_bytes(shape, layout, software)
-        if schedule.microbatches == 1 and layout.zero_stage >= 1:
-            gradients = 0.0
+        # Gathered weights and activations go as the gradients of a step's only microbatch come. So
+        # the peak is at the loss, before gradients are reduced.
+        one = schedule.microbatches == 1 and layout.zero_stage >= 1
+        if one and layout.shard_size == 1 and gradients > activations + logits:
+            # Nothing was gathered, and the gradients are not sharded. They are all there at the
+            # end, when one layer is left.
+            activations = estimate_layer_bytes(shape, layout, software)
+            logits = 0.0
+        else:
+            buffers -= _count_reduced_bytes(shape, layout, software)
+            if one:
+                gradients = 0.0
     tensors = held.total - held.gradients + gradients + activations + recomputed + logits + buffers
     fixed = (software.allocator - 1) * tensors + software.fixed_gib * 2**30
     return RankMemory(

@@ -566,7 +566,7 @@ def test_few_nodes_need_no_copies(capsys):
 
 def test_a_node_without_ranks_is_refused(capsys):
     assert plan.main([*THOUSAND, "--ranks-per-node", "0"]) == 2
-    assert "--ranks-per-node 0 must be at least 1" in capsys.readouterr().err
+    assert "--ranks-per-node 0 must be from 1" in capsys.readouterr().err
 
 
 SEVEN = shlex.split(
@@ -602,7 +602,7 @@ def test_the_plan_says_whether_a_rank_fits_on_a_device(
 
 def test_a_device_without_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--device-memory-gib", "0", "--", *SEVEN]) == 2
-    assert "--device-memory-gib 0.0 must be above 0" in capsys.readouterr().err
+    assert "--device-memory-gib 0.0 must be from" in capsys.readouterr().err
 
 
 TR11_LIKE = shlex.split(
@@ -663,11 +663,9 @@ def test_the_search_of_a_plan(capsys, tmp_path: Path):
     best = found["fastest"][0]
     assert best["fits"]
     assert best["seconds"] <= found["configured"]["seconds"]
-    # The flags choose the layout that was found: the plan of it has the predicted time.
-    flags = shlex.split(best["flags"])
-    kept = TR11_LIKE[: TR11_LIKE.index("--micro-batch-size")]
-    rest = ["--lr", "6e-5", "--train-samples", "220_000_000"]
-    again = as_json(capsys, *kept, *rest, *flags)["cost"]
+    # The flags choose the layout that was found: the plan of it has the predicted time. They undo
+    # those of the command.
+    again = as_json(capsys, *TR11_LIKE, *shlex.split(best["flags"]))["cost"]
     assert again["seconds_per_iteration"] == pytest.approx(best["seconds"])
     assert max(again["memory_bytes_by_pipeline_rank"]) == pytest.approx(best["peak_bytes"])
 
@@ -682,19 +680,39 @@ def test_explain_says_why_a_layout_loses(capsys):
     assert re.search(r"does not fit: [\d,.]+ GiB too much", capsys.readouterr().out)
 
 
+def test_the_json_has_the_explained_layout(capsys):
+    search = as_json(capsys, "--explain", "tp=8,pp=6,micro-batch=4", *TR11_LIKE)["search"]
+    explained = search["explained"]
+    best = search["fastest"][0]
+    assert explained["layout"].startswith("TP 8 PP 6 DP 8 micro-batch 4")
+    lost = sum(explained["lost_seconds"].values())
+    assert lost == pytest.approx(explained["seconds"] - best["seconds"])
+
+
 @pytest.mark.parametrize(
     ("words", "phrase"),
     [
-        (["--explain", "tp=5"], "must divide the 384 devices"),
-        (["--explain", "tp=3,pp=1"], "must divide the 112 attention heads"),
+        (["--explain", "tp=5"], "must divide the number of processes, 384"),
+        (["--explain", "tp=3,pp=1"], "must divide --num-attention-heads 112"),
+        (["--explain", "tp=4,pp=12,tp=8"], "tp is given twice"),
+        (["--explain", "pp=2,virtual=17"], "pp x virtual = 34 must divide"),
+        (["--explain", "pp=1,virtual=2"], "need a pipeline"),
+        (["--explain", "tp=1" + 5000 * "0"], "must be a whole number from 1 to 999,999,999"),
+        (["--json", "--explain", "tp=5"], "must divide the number of processes, 384"),
+        (["--explain", "zero=3", "--deepspeed"], "DeepSpeed's PipelineModule"),
         (["--explain", "tp=1,pp=96"], "must not exceed --num-layers"),
         (["--explain", "dp=5"], "'dp' is not a part of a layout"),
         (["--explain", "tp=x"], "tp is 'x'"),
         (["--explain", "recompute=1/0"], "recompute is '1/0'"),
-        (["--explain", "micro-batch=3"], "must be a multiple of"),
+        (["--explain", "micro-batch=3"], "must be divisible by"),
         (["--explain", "zero=4"], "ZeRO has the stages 0 to 3"),
         (["--hardware", "h101"], "neither a known name nor a file"),
-        (["--pue", "nan"], "must be above 0 and finite"),
+        (["--pue", "nan"], "--pue nan must be from"),
+        (["--restart-minutes", "1e300"], "--restart-minutes 1e+300 must be from"),
+        (["--restart-minutes", "1e9"], "makes no progress"),
+        (["--device-memory-gib", "1e300"], "--device-memory-gib 1e+300 must be from"),
+        (["--ranks-per-node", "10000000000"], "--ranks-per-node 10000000000 must be from"),
+        (["--at", "10000000000000"], "at most 10,000,000 iterations are forecast"),
         (["--trace", "t.json"], "use a smaller --global-batch-size"),
     ],
 )
