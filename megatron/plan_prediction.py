@@ -23,9 +23,10 @@ def get_recomputed_share(plan: Plan) -> Fraction:
     rest of the plan can be reported.
     """
     try:
-        return plan.config.recompute.recomputed_part
+        share = plan.config.recompute.recomputed_part
     except (ValueError, ZeroDivisionError):
         return Fraction(1)
+    return min(max(share, Fraction(0)), Fraction(1))
 
 
 def describe_software(plan: Plan) -> Software:

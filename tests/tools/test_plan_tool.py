@@ -1,5 +1,6 @@
 """Tests of tools/plan.py, run with command lines."""
 
+import errno
 import json
 import os
 import re
@@ -740,3 +741,43 @@ def test_trace_and_picture_of_a_step(capsys, tmp_path: Path):
         # Spans of a row must not overlap, or Perfetto nests them.
         assert all(later[0] >= earlier[1] - 1e-3 for earlier, later in pairwise(row))
     assert picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--picture", "--pareto"])
+def test_an_output_that_cannot_be_written_leaves_nothing(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+):
+    words = [*SMALL, "--world-size", "2", "--bf16"]
+    (tmp_path / "file").write_text("old")
+    for path in (tmp_path / "file" / "out.png", Path("/dev/null"), tmp_path):
+        assert plan.main([*words, flag, str(path)]) == 2
+        assert f"{flag} {path}: " in capsys.readouterr().err
+    # A full disk is noticed when the bytes are synced. What was there stays.
+    out = tmp_path / "out.png"
+    out.write_text("old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megatron.durable.os.fsync", fail)
+    assert plan.main([*words, flag, str(out)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert out.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out.png"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--vocab-size", "1" + 400 * "0"),
+        ("--seq-length", "1" + 400 * "0"),
+        ("--micro-batch-size", "1" + 400 * "0"),
+        ("--hidden-size", "4" + 200 * "0"),
+        ("--num-layers", "1" + 20 * "0"),
+        ("--checkpoint-fraction", "1e400"),
+    ],
+)
+def test_a_wild_size_is_an_error_of_the_plan(capsys, flag, value):
+    words = ["--world-size", "1", *SMALL, "--bf16", "--checkpoint-activations", flag, value]
+    assert plan.main(words) == 2
+    assert re.search(rf"error: .*{flag} .* must be", capsys.readouterr().out)
