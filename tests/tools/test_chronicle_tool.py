@@ -382,7 +382,7 @@ def test_steps_without_a_time_are_not_compared_with_the_prediction(
     predicted = {"seconds": 2.0, "hardware": "h100", "batch_size": 16}
     append_event(tmp_path / CHRONICLE, "start", 0, {"predicted": predicted})
     rows = [
-        {"kind": "train", "time": "2026-01-01T00:00:00+00:00", "global_batch_size": 16, **row}
+        {"kind": "train", "time": "2100-01-01T00:00:00+00:00", "global_batch_size": 16, **row}
         for row in ({"iteration": 1, "seconds": 0.0}, {"iteration": 2, "lm_loss": 1.0})
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

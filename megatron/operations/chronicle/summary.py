@@ -60,10 +60,11 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
 def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
     """Return the predicted and the measured seconds of a step, if the last start has them.
 
-    The prediction is that of the final batch size, so only its steps are compared.
+    The prediction is that of the final batch size and of the layout of the last start, so only the
+    steps with this size after this start are compared.
     """
-    starts = [event.details for event in history.events if event.kind == "start"]
-    predicted = starts[-1].get("predicted") if starts else None
+    starts = [event for event in history.events if event.kind == "start"]
+    predicted = starts[-1].details.get("predicted") if starts else None
     if not isinstance(predicted, dict):
         return []
     seconds = predicted.get("seconds")
@@ -75,6 +76,7 @@ def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
         return []
     text = f"{seconds:.4g} s on {predicted.get('hardware')}"
     chosen = history.kept & (history.columns["global_batch_size"] == batch_size)
+    chosen &= history.columns["time"] >= starts[-1].time.timestamp()
     measured = history.columns["seconds"][chosen]
     measured = measured[measured > 0]
     # The first steps compile and allocate. A median leaves them and the saves out.
