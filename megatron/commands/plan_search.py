@@ -221,8 +221,8 @@ def predict_explained(text: str, plan: Plan, hardware: Hardware) -> StepPredicti
 
 def _parse_layout(text: str, plan: Plan) -> RankLayout:
     """Return the layout that a text describes. Only its virtual stages are checked."""
-    # The plan gives what the text leaves out. Another layout has other groups of ranks.
-    layout = replace(describe_layout(plan), shard=None)
+    # The plan gives what the text leaves out.
+    layout = describe_layout(plan)
     keys = set()
     for part in text.replace(" ", "").split(","):
         key, _, value = part.partition("=")
@@ -241,8 +241,12 @@ def _parse_layout(text: str, plan: Plan) -> RankLayout:
             f"pipeline ranks need a pipeline, and pp x virtual = {stages} must divide the "
             f"{layers} layers."
         )
-    grid = layout.tensor * layout.pipeline
-    return replace(layout, data=max(1, plan.world_size // grid))
+    data = max(1, plan.world_size // (layout.tensor * layout.pipeline))
+    # Groups that share a copy of the model are kept where they fit.
+    shard = layout.shard
+    if plan.copies == 1 or shard is None or data % shard:
+        shard = None
+    return replace(layout, data=data, shard=shard)
 
 
 def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout:

@@ -690,6 +690,14 @@ def test_the_json_has_the_explained_layout(capsys):
     assert lost == pytest.approx(explained["seconds"] - best["seconds"])
 
 
+def test_an_explained_layout_keeps_the_groups_of_the_command(capsys):
+    words = ["--world-size", "16", *SMALL, "--bf16", "--micro-batch-size", "1"]
+    words += ["--sharding-strategy", "hsdp", "--hsdp-shard-size", "4"]
+    for text, expected in (("recompute=full", "on 4"), ("tp=2", "on 4"), ("pp=4,tp=2", "ZeRO 3")):
+        explained = as_json(capsys, "--explain", text, *words)["search"]["explained"]
+        assert explained["layout"].endswith(expected)
+
+
 @pytest.mark.parametrize(
     ("words", "phrase"),
     [
