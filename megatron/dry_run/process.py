@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -69,7 +70,12 @@ def _start_worker(library: Path) -> None:
     # Ctrl-C reaches all processes of a terminal. The one that was called ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    load_guard(library)
+    try:
+        load_guard(library)
+    except OSError as error:
+        # The pool would print a traceback. It reports that this process has ended.
+        print(f"error: {error}", file=sys.stderr)
+        os._exit(1)
 
 
 def _end_with_parent() -> None:
@@ -107,8 +113,8 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"--dry-run: a process of it ended ({error}); the host may be out of memory, so "
-                "give --dry-run-microbatches a smaller number. If that does not help, remove the "
-                f"compiled file {build_guard()}, which may be damaged"
+                "give --dry-run-microbatches a smaller number. If that does not help, a compiled "
+                "file may be damaged: remove the folder megatron-3d in ~/.cache"
             ) from error
         except KeyboardInterrupt:
             # Leaving the pool would wait for the steps that run.

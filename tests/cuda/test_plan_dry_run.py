@@ -160,12 +160,27 @@ def test_processes_end_with_a_dry_run_that_is_killed(on_fake_gpu: Call, tmp_path
     raise AssertionError(f"process {worker} is still there")
 
 
+def write_compiler(path: Path) -> Path:
+    """Write a compiler whose libraries are text."""
+    # The library is the argument after -o.
+    path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho library > "$2"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_damaged_guard_is_named(monkeypatch, tmp_path: Path, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(write_compiler(tmp_path / "compiler")))
+    assert plan.main(["--dry-run", "--world-size", "1", *ONE_STAGE]) == 2
+    printed = capfd.readouterr().err
+    assert str(tmp_path / "cache" / "megatron-3d" / "cuda_guard-") in printed
+    assert "file may be damaged" in printed
+    assert "Traceback" not in printed
+
+
 def test_a_home_that_cannot_be_written_leaves_no_folder(tmp_path: Path):
     """A user without a home compiles into a folder that is removed at the end."""
-    compiler = tmp_path / "compiler"
-    # It writes what it was asked for: the argument after -o.
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho library > "$2"\n')
-    compiler.chmod(0o755)
+    compiler = write_compiler(tmp_path / "compiler")
     (tmp_path / "temporary").mkdir()
     code = (
         "import tempfile; from megatron.dry_run.cuda_guard import build_guard; "
