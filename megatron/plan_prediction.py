@@ -6,6 +6,7 @@ Nothing here looks at a device. docs/planner.md says how good the predictions ar
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal, cast
 
 from megatron.config.tree import Config
 from megatron.cost.hardware import Hardware
@@ -177,7 +178,7 @@ def change_layout(config: Config, layout: RankLayout) -> Config:
             num_layers_per_virtual_pipeline_stage=per_virtual,
             pp_partition_method=method,
             sequence_parallel=layout.sequence_parallel,
-            zero_stage=layout.zero_stage,
+            zero_stage=cast(Literal[0, 1, 2, 3], layout.zero_stage),
             sharding_strategy=None,
             hsdp_shard_size=layout.shard_size if grouped else None,
         ),
