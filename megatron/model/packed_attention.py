@@ -154,7 +154,7 @@ def _make_mask(length: int, window_size: tuple[int, int], device: torch.device) 
     return mask
 
 
-def _load_kernel() -> Callable[..., Tensor]:
+def _load_kernel() -> Callable[..., Any]:
     """Return torch's kernel, which runs on GPUs only."""
     # The import takes a while, and most runs do not need it.
     from torch.nn.attention.varlen import varlen_attn
