@@ -133,7 +133,9 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
             continue
         case = Case(layout, f"{shape} {flags}", processes)
         # The bare loop has data parallelism only.
-        names = [n for n in arguments.engine if n != "bare loop" or processes <= 2]
+        names: list[EngineName] = [
+            name for name in arguments.engine if name != "bare loop" or processes <= 2
+        ]
         worlds = {name: launch_engine(name, case, folder) for name in names}
         # All worlds stay active and take turns. A drift of the machine's speed then affects all of
         # them.

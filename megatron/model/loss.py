@@ -209,11 +209,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Without gradients, the next two matrices have no rows, and nothing is written into them.
         kept = n if keep_gradients else 0
         grad_logits = hidden.new_empty((kept, used.shape[0]))
+        # In fp32 the logits are written where their gradient is kept. So they need no memory of
+        # their own, and the gradient is not copied.
+        in_place = keep_gradients and hidden.dtype == torch.float32
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
             # The loss sees real ids only, [n', v/t]. The product may have columns of padding.
-            logits = _compute_logits(hidden[part], used, grad_logits[part])[:, :real].float()
+            if in_place:
+                logits = torch.mm(hidden[part], used.t(), out=grad_logits[part])[:, :real]
+            else:
+                logits = F.linear(hidden[part], used)[:, :real].float()
             hit = None if tally is None else _find_hits(logits, local[part], here[part])
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target, hit = _combine(top, total, target, tp, hit)
@@ -237,7 +243,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
             if mask is not None:
                 gradient.mul_(mask[part, None])
-            if gradient.data_ptr() != grad_logits[part].data_ptr():
+            if not in_place:
                 # The assignment rounds to the compute dtype, which both matrix products have.
                 grad_logits[part, :real] = gradient
             # The logits of padding are not part of the loss, so their gradient is 0.
@@ -261,22 +267,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grads[0]
         scaled = (grad_weight * factor).to(ctx.gradient_dtype)
         return grad_hidden * factor, scaled, None, None, None, None, None, None, None, None
-
-
-def _compute_logits(hidden: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
-    """Return the logits [n', columns] in the compute dtype.
-
-    In fp32 they are written into `kept`, the place of their gradient, unless that has no rows. So
-    they need no memory of their own, and the gradient is not copied.
-
-    Args:
-        hidden: [n', h].
-        weight: [columns, h].
-        kept: [n', columns], or [0, columns] without gradients.
-    """
-    if kept.dtype == torch.float32 and kept.shape[0] > 0:
-        return torch.mm(hidden, weight.t(), out=kept)
-    return F.linear(hidden, weight)
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:

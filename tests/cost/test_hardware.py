@@ -53,7 +53,7 @@ def test_a_count_may_be_written_as_a_float(tmp_path):
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
         load_hardware(str(path))
 
 
