@@ -418,10 +418,12 @@ class _Tensors:
         last = 4 * (self._tokens - (chunks - 1) * rows) * columns
         chunk = 4 * min(rows, self._tokens) * columns
         # The logits of a chunk in both precisions, and those of the chunk before.
-        both = 1.5 if self._half else 1.0
-        computed = both * chunk
+        computed = 1.5 * chunk
         if chunks > 1:
-            computed = chunk + both * (chunk if chunks > 2 else last)
+            computed = chunk + 1.5 * (chunk if chunks > 2 else last)
+        if not self._half:
+            # In fp32 they are in the place of their gradient.
+            computed = last = 0
         # In fp16 the product makes an fp32 matrix, which is copied.
         gradient = self.output_gradient * (2 if self._fp16 else 1)
         return held + max(computed, last + gradient)

@@ -650,13 +650,6 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert "a failure every 3,692 hours" in capsys.readouterr().out
 
 
-def test_stage_0_of_deepspeed_has_the_memory_of_stage_1(capsys):
-    flags = ["--world-size", "4", "--bf16", "--deepspeed", *SMALL, "--zero-stage"]
-    none, first = (as_json(capsys, *flags, stage) for stage in "01")
-    assert none["cost"]["memory_bytes_by_kind"] == first["cost"]["memory_bytes_by_kind"]
-    assert none["memory_bytes"]["model"] == first["memory_bytes"]["model"]
-
-
 def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
     assert plan.main(["--world-size", "1", *SMALL]) == 0
     assert "predicted step" in capsys.readouterr().out
