@@ -2,6 +2,8 @@
 
     python benchmarks/engines.py                 about 8 minutes on 2 cores without other load
     python benchmarks/engines.py --part steps    one of the two comparisons
+    python benchmarks/engines.py --part steps --engine native "bare loop"
+                                                 without DeepSpeed
     python benchmarks/engines.py --quick         check that it runs; the numbers mean nothing
 
 The bare loop has the fewest lines that train our own model in the same arithmetic. It has AdamW
@@ -46,6 +48,7 @@ LAYOUTS = {
     "DP 2, ZeRO 1": ("--zero-stage 1", 2),
     "TP 2 x PP 2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
 }
+EngineName = Literal["native", "DeepSpeed", "bare loop"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Arguments:
 
     part: tuple[Literal["steps", "start"], ...] = ("steps", "start")
     """Comparisons to run."""
+    engine: tuple[EngineName, ...] = ("native", "DeepSpeed", "bare loop")
+    """Engines to compare. The first one gives the ratios."""
     rounds: int = 5
     """Interleaved rounds, after one that warms up."""
     quick: bool = False
@@ -127,13 +132,9 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
             print(f"\nSKIPPED: {layout}: {processes} ranks need as many GPUs for NCCL", flush=True)
             continue
         case = Case(layout, f"{shape} {flags}", processes)
-        worlds = {
-            "native": LaunchedWorld(case, folder),
-            "DeepSpeed": LaunchedWorld(replace(case, flags=f"{case.flags} {DEEPSPEED}"), folder),
-        }
-        if processes <= 2:
-            # The bare loop has data parallelism only.
-            worlds["bare loop"] = LaunchedWorld(case, folder, BareRank)
+        # The bare loop has data parallelism only.
+        names = [n for n in arguments.engine if n != "bare loop" or processes <= 2]
+        worlds = {name: launch_engine(name, case, folder) for name in names}
         # All worlds stay active and take turns. A drift of the machine's speed then affects all of
         # them.
         seconds: dict[str, list[float]] = {name: [] for name in worlds}
@@ -145,9 +146,21 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
         for world in worlds.values():
             world.close()
         for name, times in seconds.items():
-            ratio = statistics.median(t / n for t, n in zip(times, seconds["native"], strict=True))
-            rows.append(f"| {layout} | {name} | {spread(times)} | {ratio:.2f} |")
-    table("| layout | engine | ms | times the native engine's |", rows)
+            ratios = sorted(t / n for t, n in zip(times, seconds[names[0]], strict=True))
+            rows.append(
+                f"| {layout} | {name} | {spread(times)} | "
+                f"{ratios[0]:.2f} / {statistics.median(ratios):.2f} / {ratios[-1]:.2f} |"
+            )
+    table(f"| layout | engine | ms | time relative to {arguments.engine[0]} |", rows)
+
+
+def launch_engine(name: EngineName, case: Case, folder: str) -> LaunchedWorld:
+    """Start the processes of an engine."""
+    if name == "bare loop":
+        return LaunchedWorld(case, folder, BareRank)
+    if name == "DeepSpeed":
+        case = replace(case, flags=f"{case.flags} {DEEPSPEED}")
+    return LaunchedWorld(case, folder)
 
 
 def measure_start(arguments: Arguments, folder: str) -> None:
@@ -176,11 +189,12 @@ def measure_start(arguments: Arguments, folder: str) -> None:
         ]
         # The run ends after one iteration, and the process may then be waited for.
         training += ["--exit-interval", "1", "--log-interval", "1"]
-        commands = {
+        all_commands = {
             "native": training,
             "DeepSpeed": [*training, DEEPSPEED],
             "bare loop": ["benchmarks/engines.py", "bare"],
         }
+        commands = {name: all_commands[name] for name in arguments.engine}
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         for number in range((1 if arguments.quick else 3) + 1):
             for name, command in commands.items():

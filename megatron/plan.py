@@ -97,6 +97,17 @@ class Plan:
         return self.data_parallel_size // self.shard_size
 
     @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage that the engine runs. DeepSpeed runs stage 0 as stage 1.
+
+        DeepSpeed's stage 0 is wrong in 16 bits. With tensor parallelism its norm is wrong, and its
+        first step has no gradients. Under a pipeline in bf16 it is right (BF16_Optimizer), except
+        that it sums gradients in bf16. Stage 1 is the same optimizer with fp32 sums.
+        """
+        parallel = self.config.parallel
+        return max(1, parallel.zero_stage) if parallel.deepspeed else parallel.zero_stage
+
+    @property
     def ffn_hidden_size(self) -> int:
         """Inner width of the MLP."""
         return self.shape.ffn_hidden_size

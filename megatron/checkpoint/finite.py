@@ -33,11 +33,9 @@ def describe_not_finite(shards: Sequence[TensorShard]) -> list[str]:
     Each tensor is read once. A sum is finite unless an element is not finite or the sum overflows.
     Elements are counted only if the sum is not finite.
     """
-    # All sums are queued on the device before the first one is read. Reading each sum immediately
-    # would synchronise with the device once for each tensor.
-    sums = [shard.tensor.detach().sum() for shard in shards]
+    sums = _read_numbers([shard.tensor.detach().sum() for shard in shards])
     suspects = [
-        shard for shard, total in zip(shards, sums, strict=True) if not math.isfinite(float(total))
+        shard for shard, total in zip(shards, sums, strict=True) if not math.isfinite(total)
     ]
     lines = []
     for shard in suspects:
@@ -49,6 +47,18 @@ def describe_not_finite(shards: Sequence[TensorShard]) -> list[str]:
                 f"{shard.tensor.numel():,} numbers"
             )
     return lines
+
+
+def _read_numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """Return the values of scalars. The host waits once for each of their devices."""
+    numbers = [0.0] * len(scalars)
+    # With offload, weights are on the GPU and moments in host memory.
+    for device in {scalar.device for scalar in scalars}:
+        places = [at for at, scalar in enumerate(scalars) if scalar.device == device]
+        together = torch.stack([scalars[at].double() for at in places])
+        for at, number in zip(places, together.tolist(), strict=True):
+            numbers[at] = number
+    return numbers
 
 
 def gather_not_finite(mine: Sequence[str], ranks: Ranks) -> list[str]:

@@ -1,7 +1,7 @@
 """The names inside a checkpoint folder, and its pointers, which operators may edit by hand.
 
-`latest`, as DeepSpeed writes it, decides. `latest_checkpointed_iteration.txt`, as Megatron-LM
-writes it, is used if `latest` does not exist.
+The pointers are two files that name the checkpoint to start from. `latest`, as in DeepSpeed, has
+priority. If it does not exist, `latest_checkpointed_iteration.txt` is used, as in Megatron-LM.
 
 Invariant: only the holder of the folder's lease renames or removes anything in it. Readers change
 nothing and must accept any state that an interrupted writer left.

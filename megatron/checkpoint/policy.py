@@ -4,7 +4,7 @@ from megatron.config.checkpoint import CheckpointConfig
 
 
 class SavePolicy:
-    """Answers when to save and what to keep, from the flags and from what was recorded.
+    """Decides when to save and what to keep, from the flags and from what was recorded.
 
     Only the methods `record_...` change it. All ranks record the same events in the same order, so
     they get the same answers.
@@ -63,7 +63,10 @@ class SavePolicy:
         self._ending = True
 
     def record_attempt(self) -> None:
-        """Record that a save begins. It takes over what was scheduled and what must be kept."""
+        """Record that a save begins, which clears a scheduled retry and `keep_next`.
+
+        Read `keep_next` before.
+        """
         self._retry_at = None
         self._keep_next = False
 

@@ -454,7 +454,7 @@ def _report(
             # does not exist.
             point_to(root, start.iteration)
             aside = set_aside(root, iteration)
-            say(f"warning: global_step{iteration} is set aside as {aside.name}")
+            say(f"warning: global_step{iteration} is renamed to {aside.name}")
     if remaining:
         say(
             f"warning: resuming from global_step{start.iteration}, "

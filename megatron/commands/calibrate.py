@@ -1,7 +1,7 @@
 """Write a hardware file for tools/plan.py, from a micro-benchmark or from measured runs.
 
-    python tools/calibrate.py mine.yaml                             # about a minute on this device
-    torchrun --nproc-per-node 8 tools/calibrate.py mine.yaml --base h100     # also NVLink
+    python tools/calibrate.py mine.yaml                             # half a minute on this device
+    torchrun --nproc-per-node 8 tools/calibrate.py mine.yaml --base h100     # also its links
     python tools/calibrate.py mine.yaml --base h100 --run RUN --world-size 64 -- <training command>
     python tools/calibrate.py mine.yaml --base h100 --seconds 12.3 --world-size 64 -- <...>
 
@@ -12,7 +12,6 @@ the predicted step has the measured time.
 The file is used with tools/plan.py --hardware mine.yaml.
 """
 
-import json
 import math
 import os
 import sys
@@ -32,11 +31,14 @@ from megatron.cost.calibration import Measured, build_measured_hardware, fit_gem
 from megatron.cost.hardware import Hardware, load_hardware
 from megatron.durable import replace_file
 from megatron.errors import ConfigError, DataError
+from megatron.observe.chronicle import iterate_objects
 from megatron.plan import resolve
-from megatron.plan_prediction import can_be_predicted, predict_plan
+from megatron.plan_prediction import describe_software, predict_plan
 
 _SKIPPED = 10
 """First steps of a run that are left out: they compile and allocate."""
+_SHOWN_DAMAGED = 10
+"""Messages about damaged lines of a run that are printed."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class CalibrateArguments:
     """Hardware whose other values are kept: a name or a file. Default: the file describes this
     device alone, with placeholders for its network."""
     run: Path | None = None
-    """A --save folder with metrics.jsonl. The median time of its steps is the measured one."""
+    """A --save folder with metrics.jsonl. The measured time is the median of its steps with the
+    final batch size, without the first 10."""
     seconds: float | None = None
-    """Measured seconds of a step, in place of --run."""
+    """Measured seconds of a step, instead of --run."""
     world_size: int | None = None
     """Number of devices of the measured run. Default: the number that the script asks for."""
 
@@ -71,10 +74,17 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
         DataError: The run has no steps.
         OSError: The file cannot be written.
     """
-    # A wrong name is reported before a minute of measurements.
+    # A wrong name is reported before half a minute of measurements.
+    if options.output.exists() and not options.output.is_file():
+        raise ConfigError(f"{options.output} is not a file; give the hardware file to write.")
     base = None if options.base is None else load_hardware(options.base)
     if options.run is not None or options.seconds is not None:
         hardware = _fit_run(options, training, base)
+    elif training or options.world_size is not None:
+        raise ConfigError(
+            "--world-size and a training command describe a measured run; give --run or --seconds "
+            "too. Leave them out to measure this device."
+        )
     else:
         hardware = _measure_device(base, options.output.stem)
     hardware = replace(hardware, name=options.output.stem)
@@ -92,8 +102,10 @@ def format_hardware(hardware: Hardware) -> str:
     values = {
         name: value if isinstance(value, str | int) else float(f"{value:.4g}")
         for name, value in asdict(hardware).items()
+        # A device without a base has no peak for fp32.
+        if value is not None
     }
-    ordered = {field.name: values[field.name] for field in fields(Hardware)}
+    ordered = {field.name: values[field.name] for field in fields(Hardware) if field.name in values}
     return yaml.safe_dump(ordered, sort_keys=False)
 
 
@@ -110,14 +122,24 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
             "the training command of the measured run is missing; give it after '--'."
         )
     source = read_source(training)
-    world_size = options.world_size or source.world_size
+    world_size = options.world_size
     if world_size is None:
-        raise ConfigError("--world-size is required: the command does not say it.")
+        world_size = source.world_size
+    if world_size is None:
+        raise ConfigError(
+            "--world-size is required, because the command does not have the number of devices."
+        )
+    if world_size < 1:
+        raise ConfigError(f"--world-size {world_size} must be at least 1.")
     loaded = load_config(list(source.arguments), prog="calibrate.py")
     plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
     plan.raise_on_errors()
-    if not can_be_predicted(plan):
-        raise ConfigError("the model of cost covers bf16 and fp16; calibrate with such a run.")
+    if not describe_software(plan).half:
+        # gemm_share is that of Tensor Cores, and fp32 does not use them.
+        raise ConfigError(
+            "the run is in fp32, whose share of the peak says nothing about bf16; calibrate with a "
+            "run in bf16 or fp16."
+        )
     if options.run is None:
         assert options.seconds is not None, "one of them is given"
         measured = options.seconds
@@ -141,21 +163,22 @@ def read_median_seconds(run: Path, batch_size: int) -> float:
         DataError: The metrics file is missing or has no such steps.
     """
     path = run / "metrics.jsonl"
+    damaged: list[str] = []
+    seconds = []
     try:
-        lines = path.read_text().splitlines()
+        with open(path, "rb") as file:
+            for record in iterate_objects(path, file, damaged):
+                value = record.get("seconds")
+                # A boolean is an integer in Python. A comparison with NaN is False.
+                if record.get("global_batch_size") != batch_size or isinstance(value, bool):
+                    continue
+                if isinstance(value, int | float) and 0 < value < math.inf:
+                    seconds.append(float(value))
     except OSError as failure:
         raise DataError(f"{path}: {failure.strerror}; give the --save folder of a run.") from None
-    seconds = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            # A killed run may leave half a line.
-            continue
-        if isinstance(record, dict) and record.get("global_batch_size") == batch_size:
-            value = record.get("seconds")
-            if isinstance(value, int | float) and 0 < value < math.inf:
-                seconds.append(float(value))
+    # A killed run may leave half a line.
+    for message in damaged[:_SHOWN_DAMAGED]:
+        print(f"warning: {message}", file=sys.stderr)
     steady = seconds[_SKIPPED:]
     if not steady:
         raise DataError(

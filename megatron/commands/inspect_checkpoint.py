@@ -61,7 +61,7 @@ class InspectCheckpointArguments:
     """The command line."""
 
     path: tyro.conf.Positional[str]
-    """A run's folder, one of its checkpoints, or a checkpoint that was set aside or copied."""
+    """A run's folder, one of its checkpoints, or a checkpoint that was renamed or copied."""
     iteration: int | None = None
     """Iteration of the checkpoint in the run's folder. Default: the one that `latest` names."""
     parameters: bool = False
@@ -372,8 +372,8 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
             "silent_seconds": max(0.0, get_heartbeat_age(root)),
             "alive": is_alive(holder),
         }
-    # Folders with a suffix are the remains of a save or a deletion, or they were set aside as
-    # damaged.
+    # Folders with a suffix are the remains of a save or a deletion, or damaged checkpoints that
+    # were renamed.
     leftovers = sorted(
         e.name
         for e in root.iterdir()
@@ -413,7 +413,7 @@ def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
             if holds
         ]
         rows.append((f"  {entry['name']}", ", ".join([size, *marks])))
-    rows += [(f"  {name}", "damaged, set aside") for name in folder["damaged"]]
+    rows += [(f"  {name}", "damaged, renamed") for name in folder["damaged"]]
     rows += [
         (f"  {name}", "being written or removed, or left by an interrupted save or removal")
         for name in folder["unfinished"]

@@ -5,9 +5,10 @@
     python tools/plan.py train/my-run/my-run.slurm
     python tools/plan.py --expand scripts/train.sh small 8
     python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
+    python tools/plan.py --search --world-size 64 --hardware h100 -- <arguments of pretrain_gpt.py>
 
-The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
-warnings.
+The report has the model size, the grid, batches, the end of training, memory, FLOPs, communication,
+the predicted time and cost, errors and warnings.
 
 A script is read as text and never run. With --expand, a contained shell carries out its assignments
 and control flow. This shell runs no command and opens no file. Words after the script that do not
@@ -17,7 +18,6 @@ Exit code 0 means that the plan has no errors. Exit code 2 means that it has err
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -40,8 +40,7 @@ from megatron.commands.plan_search import (
     draw_pareto,
     format_explanation,
     format_search,
-    parse_layout,
-    predict_layout,
+    predict_explained,
     search_plan,
 )
 from megatron.commands.plan_source import (
@@ -56,15 +55,30 @@ from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.cost.hardware import Hardware, load_hardware
+from megatron.cost.step import StepPrediction
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.plan import Plan, resolve
-from megatron.plan_prediction import can_be_predicted, predict_plan
+from megatron.plan_prediction import predict_plan
 from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list
 from megatron.schedule.progress import ForecastPoint
+
+_ASSUMED = {
+    "ranks_per_node": 1,
+    "device_memory_gib": 1e-9,
+    "failures_per_1000_node_days": 1e-9,
+    "restart_minutes": 1e-9,
+    "save_gb_per_second": 1e-9,
+    "pue": 1e-9,
+    "carbon_intensity": 1e-9,
+}
+"""What is assumed about the cluster -> its smallest value. Costs of wilder ones would overflow."""
+_MOST_ASSUMED = 1e9
+_MOST_FORECAST = 10_000_000
+"""Iterations of a forecast. More of them would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +108,24 @@ class PlanArguments:
     device_memory_gib: float | None = None
     """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware."""
     ranks_per_node: int | None = None
-    """Ranks of a node, over which --sharding-strategy hsdp shards. Default: the ranks that the
-    script starts on a node, otherwise those of --hardware."""
+    """Ranks of a node. They share its fast links, and --sharding-strategy hsdp shards over them.
+    Default: the ranks that the script starts on a node, otherwise those of --hardware."""
     json: bool = False
     """Print JSON instead of text."""
     dry_run: bool = False
     """Run one training step on fake GPUs, for a rank of each kind (first, middle and last stage,
-    first and last data rank). The report gets peak memory, collectives, and what the host waits
-    for. It needs a C++ compiler."""
+    first and last data-parallel rank). The report then also has peak memory by kind, collectives,
+    and where the host waits for the GPU. It needs a C++ compiler (docs/dry_run.md)."""
     dry_run_microbatches: int | None = None
-    """Microbatches of the dry run. Default: one more than the pipeline has stages, and twice as
-    many as it has ranks if they are interleaved."""
+    """Microbatches of the dry run. Default: one more than the pipeline has stages, or twice the
+    pipeline size if its stages are interleaved, but never more than a step has."""
     search: bool = False
     """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
-    memory, and what the others lose."""
+    memory, and where each loses time to the first one."""
     explain: str | None = None
-    """Say why a layout loses to the fastest one, as in tp=8,pp=6,micro-batch=4,recompute=full. What
-    is not given is as in the training command. Also searches."""
+    """Print why a layout is slower than the fastest one, as in
+    tp=8,pp=6,micro-batch=4,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
+    recompute. What is not given is as in the training command. Also searches."""
     pareto: Path | None = None
     """Draw time against memory of all layouts that fit into this file. Also searches."""
     trace: Path | None = None
@@ -176,14 +191,14 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         raise ConfigError(
             f"--at {' '.join(map(str, negative))}: an iteration must be at least 0, the start."
         )
+    if max(options.at, default=0) > _MOST_FORECAST:
+        raise ConfigError(
+            f"--at {max(options.at)}: at most {_MOST_FORECAST:,} iterations are forecast, one "
+            "after the other."
+        )
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
-    if options.ranks_per_node is not None and options.ranks_per_node < 1:
-        raise ConfigError(f"--ranks-per-node {options.ranks_per_node} must be at least 1.")
-    memory = options.device_memory_gib
-    if memory is not None and not 0 < memory < math.inf:
-        raise ConfigError(f"--device-memory-gib {memory} must be above 0.")
-    _check_cost_options(options)
+    _check_numbers(options)
     source = read_source(training, expand=options.expand)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
@@ -253,11 +268,11 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    # A failure to draw is printed in place of the report, so that --json prints one document.
+    if not plan.errors:
+        _draw_step(plan, options, hardware)
     _print_report(options, plan, at, warnings, uses, hardware)
-    if plan.errors:
-        return 2
-    _draw_step(plan, options, hardware)
-    return 0
+    return 2 if plan.errors else 0
 
 
 def _print_report(
@@ -288,19 +303,15 @@ def _print_report(
     print("\n".join(lines))
 
 
-def _check_cost_options(options: PlanArguments) -> None:
-    """Raise ConfigError if an assumption about the cluster is not above 0 and finite."""
-    for name in (
-        "failures_per_1000_node_days",
-        "restart_minutes",
-        "save_gb_per_second",
-        "pue",
-        "carbon_intensity",
-    ):
+def _check_numbers(options: PlanArguments) -> None:
+    """Raise ConfigError if an assumption about the cluster is out of its range."""
+    for name, least in _ASSUMED.items():
         value = getattr(options, name)
         # A comparison with NaN is False.
-        if not 0 < value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0 and finite.")
+        if value is not None and not least <= value <= _MOST_ASSUMED:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} must be from {least:g} to {_MOST_ASSUMED:g}."
+            )
 
 
 def _build_cost_options(options: PlanArguments) -> CostOptions:
@@ -321,10 +332,7 @@ def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> li
     """Return the lines of the search and of --explain, and draw what --pareto asks for."""
     if plan.errors or not _wants_search(options):
         return []
-    explained = None
-    if options.explain is not None:
-        # A mistake in the layout is reported before the search, which takes seconds.
-        explained = predict_layout(plan, hardware, parse_layout(options.explain, plan))
+    explained = _explain(plan, options, hardware)
     found = search_plan(plan, hardware)
     lines = ["", *format_search(found)]
     if explained is not None:
@@ -338,25 +346,31 @@ def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) 
     """Return the search as plain data. Empty without a search."""
     if plan.errors or not _wants_search(options):
         return {}
+    explained = _explain(plan, options, hardware)
     found = search_plan(plan, hardware)
     if options.pareto is not None:
         draw_pareto(found, options.pareto)
-    return {"search": build_search_json(found)}
+    return {"search": build_search_json(found, explained)}
+
+
+def _explain(plan: Plan, options: PlanArguments, hardware: Hardware) -> StepPrediction | None:
+    """Return the prediction of the layout of --explain. None without the flag.
+
+    It comes before the search, so that a mistake is reported without the wait for the search.
+    """
+    if options.explain is None:
+        return None
+    return predict_explained(options.explain, plan, hardware)
 
 
 def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
     """Write the trace and the picture that are asked for.
 
     Raises:
-        ConfigError: The model of cost does not cover the plan, or a file cannot be written.
+        ConfigError: The hardware has no peak for fp32, or a file cannot be written.
     """
     if options.trace is None and options.picture is None:
         return
-    if not can_be_predicted(plan):
-        raise ConfigError(
-            "--trace and --picture need a predicted step, and the model of cost covers bf16 and "
-            "fp16; give --bf16 or --fp16."
-        )
     prediction = predict_plan(plan, hardware)
     if options.trace is not None:
         write_trace(prediction, options.trace)

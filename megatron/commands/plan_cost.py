@@ -23,6 +23,7 @@ from megatron.cost.layers import Seconds
 from megatron.cost.pipeline import SimulatedPipeline, simulate_pipeline
 from megatron.cost.step import StepPrediction
 from megatron.cost.trace import build_trace
+from megatron.durable import replace_file
 from megatron.errors import ConfigError
 from megatron.figure import make_figure, save_figure
 from megatron.plan import Plan
@@ -110,8 +111,8 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
 
 
 def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dict[str, Any] | None:
-    """Return the prediction as plain data. None if the model does not cover the plan."""
-    if not can_be_predicted(plan):
+    """Return the prediction as plain data. None if there is none."""
+    if not can_be_predicted(plan, hardware):
         return None
     prediction = predict_plan(plan, hardware)
     goodput = predict_goodput(plan, hardware, options)
@@ -123,8 +124,8 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
         "breakdown_seconds": dict(list_breakdown(prediction)),
         "tokens_per_second": prediction.tokens_per_second * plan.world_size,
         "tflops": prediction.compute_tflops(hardware=True),
-        "mfu": _compute_mfu(prediction, causal=False),
-        "mfu_causal": _compute_mfu(prediction, causal=True),
+        "mfu": prediction.compute_mfu(causal=False),
+        "mfu_causal": prediction.compute_mfu(causal=True),
         "memory_bytes_by_pipeline_rank": [rank.total for rank in prediction.memory],
         "memory_bytes_by_kind": vars(max(prediction.memory, key=lambda rank: rank.total)),
         "fits": prediction.fits,
@@ -139,17 +140,12 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
     }
 
 
-def _compute_mfu(prediction: StepPrediction, *, causal: bool) -> float:
-    tflops = prediction.compute_tflops(hardware=False, causal=causal)
-    return tflops / prediction.job.hardware.peak_tflops
-
-
 def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[str]:
     """Format the prediction for people."""
     if plan.errors:
         return []
-    if not can_be_predicted(plan):
-        return [_format_row("step", "no prediction: the model of cost covers bf16 and fp16")]
+    if not can_be_predicted(plan, hardware):
+        return [_format_row("step", f"no prediction: {hardware.name} has no fp32_tflops")]
     prediction = predict_plan(plan, hardware)
     goodput = predict_goodput(plan, hardware, options)
     lines = [
@@ -166,13 +162,20 @@ def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[st
         ),
         _format_row(
             "  MFU",
-            f"{100 * _compute_mfu(prediction, causal=False):.1f} % with full attention, "
-            f"{100 * _compute_mfu(prediction, causal=True):.1f} % with causal attention",
+            f"{100 * prediction.compute_mfu(causal=False):.1f} % with full attention, "
+            f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
         ),
         *_format_memory(prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
     return lines
+
+
+def _format_number(value: float) -> str:
+    """Return a number with three digits, or a whole number from 1,000 on."""
+    if value < 999.5:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
 
 
 def _format_row(label: str, text: str) -> str:
@@ -230,9 +233,10 @@ def _format_run(
         lines.append(
             _format_row(
                 "predicted run",
-                f"{run.days:,.3g} days, {run.days_with_failures:,.3g} with failures; "
-                f"{run.footprint.device_hours:,.0f} GPU-hours, "
-                f"{run.footprint.megawatt_hours:,.3g} MWh, {run.footprint.tonnes:,.3g} t CO2e",
+                f"{_format_number(run.days)} days, {_format_number(run.days_with_failures)} with "
+                f"failures; {run.footprint.device_hours:,.0f} GPU-hours, "
+                f"{_format_number(run.footprint.megawatt_hours)} MWh, "
+                f"{_format_number(run.footprint.tonnes)} t CO2e",
             )
         )
     # People set --save-interval in iterations.
@@ -240,8 +244,8 @@ def _format_run(
     lines.append(
         _format_row(
             "goodput",
-            f"{100 * goodput.useful:.1f} % with a failure every {hours:,.3g} hours; save every "
-            f"{steps:,} iterations ({goodput.save_interval_seconds / 60:,.0f} minutes)",
+            f"{100 * goodput.useful:.1f} % with a failure every {_format_number(hours)} hours; "
+            f"save every {steps:,} iterations ({goodput.save_interval_seconds / 60:,.0f} minutes)",
         )
     )
     return lines
@@ -273,7 +277,7 @@ def write_trace(prediction: StepPrediction, path: Path) -> None:
     trace = build_trace(prediction, _simulate(prediction, f"--trace {path}"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(trace))
+        replace_file(path, json.dumps(trace))
     except OSError as failure:
         raise ConfigError(f"--trace {path}: {failure.strerror}; choose another path.") from failure
 

@@ -16,7 +16,7 @@ def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:
 
     Args:
         plan: A plan without errors.
-        microbatches: Number of microbatches. None: as many as `choose_microbatches` says.
+        microbatches: Number of microbatches. None: as many as `choose_microbatches` returns.
 
     Raises:
         ConfigError: The number of microbatches does not fit the plan, or there is no C++ compiler.
@@ -26,7 +26,8 @@ def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:
         microbatches = choose_microbatches(plan)
     else:
         _check_microbatches(plan, microbatches)
-    # torch's compiler skips whatever runs on fake GPUs, and a skipped block is an error.
+    # The operators of a compiled graph run one by one on a fake GPU. A kernel that fuses them needs
+    # less memory, so without compilation the memory is closer to the real one.
     kernels = replace(plan.config.kernels, use_torch_compile=False)
     plan = replace(plan, config=replace(plan.config, kernels=kernels))
     return run_ranks(plan, list_rank_kinds(plan), microbatches)

@@ -66,7 +66,7 @@ def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> flops.Parameter
         half=_is_half(plan),
         data_parallel_size=plan.data_parallel_size,
         shard_size=plan.shard_size,
-        zero_stage=parallel.zero_stage,
+        zero_stage=plan.zero_stage,
         state_bytes=flops.count_state_bytes(
             plan.config.optimizer.optimizer, parameters, layers * matrices
         ),

@@ -207,7 +207,7 @@ def _format_model(plan: Plan) -> list[str]:
             f"{format_count(plan.world_size, 'process', 'processes')} = "
             f"{parallel.tensor_model_parallel_size} tensor x "
             f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
-            f"data; ZeRO {parallel.zero_stage}{_describe_copies(plan)}",
+            f"data; ZeRO {plan.zero_stage}{_describe_copies(plan)}",
         ),
         *_format_pipeline(plan),
         _format_row(
@@ -376,10 +376,10 @@ def _format_memory(plan: Plan) -> list[str]:
     if plan.pipeline_size > 1:
         # The number in flight explains why an early stage needs more memory than a late one.
         visits = choose_final_schedule(plan).count_in_flight(memory_bytes["pipeline_rank"])
-        note += (
-            f"; {visits} {'virtual stages' if plan.stages_per_rank > 1 else 'microbatches'} "
-            "in flight"
-        )
+        one, many = "microbatch", "microbatches"
+        if plan.stages_per_rank > 1:
+            one, many = "virtual stage", "virtual stages"
+        note += f"; {format_count(visits, one, many)} in flight"
     return [*lines, _format_row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
 
 

@@ -177,7 +177,7 @@ def _get_flag(word: str) -> str:
 
 
 def _describe_unknown(command: LaunchScript, script: Path | None, expanded: bool) -> Iterator[str]:
-    """Yield one warning for each kind of unknown value in the script. It says how to give them."""
+    """Yield one warning for each kind of unknown value in the script, with the way to give them."""
     if command.unresolved:
         unset = ", ".join(f"${name}" for name in command.unresolved)
         first = command.unresolved[0]
@@ -212,8 +212,12 @@ def write_documents(source: CommandSource) -> Iterator[dict[str, str]]:
     Yields:
         The script's name of each document, and its path in the folder.
     """
+    paths: dict[str, str] = {}
+    # Most commands have none, and a process that is killed would leave the folder.
+    if not source.documents:
+        yield paths
+        return
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        paths: dict[str, str] = {}
         for number, (name, text) in enumerate(source.documents.items()):
             # Two documents may have one name in two folders.
             safe = re.sub(r"[^\w.-]|^\.+$", "_", Path(name).name)[-100:]

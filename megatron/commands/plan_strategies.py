@@ -53,20 +53,20 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
     data = plan.data_parallel_size
     tensor = max(1, parallel.tensor_model_parallel_size)
     node = max(1, hardware.ranks_per_node // tensor)
-    if plan.copies > 1 and plan.shard_size > 1 and parallel.zero_stage == 3:
+    if plan.copies > 1 and plan.shard_size > 1 and plan.zero_stage == 3:
         node = plan.shard_size
     ways = [("fsdp", "--sharding-strategy fsdp", 3, data)]
     if 1 < node < data and data % node == 0:
         flags = f"--sharding-strategy hsdp --hsdp-shard-size {node}"
         ways.append((f"hsdp {node}", flags, 3, node))
     ways.append(("ddp", "--sharding-strategy ddp", 0, 1))
-    if (parallel.zero_stage, plan.shard_size) not in {(stage, size) for _, _, stage, size in ways}:
-        name = f"ZeRO {parallel.zero_stage}"
-        flags = f"--zero-stage {parallel.zero_stage}"
+    if (plan.zero_stage, plan.shard_size) not in {(stage, size) for _, _, stage, size in ways}:
+        name = f"ZeRO {plan.zero_stage}"
+        flags = f"--zero-stage {plan.zero_stage}"
         if plan.copies > 1:
             name += f" on {plan.shard_size}"
             flags += f" --hsdp-shard-size {plan.shard_size}"
-        ways.append((name, flags, parallel.zero_stage, plan.shard_size))
+        ways.append((name, flags, plan.zero_stage, plan.shard_size))
     return [_estimate(plan, hardware, *way) for way in ways]
 
 

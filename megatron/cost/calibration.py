@@ -1,4 +1,4 @@
-"""Constants of a hardware from measurements: of a device, or of a training step."""
+"""Values of a hardware file from measurements: of a device, or of a training step."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,8 +67,8 @@ def build_measured_hardware(measured: Measured, base: Hardware | None, name: str
     for key, share in shares.items():
         if share > 1:
             raise ConfigError(
-                f"{key}: the measured value is {share:.2f} of the nominal one of {base.name}; this "
-                "is another device. Choose another --base."
+                f"{key}: the measured value is {share:.2f} times the nominal one of {base.name}, "
+                "so this is another device. Choose another --base."
             )
     # A flash kernel depends on the same units as the matrix product.
     shares["attention_share"] = base.attention_share * shares["gemm_share"] / base.gemm_share

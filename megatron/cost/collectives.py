@@ -20,7 +20,7 @@ def estimate_collective_seconds(
 
 
 def estimate_message_seconds(size: float, stride: int, hardware: Hardware) -> float:
-    """Return the seconds in which a rank sends `size` bytes to the rank `stride` further."""
+    """Return the seconds in which rank r sends `size` bytes to rank r + `stride`."""
     network = hardware.network
     # Both ranks are on one node only if the node holds more ranks than lie between them.
     bandwidth = network.node_bandwidth

@@ -14,7 +14,7 @@ from megatron.cost.hardware import Hardware
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.78), (64, 128, 0.78))
 """Rows and columns of a tile, and its speed relative to the largest. Small tiles reuse less."""
 _DEPTH = 192
-"""Elements of the inner dimension that take as long as filling and emptying a tile's pipeline."""
+"""Length of the inner dimension that takes as long as filling and emptying a tile's pipeline."""
 _ALIGNED = 64
 """Rows of a matrix that begin at multiples of this many elements are read at full speed.
 
@@ -26,12 +26,14 @@ _WAVE_LOSS = 0.5
 
 @dataclass(frozen=True)
 class Gemm:
-    """`batch` products of an m x k and a k x n matrix, in half precision."""
+    """`batch` products of an m x k and a k x n matrix."""
 
     m: int
     n: int
     k: int
     batch: int = 1
+    value: int = 2
+    """Bytes of an element: 2 in half precision, and 4 in fp32."""
 
     @property
     def flops(self) -> int:
@@ -41,13 +43,14 @@ class Gemm:
     @property
     def bytes(self) -> int:
         """Bytes that are read and written at least once."""
-        return 2 * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+        elements = self.m * self.k + self.k * self.n + self.m * self.n
+        return self.value * self.batch * elements
 
     def derive_backward(self) -> "tuple[Gemm, Gemm]":
         """Return the products of the backward pass, for the input and for the weight."""
         return (
-            Gemm(self.m, self.k, self.n, self.batch),
-            Gemm(self.k, self.n, self.m, self.batch),
+            Gemm(self.m, self.k, self.n, self.batch, self.value),
+            Gemm(self.k, self.n, self.m, self.batch, self.value),
         )
 
 
@@ -77,6 +80,9 @@ def compute_gemm_utilisation(gemm: Gemm, multiprocessors: int) -> float:
 
 def _measure_alignment(gemm: Gemm) -> float:
     """Return the part of full speed at which the rows of the matrices are read."""
+    if gemm.value == 4:
+        # Without Tensor Cores the computation takes much longer than the reads.
+        return 1.0
     aligned = min(math.gcd(size, _ALIGNED) for size in (gemm.n, gemm.k))
     if aligned >= _ALIGNED:
         return 1.0
@@ -90,7 +96,7 @@ def _measure_alignment(gemm: Gemm) -> float:
 def estimate_gemm_seconds(gemm: Gemm, hardware: Hardware) -> float:
     """Return the seconds of a matrix product."""
     rate = (
-        hardware.peak
+        hardware.get_peak(half=gemm.value == 2)
         * hardware.gemm_share
         * compute_gemm_utilisation(gemm, hardware.multiprocessors)
     )
@@ -104,14 +110,18 @@ def estimate_memory_seconds(traffic: float, hardware: Hardware, kernels: int = 1
     return max(traffic / hardware.memory_rate, kernels * hardware.launch_seconds)
 
 
-def estimate_flash_seconds(flops: float, head_dim: int, hardware: Hardware) -> float:
-    """Return the seconds of a flash attention kernel.
+def estimate_flash_seconds(
+    flops: float, head_dim: int, hardware: Hardware, *, half: bool = True
+) -> float:
+    """Return the seconds of an attention kernel that keeps no scores in memory.
 
     Args:
         flops: FLOPs that it computes. Of a causal mask, they are half of the square.
         head_dim: Width of a head. Narrow heads have short products, which are slower.
         hardware: The device.
+        half: Whether it computes in half precision.
     """
     # A head of 128 has the share of the hardware file, and narrower ones less.
     width = min(1.0, head_dim / (head_dim + 16) * 144 / 128)
-    return max(flops / (hardware.peak * hardware.attention_share * width), hardware.launch_seconds)
+    rate = hardware.get_peak(half=half) * hardware.attention_share * width
+    return max(flops / rate, hardware.launch_seconds)

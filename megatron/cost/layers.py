@@ -1,8 +1,8 @@
 """The time of one transformer layer, of the embedding and of the output layer on one rank.
 
 Notation: T tokens of a microbatch on this rank, h hidden size, f feed-forward size, q = a d and
-k = g d widths of queries and keys, t tensor-parallel size. Widths are in elements, and an element
-has 2 bytes.
+k = g d widths of queries and keys, t tensor-parallel size. Widths are in elements. An element has 2
+bytes, or 4 in fp32.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from megatron.cost.kernels import (
     estimate_memory_seconds,
 )
 from megatron.cost.layout import RankLayout, Software
+from megatron.cost.tensors import Kernel, choose_kernel
 from megatron.model.shape import ModelShape
 
 
@@ -97,6 +98,7 @@ class LayerTimes:
         self._software = software
         self._hardware = hardware
         self._length = seq_length or shape.config.seq_length
+        self._value = 2 if software.half else 4
         self._tokens = self._length * layout.micro_batch // layout.context
         config = shape.config
         # Heads are divided over tensor-parallel ranks.
@@ -119,8 +121,10 @@ class LayerTimes:
         layer = self.estimate_layer(window)
         if self._layout.recompute == "full":
             return Passes(layer.forward, layer.backward + layer.forward)
-        # A flash kernel computes scores again in any case, which its backward pass contains.
-        if self._layout.recompute == "selective" and not self._software.flash:
+        # A flash kernel computes scores again in any case, which its backward pass contains. This
+        # trainer runs the kernel once more even so.
+        again = self._software.counts_tensors or not self._software.flash
+        if self._layout.recompute == "selective" and again:
             core = self._estimate_core(window)
             return Passes(layer.forward, layer.backward + core.forward)
         if self._layout.recompute == "operators":
@@ -128,26 +132,27 @@ class LayerTimes:
         return layer
 
     def _estimate_operators(self) -> Seconds:
-        """Estimate the second forward pass that keeps every second matrix product.
+        """Estimate the recomputation of a layer that keeps every second matrix product.
 
         A layer has products for query, key, value, output, gate, up and down, in this order. The
-        odd ones are kept, and so is the attention.
+        first, third, fifth and seventh are kept, and so is the attention.
         """
         h = self._shape.config.hidden_size
-        again = [Gemm(self._tokens, self._k, h), Gemm(self._tokens, h, self._q)]
+        again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
         if self._shape.config.glu_activation:
-            again.append(Gemm(self._tokens, self._f, h))
+            again.append(self._make_gemm(self._f, h))
         return Seconds(gemm=self._time_gemms(again)) + self._estimate_pointwise().forward
 
     def estimate_embedding(self) -> Passes:
         """Estimate the embedding: a lookup, and a scattered sum in the backward pass."""
         h = self._shape.config.hidden_size
         # A row of the table is read and written for each token.
-        lookup = estimate_memory_seconds(4 * self._tokens * h, self._hardware)
-        summed = estimate_memory_seconds(8 * self._tokens * h, self._hardware, 2)
+        row = self._value * self._tokens * h
+        lookup = estimate_memory_seconds(2 * row, self._hardware)
+        summed = estimate_memory_seconds(4 * row, self._hardware, 2)
         reduced = 0.0
         if self._layout.tensor > 1:
-            reduced = self._time_collective(2 * self._tokens * h, passes=2)
+            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
         return Passes(Seconds(pointwise=lookup, tensor=reduced), Seconds(pointwise=summed))
 
     def estimate_output(self) -> Passes:
@@ -155,13 +160,13 @@ class LayerTimes:
         h = self._shape.config.hidden_size
         # The vocabulary is sharded, and so are the logits and the loss.
         vocabulary = self._shape.padded_vocab_size // self._layout.tensor
-        product = Gemm(self._tokens, vocabulary, h)
+        product = self._make_gemm(vocabulary, h)
         traffic = self._software.logit_bytes * self._tokens * vocabulary
         loss = estimate_memory_seconds(traffic, self._hardware, 12)
         forward = Seconds(gemm=self._time_gemms([product]), pointwise=loss / 2)
         backward = Seconds(gemm=self._time_gemms(product.derive_backward()), pointwise=loss / 2)
         if self._layout.tensor > 1:
-            reduced = self._time_collective(2 * self._tokens * h, passes=2)
+            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
             backward += Seconds(tensor=reduced * (1 - self._software.hidden_tensor))
         return Passes(forward, backward)
 
@@ -171,17 +176,22 @@ class LayerTimes:
     def _list_projections(self) -> list[Gemm]:
         h = self._shape.config.hidden_size
         return [
-            Gemm(self._tokens, self._q + 2 * self._k, h),
-            Gemm(self._tokens, h, self._q),
-            Gemm(self._tokens, self._mlp_in, h),
-            Gemm(self._tokens, h, self._f),
+            self._make_gemm(self._q + 2 * self._k, h),
+            self._make_gemm(h, self._q),
+            self._make_gemm(self._mlp_in, h),
+            self._make_gemm(h, self._f),
         ]
+
+    def _make_gemm(self, columns: int, inner: int) -> Gemm:
+        """Return the product of all tokens with a matrix."""
+        return Gemm(self._tokens, columns, inner, value=self._value)
 
     def _estimate_projections(self) -> Passes:
         products = self._list_projections()
         gradients = [each for product in products for each in product.derive_backward()]
         forward = Seconds(gemm=self._time_gemms(products), gaps=self._wait(_KERNELS))
-        # The sum over microbatches is fp32, or it is a second pass over the gradients.
+        # Without a product that adds to the fp32 sum by itself, the addition reads and writes the
+        # gradients once more.
         accumulated = 0.0
         if self._software.accumulation_bytes:
             elements = sum(product.n * product.k for product in products)
@@ -199,33 +209,58 @@ class LayerTimes:
         """Estimate the scores, the softmax and the sum of values."""
         heads = self._shape.config.num_attention_heads // self._layout.tensor
         width = self._shape.head_dim
+        kernel = self._choose_kernel(window)
+        if kernel == "none":
+            return self._estimate_scores(heads, width)
         # Half of the square is masked. A window masks all keys before it as well.
         keys = min(self._length, window or self._length)
         seen = keys - keys * keys / (2 * self._length)
-        if self._software.flash:
-            flops = 4 * self._tokens * seen * heads * width
-            forward = estimate_flash_seconds(flops, width, self._hardware)
-            # Two products forward, five backward, which run at a lower share of the peak.
-            backward = 2.5 * forward * _FLASH_BACKWARD
-            return Passes(
-                Seconds(attention=forward, gaps=self._wait(1)),
-                Seconds(attention=backward, gaps=self._wait(2)),
-            )
+        bias = 0.0
+        if self._has_bias(window) and kernel == "efficient":
+            # A bias may have any values, so the kernel computes the complete square, and reads the
+            # bias once for each sample.
+            seen = self._length
+            read = self._value * self._tokens * heads * self._length
+            bias = estimate_memory_seconds(read, self._hardware)
+        flops = 4 * self._tokens * seen * heads * width
+        forward = estimate_flash_seconds(flops, width, self._hardware, half=self._software.half)
+        # Two products forward, five backward, which run at a lower share of the peak.
+        backward = 2.5 * forward * _FLASH_BACKWARD
+        return Passes(
+            Seconds(attention=forward + bias, gaps=self._wait(1)),
+            Seconds(attention=backward + bias, gaps=self._wait(2)),
+        )
+
+    def _has_bias(self, window: int | None) -> bool:
+        """Return whether a bias is added to the logits of a layer with this window."""
+        biased = self._shape.config.position_embedding_type == "alibi"
+        return biased or (window is not None and window < self._length)
+
+    def _choose_kernel(self, window: int | None) -> Kernel:
+        """Return the attention kernel of a layer with this window."""
+        if self._software.counts_tensors:
+            windowed = window is not None and window < self._length
+            return choose_kernel(self._shape, half=self._software.half, windowed=windowed)
+        return "flash" if self._software.flash else "none"
+
+    def _estimate_scores(self, heads: int, width: int) -> Passes:
+        """Estimate attention without a fused kernel, on this rank's heads of this width."""
         batch = self._layout.micro_batch * heads
         rows = self._length // self._layout.context
         # Each head of each sample is one product of the batch.
-        scores = Gemm(rows, self._length, width, batch)
-        values = Gemm(rows, width, self._length, batch)
+        scores = Gemm(rows, self._length, width, batch, self._value)
+        values = Gemm(rows, width, self._length, batch, self._value)
         elements = batch * rows * self._length
         # Softmax reads and writes; dropout does so again and writes a mask of one byte.
-        traffic = 4 * elements
-        traffic_backward = 6 * elements
+        passed = self._value * elements
+        traffic = 2 * passed
+        traffic_backward = 3 * passed
         if self._software.dropout:
-            traffic += 5 * elements
-            traffic_backward += 5 * elements
+            traffic += 2 * passed + elements
+            traffic_backward += 2 * passed + elements
         # ALiBi is added to the scores, which reads and writes them once more.
         if self._shape.config.position_embedding_type == "alibi":
-            traffic += 4 * elements
+            traffic += 2 * passed
         gradients = [*scores.derive_backward(), *values.derive_backward()]
         return Passes(
             Seconds(
@@ -245,7 +280,7 @@ class LayerTimes:
         config = self._shape.config
         h = config.hidden_size
         sharing = self._layout.tensor if self._layout.sequence_parallel else 1
-        mask = h / 2 if self._software.dropout else 0
+        mask = h / self._value if self._software.dropout else 0
         # Forward: two norms (read, write) and two sums with the residual stream (2 reads, write).
         # Backward: norms read three tensors and write one, and read two for their weights.
         replicated = (10 * h + 2 * mask) / sharing
@@ -260,7 +295,7 @@ class LayerTimes:
         if config.add_bias_linear:
             # The gradient of a bias is a sum over all tokens.
             activation_backward += self._mlp_in + self._q + 2 * h
-        scale = 2 * self._tokens * self._software.pointwise
+        scale = self._value * self._tokens * self._software.pointwise
         return Passes(
             Seconds(
                 pointwise=estimate_memory_seconds(
@@ -284,14 +319,14 @@ class LayerTimes:
         backward = 0.0
         h = self._shape.config.hidden_size
         if self._layout.tensor > 1:
-            reduced = self._time_collective(2 * self._tokens * h, passes=2)
+            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
             forward += 2 * reduced
             backward += 2 * reduced
             if self._layout.sequence_parallel:
-                backward += 2 * self._time_collective(2 * self._tokens * h, passes=1)
+                backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
         if self._layout.context > 1:
-            # Keys and values of the complete sequence, 2 bytes each.
-            gathered = 4 * self._k * self._tokens * self._layout.context
+            # Keys and values of the complete sequence.
+            gathered = 2 * self._value * self._k * self._tokens * self._layout.context
             once = estimate_collective_seconds(
                 gathered,
                 self._layout.context,

@@ -37,6 +37,8 @@ class RankLayout:
     """The value of --pp-partition-method."""
     partition_inputs: bool = False
     """Shard the inputs that full recomputation keeps over the tensor-parallel ranks."""
+    host_inputs: bool = False
+    """Keep these inputs in host memory. Only the memory of this trainer is counted so."""
 
     @property
     def ranks(self) -> int:
@@ -102,17 +104,17 @@ class Software:
     hidden_tensor: float = 0.0
     """Share of the tensor-parallel communication that overlaps with matrix products."""
     hidden_data: float = 0.0
-    """Share of the backward pass of a step's last microbatch that hides the communication of
-    gradients, and of the first forward pass that hides that of parameters."""
+    """Share of the last backward pass of a step during which gradients can be sent, and of the
+    first forward pass during which parameters can be gathered."""
     contention: float = 0.0
-    """Seconds by which a second of hidden data-parallel communication slows the computation, since
-    both use the memory and the multiprocessors."""
+    """Seconds that computation loses for each second of data-parallel communication that overlaps
+    with it. Both use the memory and the multiprocessors."""
     hidden_pipeline: bool = False
     """Whether ranks compute while activations are sent between stages."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0
-    """Bytes of memory traffic that adds a parameter's gradient to the sum of a microbatch, beside
+    """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
     those of the matrix product."""
     held_gradient_bytes: int = 4
     """Bytes of a parameter's gradient in memory."""
@@ -124,13 +126,13 @@ class Software:
     """The value of --optimizer."""
     held_outputs: bool = False
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
-    keeps_copies: bool = False
-    """Whether a layer also keeps its rotated queries and keys, the attention's output in both
-    orders, the activated gate, and inputs that sequence parallelism gathered. Fused kernels do
-    not."""
-    reduces_layers: bool = False
-    """Whether the gradients of the last microbatch are reduced layer by layer. A step of one
-    microbatch then never has all gradients in memory."""
+    counts_tensors: bool = False
+    """Whether memory is counted tensor by tensor, as this trainer allocates them (`cost.tensors`).
+    Otherwise it is that of the papers' formulas."""
+    fp16: bool = False
+    """Whether the half precision is fp16, in which some gradients are in fp32."""
+    fp32_residual: bool = False
+    """Whether the residual stream is in fp32."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     held_logit_bytes: int = 8
@@ -222,18 +224,15 @@ SOFTWARE = {
             logit_bytes=70,
             held_logit_bytes=16,
         ),
-        # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. The fused loss keeps one copy
-        # of the logits. No GPU run of it has been measured yet, so its constants are those of FSDP.
+        # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. No GPU run of it has been
+        # measured yet, so its constants are those of FSDP.
         Software(
             "trainer",
             pointwise=1.5,
             hidden_data=1.0,
             contention=0.15,
             hidden_pipeline=True,
-            held_outputs=True,
-            keeps_copies=True,
-            reduces_layers=True,
-            held_logit_bytes=4,
+            counts_tensors=True,
         ),
     )
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from megatron.config.parallel import ParallelConfig
 from megatron.cost.layout import RankLayout, Software
+from megatron.cost.peak import find_peak
 from megatron.errors import ConfigError
 from megatron.model import flops
 from megatron.model.partition import (
@@ -39,9 +40,11 @@ class RankMemory:
     gradients: float
     activations: float
     """What the microbatches in flight keep for their backward passes."""
-    recomputed: float
-    """Activations of one layer while it is computed again."""
+    working: float
+    """Activations of one layer while it is computed again. For this trainer, also the gradients
+    that its backward pass computes, or what the loss computes."""
     logits: float
+    """Logits of other trainers than this one."""
     buffers: float
     """Gathered weights and gradients, and messages between stages."""
     fixed: float
@@ -115,29 +118,9 @@ def estimate_layer_bytes(
         half=software.half,
         scores_kept=kept and not software.flash,
     )
-    if software.keeps_copies:
-        whole += _count_copy_bytes(shape, layout, software)
     if layout.recompute == "operators" and not working:
         whole = _count_operator_bytes(shape, layout)
     return whole // layout.context
-
-
-def _count_copy_bytes(shape: ModelShape, layout: RankLayout, software: Software) -> int:
-    """Return the bytes of a layer's copies for one microbatch. See `Software.keeps_copies`."""
-    q = shape.config.num_attention_heads * shape.head_dim
-    k = shape.query_groups * shape.head_dim
-    # The contiguous copy of the attention's output.
-    width = q
-    if shape.config.position_embedding_type == "rotary":
-        width += q + k
-    if shape.config.glu_activation is not None:
-        width += shape.ffn_hidden_size
-    value = 2 if software.half else 4
-    copies = value * width // layout.tensor
-    if layout.sequence_parallel:
-        # The inputs of attention and MLP are kept as they were gathered.
-        copies += 2 * value * shape.config.hidden_size * (layout.tensor - 1) // layout.tensor
-    return shape.config.seq_length * layout.micro_batch * copies
 
 
 def _count_operator_bytes(shape: ModelShape, layout: RankLayout) -> int:
@@ -200,7 +183,6 @@ def _estimate_rank(
     rank: int,
 ) -> RankMemory:
     """Return the memory of pipeline rank `rank` with these parameters and stages."""
-    visits = schedule.count_in_flight(rank)
     held = flops.estimate_parameter_memory_per_rank(
         parameters,
         half=software.half,
@@ -214,38 +196,47 @@ def _estimate_rank(
             * flops.count_layer_matrix_parameters(shape, layout.tensor),
         ),
     )
-    gradients = held.gradients * software.held_gradient_bytes / 4
-    if software.reduces_layers and schedule.microbatches == 1 and layout.zero_stage in (1, 2):
-        gradients = software.held_gradient_bytes * parameters / layout.shard_size
-    activations, recomputed = _estimate_activations(shape, layout, software, stages, visits)
+    if software.counts_tensors:
+        peak = find_peak(shape, layout, software, stages, schedule, rank)
+        parts = (peak.weights, peak.gradients, peak.activations, peak.working, 0.0, peak.buffers)
+    else:
+        parts = _estimate_parts(shape, layout, software, held, parameters, stages, schedule, rank)
+    weights, gradients, activations, working, logits, buffers = parts
+    tensors = held.master_weights + held.optimizer_states + sum(parts)
+    return RankMemory(
+        weights,
+        held.master_weights,
+        held.optimizer_states,
+        gradients,
+        activations,
+        working,
+        logits,
+        buffers,
+        (software.allocator - 1) * tensors + software.fixed_gib * 2**30,
+    )
+
+
+def _estimate_parts(
+    shape: ModelShape,
+    layout: RankLayout,
+    software: Software,
+    held: flops.ParameterMemory,
+    parameters: int,
+    stages: Sequence[Stage],
+    schedule: PipelineSchedule,
+    rank: int,
+) -> tuple[float, float, float, float, float, float]:
+    """Return weights, gradients, activations, a working layer, logits and buffers of a rank."""
+    visits = schedule.count_in_flight(rank)
+    activations, working = _estimate_activations(shape, layout, software, stages, visits)
     # Only the last stage computes the loss.
     logits = 0.0
     tokens = shape.config.seq_length * layout.micro_batch // layout.context
     if any(stage.last for stage in stages):
         logits = software.held_logit_bytes * tokens * shape.padded_vocab_size / layout.tensor
     buffers = _estimate_buffers(shape, layout, software, parameters, stages, visits)
-    if software.reduces_layers and recomputed:
-        # The loss has freed its logits when the first layers are recomputed. At the loss, nothing
-        # is recomputed.
-        logits = max(0.0, logits - recomputed)
-    elif software.reduces_layers:
-        # The peak is at the loss, before gradients are reduced.
-        buffers -= _count_reduced_bytes(shape, layout, software)
-        if schedule.microbatches == 1 and layout.zero_stage >= 1:
-            gradients = 0.0
-    tensors = held.total - held.gradients + gradients + activations + recomputed + logits + buffers
-    fixed = (software.allocator - 1) * tensors + software.fixed_gib * 2**30
-    return RankMemory(
-        held.working_weights,
-        held.master_weights,
-        held.optimizer_states,
-        gradients,
-        activations,
-        recomputed,
-        logits,
-        buffers,
-        fixed,
-    )
+    gradients = held.gradients * software.held_gradient_bytes / 4
+    return held.working_weights, gradients, activations, working, logits, buffers
 
 
 def _estimate_activations(
@@ -279,13 +270,6 @@ def _estimate_activations(
     return activations, estimate_layer_bytes(shape, layout, software, working=True)
 
 
-def _count_reduced_bytes(shape: ModelShape, layout: RankLayout, software: Software) -> int:
-    """Return the bytes of a layer's gradients while stage 3 reduces them."""
-    if layout.zero_stage != 3 or layout.shard_size == 1:
-        return 0
-    return software.gradient_bytes * flops.count_layer_parameters(shape, layout.tensor)
-
-
 def _estimate_buffers(
     shape: ModelShape,
     layout: RankLayout,
@@ -302,7 +286,7 @@ def _estimate_buffers(
         outside = parameters - layers * of_layer
         # Their weights are gathered together, and gradients are reduced layer by layer.
         gathered = min(_PREFETCHED, layers) * of_layer + outside
-        size += 2 * gathered + _count_reduced_bytes(shape, layout, software)
+        size += 2 * gathered + software.gradient_bytes * of_layer
     if layout.pipeline > 1:
         # A message is received in each direction while another is computed with.
         tokens = shape.config.seq_length * layout.micro_batch // layout.context

@@ -156,7 +156,7 @@ def _simulate_spans(
     """Return start and end of each visit, by rank and in the order of `list_visits`.
 
     Raises:
-        ValueError: The orders wait for each other, so the schedule never ends.
+        ValueError: The ranks wait for each other, so the schedule never ends.
     """
     p = schedule.ranks
     orders = [_list_steps(schedule, rank) for rank in range(p)]
@@ -166,7 +166,7 @@ def _simulate_spans(
     free = [0.0] * p
     # A negative time means that a result does not exist yet.
     arrived = [-1.0] * (len(durations) * schedule.microbatches)
-    # A rank is looked at again whenever one of its neighbours has finished a visit.
+    # A rank is simulated further whenever one of its neighbours has finished a visit.
     waiting = list(range(p))
     while waiting:
         rank = waiting.pop()

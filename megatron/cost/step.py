@@ -22,9 +22,9 @@ from megatron.schedule.communication import (
 )
 from megatron.schedule.pipeline import PipelineSchedule
 
-_OPTIMIZER_BYTES = 34
+_OPTIMIZER_BYTES = 32
 """Memory traffic of an update of Adam for each parameter: the gradient twice (norm and update), the
-master weight and two moments read and written, and the half-precision weight written."""
+master weight and two moments read and written. The half-precision weight is written as well."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,34 @@ class StepPrediction:
     def _fullest(self) -> tuple[RankMemory, ...]:
         """Memory of the ranks that may need most.
 
-        Earlier ranks have more microbatches in flight. So these are the first rank with the
-        embedding, the next one, the first one with most layers, and the last with the logits.
+        Earlier ranks have at least as many microbatches in flight. So of ranks with the same
+        stages, the first one needs most.
         """
         job = self.job
-        layers = count_layers_per_rank(self.stages, job.layout.pipeline)
-        last = job.layout.pipeline - 1
-        ranks = sorted({0, min(1, last), layers.index(max(layers)), last})
+        first: dict[tuple[tuple[int, ...], ...], int] = {}
+        for rank in range(job.layout.pipeline):
+            first.setdefault(self._describe_stages(rank), rank)
         return estimate_memory(
-            job.shape, job.layout, job.software, job.batch_size, stages=self.stages, ranks=ranks
+            job.shape,
+            job.layout,
+            job.software,
+            job.batch_size,
+            stages=self.stages,
+            ranks=list(first.values()),
+        )
+
+    def _describe_stages(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return what determines the memory of a pipeline rank, apart from its position."""
+        share = self.job.layout.layers_recomputed
+        return tuple(
+            (
+                len(stage.layers),
+                # Shares of the layers are not the same in all stages.
+                flops.count_recomputed_layers(stage.layers, share),
+                stage.first,
+                stage.last,
+            )
+            for stage in self.stages[rank :: self.job.layout.pipeline]
         )
 
     @property
@@ -117,8 +136,9 @@ class StepPrediction:
         job = self.job
         layout = job.layout
         length = job.seq_length or job.shape.config.seq_length
-        # The hidden states in half precision, [s, b, h].
-        size = 2 * length * layout.micro_batch // layout.context * job.shape.config.hidden_size
+        # The hidden states, [s, b, h].
+        value = 2 if job.software.half else 4
+        size = value * length * layout.micro_batch // layout.context * job.shape.config.hidden_size
         stride = layout.tensor * layout.context * layout.data
         message = size / layout.tensor
         seconds = estimate_message_seconds(message, stride, job.hardware)
@@ -191,7 +211,8 @@ class StepPrediction:
         parameters = max(flops.count_stage_parameters(self.job.shape, layout.tensor, layers))
         if layout.zero_stage >= 1:
             parameters = -(-parameters // layout.shard_size)
-        return estimate_memory_seconds(_OPTIMIZER_BYTES * parameters, self.job.hardware, 20)
+        traffic = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
+        return estimate_memory_seconds(traffic * parameters, self.job.hardware, 20)
 
     @property
     def _fixed_seconds(self) -> float:
@@ -201,6 +222,11 @@ class StepPrediction:
     def seconds(self) -> float:
         """Seconds of the step."""
         return self.pipeline_seconds + self._fixed_seconds
+
+    def compute_mfu(self, *, causal: bool) -> float:
+        """Return the model FLOPs relative to the peak of the precision, from 0 to 1."""
+        peak = self.job.hardware.get_peak(half=self.job.software.half)
+        return self.compute_tflops(hardware=False, causal=causal) * 1e12 / peak
 
     def compute_tflops(self, *, hardware: bool, causal: bool = False) -> float:
         """Return the TFLOPs of a device.

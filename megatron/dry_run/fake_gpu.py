@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.dry_run.memory import MemoryLog
 from megatron.dry_run.record import Collective, HostCopy, StepTrace, Synchronisation
-from megatron.dry_run.stand_ins import FakeRuntime, get_current_stream, install_stand_ins
+from megatron.dry_run.stand_ins import GPU, FakeRuntime, get_current_stream, install_stand_ins
 
 _ATEN = torch.ops.aten
 _COLLECTIVES = {
@@ -117,6 +117,11 @@ class FakeGpu(TorchDispatchMode):
         install_stand_ins(self._wait, self._note_resized, self._runtime)
         self._enter_in_threads()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, because torch.compile would otherwise compile nothing."""
+        return True
+
     def _enter_in_threads(self) -> None:
         """Let each thread of this process use the fake GPU. A mode is active in one thread only."""
         run = threading.Thread.run
@@ -173,6 +178,9 @@ class FakeGpu(TorchDispatchMode):
     ) -> Any:
         """Run an operator, on fake tensors if it concerns the GPU."""
         kwargs = kwargs or {}
+        if torch._guards.TracingContext.try_get() is not None:
+            # torch's compiler tries operators on fake tensors of its own.
+            return func(*args, **kwargs)
         if any(issubclass(each, DTensor) for each in types):
             # DTensor calls the operators of its local tensors, which come here by themselves.
             return NotImplemented
@@ -190,9 +198,7 @@ class FakeGpu(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator as it is: on fake tensors, or on real ones of the host."""
-        # A factory has no tensor among its arguments, so its device decides.
-        device = kwargs.get("device")
-        makes_gpu = device is not None and torch.device(device).type == "cuda"
+        makes_gpu = _names_gpu(args, kwargs)
         if not makes_gpu and FakeTensor not in types:
             return func(*args, **kwargs)
         # A save copies the weights in a thread of its own, while the next step runs.
@@ -338,10 +344,13 @@ class FakeGpu(TorchDispatchMode):
             return
         tensors = list(_list_tensors(args))
         group, ranks = self._name_group(args)
-        # An all-gather has its output as a list of tensors in some spellings.
         largest = max(map(_count_bytes, tensors), default=0)
+        # This variant has its output as a list of tensors, one for each rank.
         if name == "allgather_":
             largest *= ranks
+        elif name == "all_gather_into_tensor":
+            # In a compiled graph, the output is not among the arguments. The number of ranks is.
+            largest *= args[1]
         # NCCL runs it on a stream of its own, which waits for this one.
         stream = get_current_stream().stream_id
         on_gpu = any(map(_is_on_gpu, tensors))
@@ -390,6 +399,24 @@ def _find_answer(func: Any, args: tuple[Any, ...]) -> bool | None:
         return None
     answers = {getattr(each, "answer", None) for each in _list_tensors(args)}
     return answers.pop() if len(answers) == 1 else None
+
+
+def _names_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator is told to use the GPU, as factories are.
+
+    Raises:
+        RuntimeError: The GPU has a number that does not exist, as CUDA raises it.
+    """
+    device = kwargs.get("device")
+    if device is None:
+        # torch's compiler gives it without its name.
+        device = next((each for each in args if isinstance(each, torch.device)), None)
+    if device is None:
+        return False
+    device = torch.device(device)
+    if device.type == "cuda" and device.index not in (None, GPU.index):
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {device} of one GPU")
+    return device.type == "cuda"
 
 
 def _is_on_gpu(value: Any) -> bool:

@@ -39,7 +39,7 @@ class Synchronisation:
     """A point at which the host waits for the GPU."""
 
     cause: str
-    """What waits, such as `copy to the host`."""
+    """Why the host waits, such as `blocking copy to the host`."""
     line: str
     """The line of this project that caused it, as `engine/native.py:345`."""
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,9 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
+_KERNELS = torch.library.Library("aten", "IMPL")
+"""Operators that `install_stand_ins` adds to the CUDA device."""
 _MEMORY = 80 << 30
 """Bytes of the fake GPU. Nothing fails if more are used."""
 GPU = torch.device("cuda", 0)
@@ -34,7 +38,18 @@ class _Properties:
     major: int = 9
     minor: int = 0
     multi_processor_count: int = 132
-    uuid: str = "00000000-0000-0000-0000-000000000000"
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    L2_cache_size: int = 50 << 20
+    gcnArchName: str = ""  # noqa: N815  (torch's name)
+    """AMD's name of an architecture."""
+    uuid: str = "GPU-0"
+
+
+def _name_gpu() -> str:
+    """Return the name of this rank's GPU. Ranks of one host do not share it."""
+    return f"GPU-{os.environ.get('RANK', '0')}"
 
 
 class FakeStream(torch.Stream):
@@ -212,7 +227,8 @@ def install_stand_ins(
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "get_device_name": lambda device=None: _Properties.name,
-        "get_device_properties": lambda device=None: _Properties(),
+        # torch's compiler keeps a reference to the public function, which calls this one.
+        "_get_device_properties": lambda device=None: _Properties(uuid=_name_gpu()),
         "get_device_capability": lambda device=None: (_Properties.major, _Properties.minor),
         "mem_get_info": lambda device=None: (_MEMORY, _MEMORY),
         "empty_cache": lambda: None,
@@ -250,8 +266,10 @@ def install_stand_ins(
     _replace_nccl()
     _replace_attention()
     _replace_rms_norm()
+    _keep_silu_fused()
     _skip_pipeline_vote()
     _replace_conversion()
+    _replace_kernels()
 
 
 def _replace_resize(note_storage: Callable[[torch.UntypedStorage], None]) -> None:
@@ -308,25 +326,64 @@ def _replace_attention() -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         half = query.dtype in (torch.float16, torch.bfloat16)
-        if query.device.type == "cuda" and attn_mask is None and half:
-            # This kernel takes grouped queries as they are.
+        if query.device.type != "cuda":
+            kernel = "MATH"
+        else:
+            kernel = _choose_kernel(
+                {
+                    # These two kernels take grouped queries as they are.
+                    "FLASH_ATTENTION": attn_mask is None and half,
+                    "CUDNN_ATTENTION": half,
+                    "EFFICIENT_ATTENTION": not enable_gqa,
+                    # Without fusion, everything is possible.
+                    "MATH": True,
+                }
+            )
+        # The kernels read a bias for each sample and head. Expanding it needs no memory.
+        bias = attn_mask
+        if bias is not None and query.device.type == "cuda":
+            bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+        if kernel == "FLASH_ATTENTION":
             return _ATEN._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
-        if query.device.type == "cuda" and not enable_gqa:
-            # The kernel reads a bias for each sample and head. Expanding it needs no memory.
-            bias = attn_mask
-            if bias is not None:
-                bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+        if kernel == "CUDNN_ATTENTION":
+            return _ATEN._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, True, dropout_p, is_causal, scale=scale
+            )[0]
+        if kernel == "EFFICIENT_ATTENTION":
             return _ATEN._scaled_dot_product_efficient_attention(
                 query, key, value, bias, True, dropout_p, is_causal, scale=scale
             )[0]
-        # No fused kernel takes grouped queries with a bias or in fp32.
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
     functional.scaled_dot_product_attention = choose
+
+
+def _choose_kernel(possible: dict[str, bool]) -> str:
+    """Return the first possible kernel, in the order that `sdpa_kernel` has set, if it has.
+
+    Raises:
+        RuntimeError: `sdpa_kernel` allows none of the possible kernels, as torch raises it.
+    """
+    allowed = _list_allowed_kernels()
+    # `sdpa_kernel` turns off all kernels that it is not given, and nobody gives this one.
+    if "OVERRIDEABLE" in allowed:
+        # torch's own choice. Some versions and GPUs prefer cuDNN, which is not shown here.
+        allowed = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
+    for kernel in allowed:
+        if possible.get(kernel, False):
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+# torch's compiler can trace neither the call that returns the order nor the members of the enum.
+@torch.compiler.assume_constant_result
+def _list_allowed_kernels() -> list[str]:
+    """Return the names of the kernels that are allowed, the preferred one first."""
+    return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -362,6 +419,17 @@ def _replace_rms_norm() -> None:
         return _FusedRMSNorm.apply(x, weight)
 
     functional.rms_norm = normalise  # type: ignore[assignment]
+
+
+def _keep_silu_fused() -> None:
+    """Let the backward pass of SiLU be one operator, as a CUDA build has it.
+
+    A CPU build has no kernel of it for CUDA, and would compute it by several operators that keep
+    their results.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
+        # The fake tensors compute the shape of the result, so this kernel never runs.
+        _KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
 
 
 def _skip_pipeline_vote() -> None:
@@ -412,3 +480,15 @@ def _replace_conversion() -> None:
         return module
 
     nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+def _replace_kernels() -> None:
+    """Let torch.compile run the operators of a graph, because a kernel needs a real GPU."""
+
+    def compile_graph(wrapper: Any, graph: Any, inputs: Any, **options: Any) -> Any:
+        from megatron.dry_run.compiler import compile_without_kernels
+
+        return compile_without_kernels(graph, inputs)
+
+    inductor: Any = torch._TorchCompileInductorWrapper
+    inductor.__call__ = compile_graph

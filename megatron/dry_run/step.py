@@ -158,7 +158,7 @@ def _name_groups(mesh: Mesh) -> dict[str, str]:
     groups["replicas"] = mesh.sharding.replicas
     groups["ends"] = mesh.ends
     groups["tensor"] = mesh.tensor_parallel.group
-    # A group of one axis may be the world itself. The name of the axis says more.
+    # A group of one axis may be the world itself. The name of the axis is more precise.
     return {group.group_name: name for name, group in groups.items() if group is not None}
 
 

@@ -11,7 +11,7 @@ Traps of DeepSpeed 0.19 that this file avoids:
   are marked after it (`_mark`).
 - The boundary of gradient accumulation is wrong after the number of microbatches has changed. It is
   set for each microbatch (`_train`).
-- ZeRO stage 0 is wrong in 16 bits (`get_effective_zero_stage`).
+- ZeRO stage 0 is wrong in 16 bits (`Plan.zero_stage`).
 - Ranks with different numbers of parameter groups wait for each other forever
   (`_group_parameters`).
 - If 16-bit gradients are summed in fp32, the pipeline does not find the gradients of tied weights
@@ -50,7 +50,7 @@ from megatron.engine.deepspeed_adapters import (
     TiedWeight,
     make_empty_batches,
 )
-from megatron.engine.deepspeed_settings import build_settings, get_effective_zero_stage
+from megatron.engine.deepspeed_settings import build_settings
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
 from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMoments, build_adamw
@@ -127,7 +127,10 @@ class DeepSpeedEngine(EngineBase):
 
     def _initialize(self) -> Any:
         """Return DeepSpeed's engine around this rank's stage."""
-        # PipelineModule reads LOCAL_RANK and fails without it.
+        # DeepSpeed takes the number of its GPU from LOCAL_RANK, at any time. In a task that sees
+        # one GPU, that has number 0, whatever the local rank is. PipelineModule fails without it.
+        if self._mesh.device.index is not None:
+            os.environ["LOCAL_RANK"] = str(self._mesh.device.index)
         os.environ.setdefault("LOCAL_RANK", "0")
         deepspeed = import_deepspeed(self._mesh.device.type)
         from deepspeed.utils import logger
@@ -723,7 +726,7 @@ class DeepSpeedEngine(EngineBase):
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_choices`."""
-        stage = get_effective_zero_stage(self._plan)
+        stage = self._plan.zero_stage
         requested = self._plan.config.parallel.zero_stage
         if stage == requested:
             note = ""

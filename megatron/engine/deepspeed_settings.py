@@ -21,7 +21,7 @@ def build_settings(plan: Plan) -> dict[str, Any]:
         # sets it before each step.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optimizer.clip_grad,
-        "zero_optimization": {"stage": get_effective_zero_stage(plan)},
+        "zero_optimization": {"stage": plan.zero_stage},
         # By default DeepSpeed refuses bitsandbytes' optimizer with ZeRO. With offload it
         # refuses every optimizer but its own, which needs a C++ extension.
         "zero_allow_untested_optimizer": True,
@@ -53,16 +53,6 @@ def build_settings(plan: Plan) -> dict[str, Any]:
     if path:
         base |= select_passed_on(read_json(path), config.parallel.pipeline_model_parallel_size)
     return _merge_settings(base, ours)
-
-
-def get_effective_zero_stage(plan: Plan) -> int:
-    """Return the ZeRO stage that DeepSpeed runs, which is at least 1.
-
-    DeepSpeed's stage 0 is wrong in 16 bits. With tensor parallelism its norm is wrong, and its
-    first step has no gradients. Under a pipeline in bf16 it is right (BF16_Optimizer), except that
-    it sums gradients in bf16. Stage 1 is the same optimizer with fp32 sums.
-    """
-    return max(1, plan.config.parallel.zero_stage)
 
 
 def _merge_settings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

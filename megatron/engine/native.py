@@ -173,9 +173,9 @@ class NativeEngine(EngineBase):
         if with_layer_statistics:
             recorder = LayerRecorder(self.stages, self._mesh, self._plan.config.model.num_layers)
         with self._timers("forward-backward"), recorder or nullcontext():
-            # As in Megatron-LM, the divisor is the number of this rank's microbatches. Twice the
-            # data-parallel ranks have half as many each. Their fp16 gradients are then twice as
-            # large before they are averaged, and overflow at half the loss scale.
+            # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
+            # as many data-parallel ranks, each has half as many microbatches. Its fp16 gradients
+            # are then twice as large before they are averaged, and overflow at half the scale.
             loss = self.runner.run(
                 build_inputs(microbatches, iteration, self._mesh.device),
                 scale / len(microbatches),

@@ -160,7 +160,7 @@ class AdamW(Optimizer):
             return
         # The fused AdamW needs the count as an fp32 tensor on the weight's device.
         for master in self.masters:
-            step = torch.tensor(float(count), dtype=torch.float32, device=master.weight.device)
+            step = torch.full((), float(count), dtype=torch.float32, device=master.weight.device)
             self._optimizer.state[master.weight]["step"] = step
 
     def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:

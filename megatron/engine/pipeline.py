@@ -181,13 +181,15 @@ class _StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with five changes.
+    """torch's stage, with six changes.
 
     - It notifies `ShardedModel` before each backward pass.
     - It does not keep outputs in evaluation.
     - It holds receive buffers only for the microbatches in flight. torch's own stage keeps a buffer
       for each microbatch in both directions from the first step on. A large batch has hundreds of
       microbatches, and 1F1B has at most as many in flight as there are stages.
+    - It cuts a loss from its graph after the backward pass. torch's schedule keeps the losses of
+      all microbatches, and the graph of each keeps the stage's input.
     - With gloo, it sends copies in host memory, because gloo cannot send GPU tensors.
     - A tensor-parallel rank sends its part of a message, and the receivers gather the parts
       (https://arxiv.org/abs/2104.04473, section 4.1). All of them have the same activations unless
@@ -266,6 +268,11 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward and not self.is_last:
             self._drop_buffers(self.grad_recv_info[bwd_chunk_id])
+        # The schedule keeps the losses until the end of the step. Their graphs would keep the
+        # inputs of all microbatches.
+        loss = kwargs.get("loss")
+        if loss is not None:
+            loss.detach_()
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -284,6 +284,14 @@ def format_exit_iteration_line(iteration: int) -> str:
     return f"exiting program at iteration {iteration}"
 
 
-def format_skipped_range_line(first: int, last: int) -> str:
-    """Return the line for one merged range of skipped iterations, both ends inclusive."""
+def format_skipped_range_line(first: int, last: int, *, by_guard: bool = False) -> str:
+    """Return the line for one merged range of skipped iterations, both ends inclusive.
+
+    Args:
+        first: The first iteration.
+        last: The last iteration.
+        by_guard: Whether a rollback of the spike guard skips some of them.
+    """
+    if by_guard:
+        return f"Skipped iterations {first} to {last} due to a rollback of the spike guard."
     return f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag."

@@ -5,15 +5,19 @@ Invariants:
   and the next launch starts a new one.
 - Numbers that JSON lacks are the strings "NaN", "Infinity" and "-Infinity". `float()` reads them.
   An infinite gradient norm thus differs from an undefined one.
-- Iterations that a rollback undid stay in the file, but the reader leaves them out.
+- Iterations that a kill has undone stay in the file, and the reader leaves them out. These are the
+  ones after the iteration from which a later launch continues. A rollback moves the iterations that
+  it undoes to another file.
 
-Example (the second line is shortened):
+Example (lines are shortened):
 
     {"kind": "start", "iteration": 0, "time": ...}
     {"kind": "train", "iteration": 1, "lm_loss": 9.1, ..., "seconds": 0.8, ..., "time": ...}
     {"kind": "validation", "iteration": 1, "name": "validation", "lm_loss": 9.2,
      "time": "2026-01-31T12:00:00.123+00:00"}
     {"kind": "task", "iteration": 1, "name": "piqa", "scores": {"acc": 0.5}, "time": ...}
+    {"kind": "filters", "iteration": 100, "name": "web", "counts": {...}, "time": ...}
+    {"kind": "ranks", "iteration": 100, "name": "block forward", "times": {...}, "time": ...}
 """
 
 import contextlib
@@ -72,8 +76,8 @@ class MetricsFile:
         """Write one iteration.
 
         The statistics of layers are fields of the iterations that have them. Phases appear as
-        `<phase>_seconds`. The field `compute_seconds` is forward, backward and
-        optimizer without their communication.
+        `<phase>_seconds`. The field `compute_seconds` is the time of forward pass, backward pass
+        and optimizer, without their communication.
         """
         record: dict[str, Any] = {"kind": "train", **vars(report)}
         record |= record.pop("layer_statistics")
@@ -199,10 +203,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     An iteration has "validation": {name: loss} and "tasks": {name: {metric: score}} only if it was
     evaluated. It has "filters": {data set: counts} only if it was saved, and documents are left out
-    of streamed data. It has "ranks": {what: times} only if the ranks were compared. Iterations of a
-    lost run are left out. These come after the iteration from
-    which a later launch started. Torn lines are skipped. An evaluation without an iteration of its
-    own (--eval-only) gives an entry with "iteration" and its results only.
+    of streamed data. It has "ranks": {what: times} only if the ranks were compared.
+
+    Iterations after the one from which a later launch continued are left out, and so are torn
+    lines. An evaluation without an iteration of its own (--eval-only) gives an entry with
+    "iteration" and its results only.
     """
     entries: dict[int, dict[str, Any]] = {}
     last = 0

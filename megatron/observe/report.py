@@ -48,7 +48,7 @@ class IterationReport:
     skipped_iterations: int = 0
     """Number of iterations since the last report whose step was not applied."""
     nan_iterations: int = 0
-    """Number of those whose loss or gradient was not a number."""
+    """Number of those whose loss or gradient was not finite, without fp16's search for a scale."""
     lm_loss: float | None = None
     """None if no step was applied."""
     grad_norm: float | None = None
@@ -90,7 +90,7 @@ class EvaluationResult:
     loss: float
     """Mean over the positions, in nats."""
     accuracy: float
-    """Part of the positions whose most likely token is the next one."""
+    """Share of the positions at which the most likely token is the next one, 0 to 1."""
     bits_per_byte: float | None
     """Loss in bits for each byte of text, which does not depend on the tokenizer.
 

@@ -1,11 +1,12 @@
-"""The watchdog of `--hang-timeout`: a roll call that is also called when a phase takes too long.
+"""The watchdog of `--hang-timeout`: a roll call that also starts when a phase takes too long.
 
-Each rank publishes its phase and its line of code in the store once a second. A thread that never
-asks the store compares the time of the phase with its limit. The rank that notices a hang first
-calls the roll. All ranks that answer write their stacks and their collectives into the run's
-folder. The caller compares the states, names the ranks that the others wait for, and all ranks end.
+Each rank publishes its phase and its line of code in the rendezvous store once a second. A second
+thread, which never asks the store, compares the time of the phase with its limit. The rank that
+notices a hang first calls the roll: through the store it asks each rank for its state. All ranks
+that answer write their stacks and their collectives into the run's folder. The caller compares the
+states and names the ranks that the others wait for. Then all ranks end.
 
-The thread that publishes may block if the store hangs. The other thread then reports that the
+The thread that publishes may block if the store hangs. The second thread then reports that the
 process that keeps the store does not answer.
 """
 

@@ -1,7 +1,8 @@
 """The decision to stop, made once an iteration by all ranks together.
 
-The decision needs no message of its own: each rank's vote travels with the loss of the step. Only
-after an evaluation or a save do the ranks ask each other again, because that takes long.
+Most decisions need no message of their own, because each rank's vote is summed with the loss of the
+step. There is one more message after an evaluation or a save, because these take long. There is
+also one if rank 0 decides about the next step, and if the ranks compare how fast they compute.
 
 Only rank 0 reads the clock and looks for the kill switch. Ranks whose clocks or file systems differ
 can therefore not disagree. A signal counts on whichever rank receives it.

@@ -83,7 +83,7 @@ def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:
 def describe_prediction(plan: Plan, device_name: str) -> dict[str, Any]:
     """Return what the model of cost predicts for a step. Empty if it does not know the device."""
     hardware = find_hardware(device_name)
-    if hardware is None or not can_be_predicted(plan):
+    if hardware is None or not can_be_predicted(plan, hardware):
         return {}
     prediction = predict_plan(plan, hardware)
     return {

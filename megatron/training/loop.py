@@ -319,7 +319,9 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
         run.sources.train.advance(batch_size)
         state.advance(batch_size, batch_size * seq_length)
     run.reporter.jump(state.iteration - before)
-    run.reporter.say(format_skipped_range_line(before + 1, state.iteration))
+    windows = state.spike_guard.get("windows", [])
+    by_guard = any(first <= state.iteration and last > before for first, last in windows)
+    run.reporter.say(format_skipped_range_line(before + 1, state.iteration, by_guard=by_guard))
 
 
 def check_nan_iterations(plan: Plan, state: TrainState) -> None:

@@ -1,11 +1,11 @@
-"""Names ranks that compute more slowly than the others.
+"""Find the ranks that compute more slowly than the others.
 
 All ranks wait for the slowest one in each collective, so the time of a step does not show which one
-it is. `BlockTimer` measures what a rank computes itself. The ranks exchange their times when they
+it is. `BlockTimer` measures the time that a rank computes. The ranks exchange their times when they
 agree on the next step (`Exits.decide`), in one small message over gloo.
 
-Only the last steps before a report are measured. The median over these steps counts, so that a
-single pause of a process is no report.
+Only the last steps before a comparison are measured. The median over these steps counts, so that a
+single pause of a process is not reported.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from megatron.model.gpt import GPT
 from megatron.observe.block_timer import BlockTimer
 
 MEASURED_STEPS = 10
-"""Number of steps before a report that are measured."""
+"""Number of steps before a comparison that are measured."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class StragglerWatch:
             timer: Measures their blocks.
             interval: The value of `--straggler-interval`.
             factor: The value of `--straggler-factor`.
-            ranks: Number of ranks. One alone has nobody to compare with, and is not measured.
+            ranks: Number of ranks. A single one is not measured, because it has no other to
+                compare with.
         """
         self._stages = stages
         self._timer = timer
@@ -58,7 +59,7 @@ class StragglerWatch:
 
     @contextmanager
     def measure(self, iteration: int) -> Iterator[None]:
-        """Measure the step of an iteration within this context, if a report is near.
+        """Measure the step of an iteration within this context, if a comparison follows soon.
 
         Args:
             iteration: The iteration, which is the same on all ranks.
@@ -84,9 +85,9 @@ class StragglerWatch:
                 hook.remove()
 
     def take_report(self, before: int, after: int) -> float | None:
-        """Return this rank's seconds for a block, or None if no report is due.
+        """Return this rank's seconds for a block, or None if no comparison is due.
 
-        All ranks get a number in the same iterations. It is 0 if no step was measured.
+        All ranks return a number in the same iterations. It is 0 if no step was measured.
 
         Args:
             before: The iteration before the last step or jump.
@@ -115,8 +116,8 @@ def compare_times(seconds: Sequence[float], factor: float) -> RankTimes:
         seconds: The time of each rank, above 0.
         factor: Above 1.
     """
-    # The mean of two ranks would hide the slow one. It is found as long as it is in a minority, or
-    # is one of two.
+    # With two ranks, the mean of both would hide the slow one. The lower median is right as long as
+    # at most half of the ranks are slow.
     median = statistics.median_low(seconds)
     slowest_first = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
     slow = {

@@ -1,8 +1,10 @@
 """Hardware files, kernels, collectives and goodput."""
 
 import math
+from dataclasses import replace
 
 import pytest
+from cost.published import make_gpt
 
 from megatron.cost.collectives import estimate_collective_seconds
 from megatron.cost.goodput import (
@@ -13,6 +15,9 @@ from megatron.cost.goodput import (
 )
 from megatron.cost.hardware import list_hardware, load_hardware
 from megatron.cost.kernels import Gemm, compute_gemm_utilisation, estimate_gemm_seconds
+from megatron.cost.layers import LayerTimes
+from megatron.cost.layout import TRAINER, RankLayout
+from megatron.cost.tensors import choose_kernel
 from megatron.errors import ConfigError
 
 A100 = load_hardware("a100-80g")
@@ -25,6 +30,7 @@ def test_the_files_of_the_package_can_be_loaded():
         hardware = load_hardware(name)
         assert hardware.name == name
         assert 60 < hardware.peak_tflops < 3000
+        assert 15 < hardware.get_peak(half=False) / 1e12 < 80
 
 
 def test_a_users_file_changes_a_base(tmp_path):
@@ -36,27 +42,83 @@ def test_a_users_file_changes_a_base(tmp_path):
     assert mine.peak_tflops == load_hardware("h100").peak_tflops
 
 
+def test_a_count_may_be_written_as_a_float(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: h100\nranks_per_node: 4.0\n")
+    count = load_hardware(str(path)).ranks_per_node
+    assert isinstance(count, int)
+    assert count == 4
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_hardware(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [
         ("base: h100\nranks: 4\n", "'ranks' is not a value"),
-        ("base: h101\n", "base 'h101' is not known"),
+        ("base: h101\n", "mine:1: the base is not known"),
         ("base: h100\ngemm_share: 1.5\n", "must not exceed 1"),
-        ("base: h100\nwatts: true\n", "must be above 0"),
-        ("base: h100\nwatts: -3\n", "must be above 0"),
+        ("base: h100\nwatts: true\n", "must be a number"),
+        ("base: h100\nwatts: -3\n", "must be from"),
         ("peak_tflops: 100\n", "lacks memory_gib"),
         ("- h100\n", "must be a mapping"),
-        ("a: [\n", "not valid YAML"),
+        ("a: [\n", "is not YAML"),
         ("base: [h100]\n", "is not known"),
-        ("base: h100\npeak_tflops: .nan\n", "must be above 0"),
-        ("base: h100\nname: 3\n", "name is 3"),
+        ("base: h100\npeak_tflops: .nan\n", "must be a number"),
+        ('base: h100\nname: "a\\x1b"\n', "must be a printable text"),
         ("base: h100\nranks_per_node: 2.5\n", "whole number"),
+        ("base: h100\nranks_per_node: 0.5\n", "must be from 1"),
+        ("base: h100\nranks_per_node: 1000000000000\n", "must be from 1 to 1e"),
+        ("base: h100\npeak_tflops: 1" + 400 * "0" + "\n", "mine:2: peak_tflops is inf"),
+        ("base: h100\npeak_tflops: 1" + 5000 * "0" + "\n", "mine:2: peak_tflops is inf"),
+        ("base: h100\nlaunch_seconds: 1e300\n", "must be from"),
+        ("base: h100\nwatts: 2026-13-45\n", "must be a number"),
+        ("base: h100\nwatts: 1:30\n", "must be a number"),
+        ("base: h100\nwatts: !!int x\n", "must be a number"),
+        ("base: h100\nwatts: 1\nwatts: 2\n", "gives 'watts' again"),
+        ("base: h100\nwatts: {a: 1}\n", "must be one value"),
+        ("base: h100\n? [a]\n: 3\n", "a key that is not a word"),
+        ("base: mine\n", "the base is not known"),
+        ("a: " + 3000 * "[", "nested too deeply"),
+        ("", "the file is empty"),
+        ("base: h100\n#" + 2**20 * "x", "more than"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path, text, phrase):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=phrase):
+        load_hardware(str(path))
+
+
+def test_numbers_are_read_as_on_the_command_line(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: a100\nlaunch_seconds: 4e-6\nranks_per_node: 4.0\nwatts: '700'\n")
+    mine = load_hardware(str(path))
+    assert (mine.launch_seconds, mine.watts) == (4e-6, 700)
+    # The search counts with it.
+    assert isinstance(mine.ranks_per_node, int)
+    assert mine.memory_gib == A100.memory_gib
+
+
+def test_a_file_without_a_base_needs_only_what_has_no_default(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("peak_tflops: 100\n")
+    with pytest.raises(ConfigError) as error:
+        load_hardware(str(path))
+    assert "watts" in str(error.value)
+    assert "gemm_share" not in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=r"model.bin: the file is not UTF-8"):
         load_hardware(str(path))
 
 
@@ -92,6 +154,43 @@ def test_a_large_product_is_limited_by_computation_and_a_thin_one_by_memory():
     assert estimate_gemm_seconds(Gemm(8, 8, 8), A100) == A100.launch_seconds
 
 
+def test_fp32_has_a_peak_of_its_own():
+    large = Gemm(16384, 16384, 16384, value=4)
+    assert 0.7 * 19.5e12 < large.flops / estimate_gemm_seconds(large, A100) < 19.5e12
+    assert large.bytes == 2 * Gemm(16384, 16384, 16384).bytes
+    assert large.derive_backward()[0].value == 4
+    with pytest.raises(ConfigError, match="a100-80g has no fp32_tflops"):
+        estimate_gemm_seconds(large, replace(A100, fp32_tflops=None))
+
+
+@pytest.mark.parametrize(
+    ("more", "half", "windowed", "kernel"),
+    [
+        ({}, True, False, "flash"),
+        ({}, False, False, "efficient"),
+        ({"position_embedding_type": "alibi"}, True, False, "efficient"),
+        ({}, True, True, "efficient"),
+        ({"num_query_groups": 2}, True, False, "flash"),
+        ({"num_query_groups": 2}, True, True, "none"),
+        ({"num_query_groups": 2}, False, False, "none"),
+    ],
+)
+def test_the_attention_kernel_of_torch(more, half, windowed, kernel):
+    shape = make_gpt(1024, 2, 8, 512, 32000, **more)
+    assert choose_kernel(shape, half=half, windowed=windowed) == kernel
+
+
+def test_attention_with_a_bias_computes_the_complete_square():
+    """The mask leaves half of it without a bias."""
+    seconds = {}
+    for kind in ("alibi", "rotary"):
+        shape = make_gpt(4096, 2, 32, 8192, 32000, position_embedding_type=kind)
+        times = LayerTimes(shape, RankLayout(), TRAINER, A100)
+        seconds[kind] = times.estimate_layer().forward.attention
+    # Reading the bias takes some time as well.
+    assert 2 < seconds["alibi"] / seconds["rotary"] < 3
+
+
 def test_rings_inside_and_between_nodes():
     size = 1e9
     inside = estimate_collective_seconds(size, 8, A100)
@@ -123,6 +222,19 @@ def test_the_best_interval_between_saves():
 def test_a_run_that_fails_before_it_can_save_has_little_goodput():
     goodput = estimate_goodput(Reliability(0.01, 600.0, 120.0))
     assert 0 < goodput.useful < 0.01
+
+
+@pytest.mark.parametrize(
+    "reliability",
+    [
+        Reliability(1e-9, 600.0, 60.0),
+        Reliability(8.0, 1e300, 60.0),
+        Reliability(8.0, 600.0, 1e300),
+    ],
+)
+def test_a_run_without_progress_is_an_error(reliability):
+    with pytest.raises(ConfigError, match="makes no progress"):
+        estimate_goodput(reliability)
 
 
 def test_energy_of_bloom():

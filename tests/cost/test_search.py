@@ -78,6 +78,12 @@ def test_each_layout_divides_model_batch_and_devices():
     assert {layout.recompute for layout in layouts} == {"none", "full"}
 
 
+def test_each_micro_batch_up_to_16_that_divides_a_ranks_share_is_tried():
+    shape = make_gpt(2048, 24, 16, 2048, 51200)
+    layouts = iterate_layouts(SearchSpace(shape, 96, 4, load_hardware("h100"), TRAINER, 1, 1))
+    assert sorted({layout.micro_batch for layout in layouts}) == [1, 2, 3, 4, 6, 8, 12]
+
+
 def test_no_layout_is_an_error_that_names_the_batch():
     shape = make_gpt(2048, 24, 16, 2048, 51200)
     with pytest.raises(ConfigError, match="batch of 3 samples"):

@@ -4,15 +4,17 @@ import contextlib
 import gc
 import io
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from megatron.config.cli import load_config
+from megatron.dry_run.process import choose_microbatches
 from megatron.dry_run.record import RankReport, StepTrace
-from megatron.operations.slurm.node_report import NodeLimits, NodeReport
+from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan import Plan, resolve
 
 if TYPE_CHECKING:
@@ -66,6 +68,52 @@ def run_case(case: Case) -> RankReport:
 
     with plant(case.fault):
         return run_rank(plan_case(case), case.rank, steps=case.steps, make=make)
+
+
+def measure_peaks(flags: str, world_size: int, stages: Sequence[int]) -> list[int]:
+    """Return the peak bytes of pipeline ranks in a step of a complete command."""
+    from megatron.dry_run.step import run_rank
+
+    plan = resolve(load_config(shlex.split(flags)).config, world_size)
+    parallel = plan.config.parallel
+    grid = Grid(
+        parallel.pipeline_model_parallel_size,
+        plan.data_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    microbatches = choose_microbatches(plan)
+    return [
+        run_rank(plan, grid.get_rank(GridCoordinate(stage, 0, 0)), microbatches).step.peak_bytes
+        for stage in stages
+    ]
+
+
+def count_attention(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often the operators of attention ran."""
+    return {
+        name.partition(".")[0]: count
+        for name, count in count_operators(case).items()
+        if "varlen_attn" in name or "dot_product" in name or name.startswith("_safe_softmax")
+    }
+
+
+def count_operators(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often each of torch's operators ran on the GPU."""
+    from megatron.dry_run.fake_gpu import FakeGpu
+
+    counts: Counter[str] = Counter()
+    run = FakeGpu._run
+
+    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        counts[func.__name__] += 1
+        return run(self, func, types, args, kwargs)
+
+    FakeGpu._run = count  # type: ignore[method-assign]
+    try:
+        run_case(case)
+    finally:
+        FakeGpu._run = run  # type: ignore[method-assign]
+    return dict(counts)
 
 
 @contextmanager
@@ -219,33 +267,3 @@ def check_replicas(case: Case) -> tuple[list[str], float, StepTrace]:
 
     run_rank(plan_case(case), case.rank, visit=visit)
     return tuple(results)
-
-
-def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrace]:
-    """Probe the fake GPU, and the all-reduce of a fake world of this size."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from megatron.dry_run.stand_ins import GPU
-    from megatron.dry_run.step import get_gpu
-    from megatron.operations.slurm import node_probe
-
-    gpu = get_gpu()
-    gpu.forget_memory()
-    limits = NodeLimits(memory_gib=memory_gib)
-    findings = node_probe._ProbeFindings(0, lambda report: None)
-    # The matrices are drawn on the CPU first, and drawing large ones takes seconds.
-    before = node_probe._SIZES
-    node_probe._SIZES = {**before, "cuda": (512, before["cuda"][1])}
-    with gpu:
-        gpu.start_step()
-        try:
-            node_probe._memory(findings, limits, GPU)
-            node_probe._product(findings, limits, GPU)
-            dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world_size)
-            node_probe._all_reduce(findings, GPU)
-        finally:
-            node_probe._SIZES = before
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        return findings.report, gpu.end_step()

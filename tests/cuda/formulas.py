@@ -33,6 +33,7 @@ class Layout:
     copies: int = 1
     """Copies of the model. 1: all data-parallel ranks share one."""
     recomputed: bool = False
+    compiled: bool = False
     group: str = "data"
     """The group that shares a copy."""
 
@@ -110,8 +111,11 @@ def _predict_tensor(layout: Layout) -> Messages:
         return found
     stream = S * B * H * layout.width
     # Attention and MLP have one message each, forward and backward. The sum of the MLP is not
-    # computed again, because the backward pass of the layer does not need it.
-    forward = (3 if layout.recomputed else 2) * layout.layers
+    # computed again, because the backward pass of the layer does not need it. A compiled graph
+    # computes all that it has.
+    forward = 2 * layout.layers
+    if layout.recomputed:
+        forward = (4 if layout.compiled else 3) * layout.layers
     backward = 2 * layout.layers
     if not layout.sequence:
         found["all_reduce", "tensor", layout.dtype, stream] += layout.m * (
@@ -120,9 +124,10 @@ def _predict_tensor(layout: Layout) -> Messages:
     else:
         # The embedding scatters its sum forward and gathers backward. The head does the opposite.
         # Attention and MLP keep their slice of the input, and gather it again for the gradient of
-        # the weight.
+        # the weight. A compiled graph keeps the complete input.
+        again = 0 if layout.compiled else 2 * layout.layers
         found["all_gather", "tensor", layout.dtype, stream] += layout.m * (
-            forward + backward + 2 * layout.layers + layout.first + layout.last
+            forward + backward + again + layout.first + layout.last
         )
         found["reduce_scatter", "tensor", layout.dtype, stream] += layout.m * (
             forward + backward + layout.first + layout.last

@@ -43,3 +43,11 @@ def test_zero_3_keeps_an_eighth(on_fake_gpu: Call):
     layer = 4 * H * H + 3 * H * FFN + 2 * H
     rest = 2 * VOCAB * H + H
     assert report.step.peak["communication"] <= 2 * 4 * (layer + rest)
+
+
+def test_the_last_stage_keeps_inputs_of_microbatches_in_flight_only(on_fake_gpu: Call):
+    flags = LLAMA + "--pipeline-model-parallel-size 2 --global-batch-size "
+    few, many = (on_fake_gpu(run_case, Case(f"{flags}{number}", 2, 1)) for number in (4, 8))
+    # Only tokens and labels of int64, and a loss of some bytes, are there for each microbatch.
+    grown = many.step.peak_bytes - few.step.peak_bytes
+    assert grown == pytest.approx((8 - 4) * 2 * 8 * S, rel=0.01)

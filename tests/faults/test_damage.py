@@ -113,7 +113,7 @@ def test_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(
     output = job.succeed()
     assert loaded_line(output) == 4, output
     assert f"global_step6 is damaged: {file}" in output
-    assert "set aside as global_step6.damaged" in output
+    assert "renamed to global_step6.damaged" in output
     assert "resuming from global_step4" in output
     assert job.curve() == base.curve
     job.check(10, saved=[2, 4, 6, 8, 10])
@@ -182,7 +182,7 @@ def test_pointers_are_correct_as_soon_as_a_checkpoint_is_renamed(
     """
     flip(job.folder / "global_step6" / "rank_00000.safetensors", -1)
     output = job.fail(f"--data-path {tmp_path / 'nowhere'}")
-    assert "set aside as global_step6.damaged" in output
+    assert "renamed to global_step6.damaged" in output
     assert "DataError" in output
     job.check(4, saved=[2, 4])
     output = job.succeed()
@@ -402,7 +402,7 @@ def test_checkpoints_of_another_run_are_only_read(job: Job, new_job: NewJob) -> 
     other = new_job("other", FLAGS, 2)
     output = other.succeed(f"--load {job.folder}")
     assert "global_step6 is damaged: rank_00001.safetensors" in output
-    assert "set aside" not in output
+    assert "renamed to" not in output
     assert loaded_line(output) == 4
     assert job.snapshot() == before
     assert job.names() == names

@@ -8,9 +8,10 @@
 #     3    benchmarks at sizes that fit, quickstart, generated text on the CPU and the GPU
 #     4    NCCL: the same layouts on several GPUs. It stops with a message on a machine with one GPU
 #
-# Each part takes less than 9 minutes. A part can be repeated, and needs no other part. Results are
-# added to FOLDER/report.txt (default: gpu-report/report.txt). The Python of the active environment
-# is used. It must have torch with CUDA, and the packages that `pip install -e '.[test]'` installs.
+# A part should take less than 9 minutes. Each step of a part has a time limit, and the sum of these
+# limits may be longer. A part can be repeated, and needs no other part. Results are added to
+# FOLDER/report.txt (default: gpu-report/report.txt). The Python of the active environment is used. It
+# must have torch with CUDA, and the packages that `pip install -e '.[test]'` installs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

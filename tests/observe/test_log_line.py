@@ -177,3 +177,4 @@ def test_other_lines_that_scripts_search_are_golden() -> None:
         log_line.format_skipped_range_line(8401, 8800)
         == "Skipped iterations 8401 to 8800 due to --skip-train-iteration-range flag."
     )
+    assert "spike guard" in log_line.format_skipped_range_line(51, 75, by_guard=True)

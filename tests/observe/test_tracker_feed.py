@@ -15,7 +15,8 @@ import pytest
 
 import megatron.observe.tracking.feed as feed_module
 from megatron.observe.chronicle import append_event
-from megatron.observe.tracking.feed import Feed, FeedRequest, hide_secrets
+from megatron.observe.tracking.feed import WORKS_AGAIN, Feed, FeedRequest, hide_secrets
+from megatron.observe.tracking.process import TrackerProcess
 from megatron.observe.tracking.records import flatten_record
 from megatron.observe.tracking.state import FeedState
 from megatron.observe.tracking.trackers import TrackedRun
@@ -267,3 +268,17 @@ def test_messages_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("SOME_TOKENS", "7")
     assert hide_secrets("bad key\n0123456789abcdef, 7") == "bad key ***, 7"
+
+
+def test_end_of_a_problem_is_no_warning(tmp_path: Path) -> None:
+    lines: list[str] = []
+    process = TrackerProcess(
+        "wandb", "project", folder=tmp_path, metrics=tmp_path / "metrics.jsonl", say=lines.append
+    )
+    for text in ("ConnectionError: no route", WORKS_AGAIN):
+        process._messages.put(text)
+    process.poll()
+    assert lines == [
+        "warning: tracker wandb: ConnectionError: no route",
+        "tracker wandb: works again",
+    ]

@@ -93,7 +93,7 @@ def join_with_gpus(backend: str | None, gpu: str) -> str:
         mock.patch.object(rendezvous, "_name_gpu", return_value=gpu),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
     ):
-        rendezvous.start_process_group(backend, 1)
+        rendezvous.start_process_group(backend, 1, torch.device("cuda", 0))
     return str(dist.get_backend())
 
 

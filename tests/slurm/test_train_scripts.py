@@ -1,7 +1,9 @@
 """The job scripts of train/ and slurm/: Slurm accepts them, and their flags are as published."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -76,6 +78,28 @@ def test_plan_has_no_errors(script: str) -> None:
     assert not [
         warning for warning in plan["warnings"] if "--deepspeed does not support it" in warning
     ]
+
+
+def test_rehearsal_of_the_page_has_no_errors(tmp_path: Path) -> None:
+    """The flags of the 104B run, with those that docs/operations.md adds, fit two nodes."""
+    page = (ROOT / "docs/operations.md").read_text()
+    commands = page.partition("## 2. A rehearsal")[2].split("```")[1]
+    prepare = [line for line in commands.splitlines() if line.startswith(("mkdir ", "sed "))]
+    added = commands.partition("followed by:>")[2]
+    script = read_launch_script(ROOT / "train/tr8-104B/tr8-104B.slurm")
+    plan = [sys.executable, "tools/plan.py", "--json", "--world-size", "8", "--", *script.arguments]
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join([*prepare, f"{shlex.join(plan)} {added}"])],
+        cwd=ROOT,
+        env=os.environ | {"SCRATCH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = json.loads(done.stdout)
+    assert planned["errors"] == []
+    assert planned["data_parallel_size"] == 1
 
 
 @pytest.mark.parametrize(("script", "run"), PUBLISHED.items())

@@ -239,7 +239,7 @@ def test_overview_lists_damaged_and_unfinished_folders_and_pointers(
         "latest_checkpointed_iteration.txt": "2",
     }
     text = inspect(capsys, tmp_path)
-    assert "damaged, set aside" in text
+    assert "damaged, renamed" in text
     assert "latest is used" in text
     # The folder that is named damaged is intact here, and it can be inspected by its path.
     assert "is undamaged" in inspect(capsys, tmp_path / "global_step1.damaged", "--verify")

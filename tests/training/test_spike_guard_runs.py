@@ -152,6 +152,7 @@ def test_rollback_skips_the_spike_and_ends_as_good_as_a_clean_run(
     assert done["action"] == "rollback"
     assert (done["to"], done["trained_to"], done["skip"]) == (50, 63, ["51-75"])
     assert "The run goes back to global_step50" in output
+    assert "Skipped iterations 51 to 75 due to a rollback of the spike guard." in output
     # Each iteration is in the metrics once, and the lineage that was left is kept elsewhere.
     assert sorted(read_losses(folder)) == [*range(1, 51), *range(76, 101)]
     (aside,) = (folder / "rolled-back").iterdir()
@@ -175,6 +176,8 @@ def test_skipped_data_stay_skipped_after_a_resume_with_other_ranges(
     (tmp_path / "run" / "latest").write_text("global_step50")
     output = launch("--skip-train-iteration-range 79-79 --spike-guard off")
     assert "the iterations 51-75 are skipped" in output
+    assert "Skipped iterations 51 to 75 due to a rollback of the spike guard." in output
+    assert "Skipped iterations 79 to 79 due to --skip-train-iteration-range flag." in output
     assert sorted(read_losses(tmp_path / "run")) == [*range(1, 51), 76, 77, 78, 80]
 
 

@@ -5,7 +5,8 @@ training, and after a failure the lines are still there.
 
 Invariant: in the lineage of a run, the tracker has each iteration once. A run that goes back to an
 earlier iteration gets a new id with a parent. The same happens if the feed was killed and it is not
-known which iterations arrived. The new run then repeats those after the last one that did.
+known which iterations arrived. The new run then repeats those after the last one that certainly
+arrived.
 
 This module imports no torch, because every import takes memory and time of the training host.
 """
@@ -29,6 +30,8 @@ from megatron.observe.tracking.records import flatten_record, parse_record, read
 from megatron.observe.tracking.state import FeedState
 from megatron.observe.tracking.trackers import TRACKERS, Tracker
 
+WORKS_AGAIN = "works again"
+"""The message after a failure has ended. All others report a problem."""
 _SLOW_SECONDS = 60.0
 """After this time in one call of a tracker, the log gets a message."""
 _LONGEST_RETRY_SECONDS = 300.0
@@ -72,7 +75,7 @@ class _Row:
 
 
 class Feed:
-    """Follows a metrics file, and passes its iterations to a tracker until it is told to stop."""
+    """Follows a metrics file, and passes its iterations to a tracker until the launch ends."""
 
     def __init__(
         self,
@@ -237,7 +240,7 @@ class Feed:
 
     def _report_success(self) -> None:
         if self._failures:
-            self._say("works again")
+            self._say(WORKS_AGAIN)
         self._failures = 0
 
     @contextmanager
@@ -273,7 +276,7 @@ def _read_start(folder: Path) -> dict[str, Any]:
 def hide_secrets(text: str) -> str:
     """Return a message on one line, without the values of secret environment variables."""
     for name, value in os.environ.items():
-        # A short value, such as a number, would garble the text.
+        # A short value, such as a number, may be elsewhere in the text for another reason.
         if _SECRET.search(name) and len(value) >= 8:
             text = text.replace(value, "***")
     return " ".join(text.split())
@@ -292,7 +295,7 @@ def main(argument: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     request = FeedRequest(**json.loads(argument))
-    # Trackers print what they like, which does not belong into the log of a run.
+    # Trackers print messages of their own, which do not belong in the log of a run.
     messages = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.observe.tracking.feed import FeedRequest
+from megatron.observe.tracking.feed import WORKS_AGAIN, FeedRequest
 
 _CLOSE_SECONDS = 10.0
 """Longest time that the end of a launch waits for a tracker."""
@@ -84,7 +84,7 @@ class TrackerProcess:
         except OSError as error:
             # A process that has ended already has no priority. `_read` reports that end.
             if self._process is None:
-                self._warn(f"cannot be started: {error}; training continues without it")
+                self._report(f"cannot be started: {error}; training continues without it")
                 return
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
         self._reader.start()
@@ -107,7 +107,7 @@ class TrackerProcess:
         """Print the messages of the feed. It takes less than a microsecond without any."""
         # Printed by the main thread, because two threads would mix their lines.
         while not self._messages.empty():
-            self._warn(self._messages.get())
+            self._report(self._messages.get())
 
     def request_end(self) -> None:
         """Ask the feed to send the rest and to end. Call it when the metrics file is closed."""
@@ -135,10 +135,12 @@ class TrackerProcess:
             self._reader.join(max(1.0, ends_at - time.monotonic()))
         self.poll()
         if late:
-            self._warn(
+            self._report(
                 f"did not end within {_CLOSE_SECONDS:g} s and was stopped; the next launch sends "
                 "the rest"
             )
 
-    def _warn(self, text: str) -> None:
-        self._say(f"warning: tracker {self._tracker}: {text}")
+    def _report(self, text: str) -> None:
+        # A warning becomes an alert of the chronicle, which the end of a problem is not.
+        prefix = "" if text == WORKS_AGAIN else "warning: "
+        self._say(f"{prefix}tracker {self._tracker}: {text}")

@@ -1,4 +1,4 @@
-"""Lines of the metrics file as a tracker needs them."""
+"""Conversion of the lines of the metrics file to the values that a tracker gets."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +54,9 @@ def read_backlog(path: Path, end: int, after: int, until: int) -> list[dict[str,
 
     Args:
         path: The metrics file.
-        end: Bytes of it that are read.
-        after: The iteration before the first one.
-        until: The last iteration.
+        end: Number of its bytes that are read. The later ones belong to this launch.
+        after: The iteration before the first one that is read.
+        until: The last iteration that is read.
 
     Raises:
         OSError: The file cannot be read.

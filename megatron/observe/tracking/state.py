@@ -1,4 +1,4 @@
-"""The ids that a tracker has for a run, and how far the feed has come.
+"""The ids that a tracker has for a run, and the last iterations that were sent and stored.
 
 The file with them is in the --save folder, so that it moves with the run.
 """
@@ -14,7 +14,7 @@ from megatron.observe.tracking.trackers import TrackedRun
 
 @dataclass
 class FeedState:
-    """What the tracker has. It is stored in the --save folder, so that it moves with the run."""
+    """What the tracker has of a run."""
 
     runs: list[TrackedRun] = field(default_factory=list)
     """All runs of the tracker, oldest first. The last one is the present one."""

@@ -1,4 +1,4 @@
-"""Experiment trackers by name: what the feed needs of them, and how each one gives it.
+"""Experiment trackers by name: the interface that the feed uses, and one class for each tracker.
 
 Invariant: a tracker gets no key or token from us. Each library reads its own environment variables
 and files, so no secret is in a command line or in the configuration.
@@ -16,7 +16,10 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker knows it. A run of this project that goes back gets another one."""
+    """A run as a tracker knows it.
+
+    A run of this project gets another one when it goes back to an earlier iteration.
+    """
 
     id: str
     """Name and id, which no other run has."""

@@ -2,7 +2,7 @@
 
 A start writes one JSON line when it begins and one when it ends.
 
-Invariant: a start that trained nothing and did not end in order counts against the job.
+Invariant: a start that saved no new checkpoint and did not end in order is a failed start.
 `--max-failed-starts` of them in a row end the array, whatever the cause. This includes starts that
 could not record their end, because a node crashed.
 """

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 from megatron.cost.calibration import Measured
+from megatron.parallel.launcher import read_launcher_world
+from megatron.parallel.rendezvous import choose_device
 
 _SECONDS = 10.0
 """Time that each measurement may take. Devices slow down when they get warm."""
@@ -21,14 +23,11 @@ def measure_device(seconds: float = _SECONDS) -> Measured:
     Args:
         seconds: Time of each measurement.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    world = read_launcher_world()
+    device = choose_device(world.local_rank)
     ring = None
-    if ranks > 1:
-        ring = _measure_ring(device, ranks, seconds)
+    if world.size > 1:
+        ring = _measure_ring(device, world.size, seconds)
     memory_gib, multiprocessors = _read_properties(device)
     return Measured(
         tflops=_measure_product(device, seconds),
@@ -36,7 +35,7 @@ def measure_device(seconds: float = _SECONDS) -> Measured:
         memory_gib=memory_gib,
         multiprocessors=multiprocessors,
         ring_gb_per_second=ring,
-        ranks=ranks,
+        ranks=world.size,
     )
 
 

@@ -1,7 +1,7 @@
-"""Hosts that a run does not use any more: when hangs exclude a host, and what Slurm is told.
+"""Hosts that a run does not use any more: which hangs exclude a host, and the exclusion in Slurm.
 
-Invariant: a hang that names more than half of several hosts excludes none. Its cause is shared, as
-that of a file system that does not answer.
+Invariant: a hang that names more than half of several hosts excludes none of them. All hosts then
+have the same cause, for example a file system that does not answer.
 """
 
 import os

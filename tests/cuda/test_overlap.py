@@ -1,0 +1,81 @@
+"""Work that a step queues on the fake GPU while a tensor-parallel message is on its way."""
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+from cuda.conftest import Call
+from cuda.fake_ranks import Case, run_case
+from cuda.test_steps import FORMULAS
+
+OVERLAPS = {
+    # The sum of the input's gradient travels during the product for the weight's gradient.
+    "TP": ("begin_all_reduce", "product", "wait"),
+    # The input is gathered during the product for its gradient, and that is summed during the
+    # product for the weight's gradient.
+    "SP, ZeRO 1, fp16": (
+        *("begin_all_gather", "product", "begin_reduce_scatter"),
+        *("wait", "product", "wait"),
+    ),
+}
+
+
+def list_overlaps(case: Case) -> list[tuple[str, ...]]:
+    """Run a step. Return what it does from a first message that begins to the last that it awaits.
+
+    A product is a matrix product that is queued in between. NCCL runs messages on a stream of its
+    own, so both may run at the same time.
+    """
+    import torch
+
+    from megatron.dry_run.fake_gpu import FakeGpu
+    from megatron.parallel import collectives, entered_linear
+
+    found: list[tuple[str, ...]] = []
+    events: list[str] = []
+    pending = 0
+    dispatch = FakeGpu.__torch_dispatch__
+    wait = collectives.PendingTensor.wait
+
+    def record_product(gpu: FakeGpu, func: Any, *arguments: Any) -> Any:
+        if pending and func is torch.ops.aten.mm.default:
+            events.append("product")
+        return dispatch(gpu, func, *arguments)
+
+    def record_begin(name: str) -> Any:
+        begin = getattr(entered_linear, name)
+
+        def begin_and_record(x: torch.Tensor, tp: Any) -> Any:
+            nonlocal pending
+            pending += 1
+            events.append(name)
+            return begin(x, tp)
+
+        return begin_and_record
+
+    def record_wait(tensor: collectives.PendingTensor) -> torch.Tensor:
+        nonlocal pending
+        if tensor.work is not None:
+            pending -= 1
+            events.append("wait")
+            if not pending:
+                found.append(tuple(events))
+                events.clear()
+        return wait(tensor)
+
+    with ExitStack() as patches:
+        for name in ("begin_all_reduce", "begin_all_gather", "begin_reduce_scatter"):
+            patches.enter_context(mock.patch.object(entered_linear, name, record_begin(name)))
+        patches.enter_context(mock.patch.object(FakeGpu, "__torch_dispatch__", record_product))
+        patches.enter_context(mock.patch.object(collectives.PendingTensor, "wait", record_wait))
+        run_case(case)
+    return found
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_each_message_of_the_backward_pass_has_a_product_beside_it(name: str, on_fake_gpu: Call):
+    case, layout = FORMULAS[name]
+    # Two column-parallel layers in each layer: queries, keys and values, and the MLP.
+    expected = [OVERLAPS[name]] * (2 * layout.layers * layout.m)
+    assert on_fake_gpu(list_overlaps, case) == expected

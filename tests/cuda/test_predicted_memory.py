@@ -1,0 +1,153 @@
+"""The planner's memory of each stage against steps on fake GPUs, which run here.
+
+Nothing is recorded, so a change of the trainer that needs more memory fails here until the formulas
+of `megatron.cost.tensors` follow it.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+from cuda.conftest import Call
+from cuda.fake_ranks import measure_peaks
+
+from megatron.config.cli import load_config
+from megatron.cost.hardware import load_hardware
+from megatron.cost.tensors import LOGIT_CHUNK_BYTES
+from megatron.plan import resolve
+from megatron.plan_prediction import predict_plan
+
+RUN = "--train-iters 10 --lr 1e-4 --global-batch-size 64 "
+LLAMA = (
+    RUN + "--preset llama2-7b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --bf16 "
+    "--zero-stage 1 "
+)
+GPT = RUN + "--preset gpt2-xl --num-layers 6 --micro-batch-size 2 --bf16 --zero-stage 1 "
+"""It has dropout, biases, LayerNorm, learned positions and tied embeddings."""
+ALIBI = (
+    RUN + "--num-layers 6 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
+    "--vocab-size 50257 --micro-batch-size 2 --position-embedding-type alibi --embed-layernorm "
+)
+GROUPED = (
+    RUN + "--preset llama3-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 "
+    "--vocab-size 32000 "
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command, its world, and the pipeline ranks that are compared."""
+
+    flags: str
+    world_size: int = 8
+    stages: tuple[int, ...] = (0,)
+
+
+JOBS = {
+    "one GPU": Job(LLAMA, 1),
+    "one GPU, one microbatch": Job(f"{LLAMA} --global-batch-size 1", 1),
+    "ZeRO 1": Job(LLAMA),
+    "ZeRO 2": Job(f"{LLAMA} --zero-stage 2"),
+    "ZeRO 3": Job(f"{LLAMA} --zero-stage 3"),
+    "ZeRO 3, one microbatch": Job(f"{LLAMA} --zero-stage 3 --global-batch-size 8"),
+    "64 ranks, HSDP": Job(f"{LLAMA} --zero-stage 3 --sharding-strategy hsdp", 64),
+    "tensor parallelism 8": Job(f"{LLAMA} --tensor-model-parallel-size 8 --num-layers 8", 16),
+    "sequence parallelism": Job(
+        f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8"
+    ),
+    "interleaved": Job(
+        f"{LLAMA} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        2,
+        (0, 1),
+    ),
+    "uneven stages": Job(f"{GPT} --pipeline-model-parallel-size 4", 8, (0, 1, 3)),
+    "GPipe": Job(f"{GPT} --pipeline-model-parallel-size 3 --global-batch-size 4", 3, (0, 2)),
+    "looped BFS": Job(
+        f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 10",
+        2,
+        (0, 1),
+    ),
+    "dropout, fp16": Job(f"{GPT.replace('--bf16', '--fp16')}", 1),
+    "recomputation of a third": Job(
+        f"{GPT} --checkpoint-activations --checkpoint-fraction 1/3 --zero-stage 3"
+    ),
+    "recomputation, stages, dropout": Job(
+        f"{ALIBI} --bf16 --checkpoint-activations --pipeline-model-parallel-size 2", 4, (0, 1)
+    ),
+    "recomputation, inputs in host memory": Job(
+        f"{ALIBI} --bf16 --checkpoint-activations --checkpoint-in-cpu", 2
+    ),
+    "recomputation of the core": Job(f"{ALIBI} --bf16 --recompute-attention-core"),
+    "large vocabulary": Job(
+        f"{LLAMA} --vocab-size 128256 --hidden-size 2048 --num-attention-heads 16 "
+        "--num-query-groups 16 --micro-batch-size 4"
+    ),
+    "long sequence, small hidden size": Job(
+        f"{LLAMA} --hidden-size 512 --num-attention-heads 8 --num-query-groups 8 "
+        "--seq-length 65536 --checkpoint-activations"
+    ),
+    "grouped queries": Job(f"{GROUPED} --bf16 --sharding-strategy fsdp"),
+    "grouped queries, sliding window": Job(f"{GROUPED} --bf16 --sliding-window 512"),
+    "fp32": Job(GPT.replace("--bf16", ""), 1),
+    "fp32, sharded, ALiBi": Job(ALIBI),
+    "fp32, grouped queries": Job(GROUPED),
+}
+LARGE = {
+    "tr11-176B": Job(
+        f"{RUN} --preset tr11-176b --bf16 --micro-batch-size 2 --checkpoint-activations "
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 "
+        "--pp-partition-method type:transformer|embedding --global-batch-size 2048",
+        384,
+        (0, 5, 11),
+    ),
+    "tr8-104B": Job(
+        f"{RUN} --preset tr8-104b --fp16 --micro-batch-size 1 --checkpoint-activations "
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 32 "
+        "--global-batch-size 2048",
+        512,
+        (0, 16, 31),
+    ),
+    "7B, one GPU": Job(f"{LLAMA} --num-layers 32", 1),
+    "7B, ZeRO 1": Job(f"{LLAMA} --num-layers 32"),
+    "7B, ZeRO 2": Job(f"{LLAMA} --num-layers 32 --zero-stage 2"),
+    "7B, ZeRO 3": Job(f"{LLAMA} --num-layers 32 --zero-stage 3"),
+    "7B, interleaved": Job(
+        f"{LLAMA} --num-layers 32 --pipeline-model-parallel-size 4 "
+        "--num-layers-per-virtual-pipeline-stage 2",
+        8,
+        (0, 2, 3),
+    ),
+    "7B, TP 8 PP 2": Job(
+        f"{LLAMA} --num-layers 32 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2",
+        16,
+        (0, 1),
+    ),
+    "7B in fp32, ZeRO 3": Job(f"{LLAMA.replace('--bf16', '')} --num-layers 32 --zero-stage 3"),
+}
+
+
+def check(job: Job, on_fake_gpu: Call) -> None:
+    """Compare the tensors. Fake GPUs have no context and no libraries."""
+    measured = on_fake_gpu(measure_peaks, job.flags, job.world_size, job.stages)
+    loaded = load_config(job.flags.split())
+    plan = resolve(loaded.config, job.world_size, loaded.origin)
+    memory = predict_plan(plan, load_hardware("a100-80g")).memory
+    predicted = [memory[stage].total - memory[stage].fixed for stage in job.stages]
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_predicted_tensors_are_those_of_a_step(job: Job, on_fake_gpu: Call):
+    check(job, on_fake_gpu)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", LARGE.values(), ids=LARGE)
+def test_predicted_tensors_of_large_models(job: Job, on_fake_gpu: Call):
+    check(job, on_fake_gpu)
+
+
+def test_the_chunk_of_logits_is_that_of_the_loss():
+    from megatron.model import loss
+
+    assert LOGIT_CHUNK_BYTES == loss._CHUNK_BYTES_GPU
