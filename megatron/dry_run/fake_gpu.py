@@ -75,7 +75,7 @@ class _ThreadedFakeMode(FakeTensorMode):
 
     _thread = threading.local()
 
-    @property  # type: ignore[override]
+    @property
     def in_kernel_invocation(self) -> bool:
         """Whether an operator runs in this thread."""
         return getattr(self._thread, "in_kernel", False)
