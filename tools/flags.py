@@ -118,6 +118,8 @@ def _format_default(field: Field) -> str:
         return ""
     if isinstance(field.default, float):
         return f"`{field.default:.10g}`"
+    if isinstance(field.default, tuple):
+        return f"`{' '.join(map(str, field.default))}`"
     return f"`{field.default}`"
 
 

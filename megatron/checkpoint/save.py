@@ -49,6 +49,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, DamagedError, TrainingError
 from megatron.parallel.shard import TensorShard
+from megatron.plural import format_count
 
 _ITEM = 4
 """Bytes of an fp32 number."""
@@ -97,6 +98,8 @@ class Saver:
         publisher = Publisher(root, self._config, lease, in_use, rollback_distance)
         self._stages = SaveStages(root, self._ranks, publisher)
         self._save: SaveInProgress | None = None
+        self._warned = False
+        """Whether a warning of the stage WRITE was logged. It is the same for each save."""
         self.saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this process has written and that is safe."""
         self.lineage = lineage
@@ -272,6 +275,7 @@ class Saver:
             case SaveStage.WRITE:
                 # A rank that owns nothing wrote no file.
                 save.files = self._collect_files(save.work.result, results)
+                self._report_warnings(results)
                 # The save must not hold tensors that it needs no more.
                 save.shards = {}
                 # Reading back costs time. It is only needed if older checkpoints are removed later.
@@ -296,6 +300,18 @@ class Saver:
         if complete is None:
             return tuple(result.written for result in results if result.written is not None)
         return tuple(WrittenFile.from_json(each) for each in complete if each is not None)
+
+    def _report_warnings(self, results: Sequence[StageResult]) -> None:
+        """Log the first rank's warning of the stage WRITE, once in a run."""
+        warnings = [result.warning for result in results if result.warning is not None]
+        if not warnings or self._warned:
+            return
+        self._warned = True
+        if len(warnings) > 1:
+            others = f" (and {format_count(len(warnings) - 1, 'other rank')})"
+        else:
+            others = ""
+        self._say(f"warning: {warnings[0]}{others}")
 
     def _start_stage(self, stage: SaveStage, save: SaveInProgress) -> None:
         """Start a stage in a thread. Each rank does its part."""

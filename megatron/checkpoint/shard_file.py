@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.digest import FileDigest
+from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.parallel.shard import TensorShard
 
@@ -101,28 +102,24 @@ def record_event(shards: ShardsByKey) -> "torch.cuda.Event | None":
 
 
 def copy_to_host(
-    tensors: dict[str, Tensor], buffers: dict[str, Tensor], ready: "torch.cuda.Event | None"
+    tensors: dict[str, Tensor], buffer: HostBuffer, ready: "torch.cuda.Event | None"
 ) -> dict[str, Tensor]:
-    """Copy tensors to host buffers, which are kept for the next save.
+    """Copy tensors to a host buffer, which is kept for the next save.
 
     Args:
         tensors: Key -> a tensor on the host or the device.
-        buffers: Key -> the buffer of an earlier save. New buffers are added.
+        buffer: The buffer. Its contents are overwritten.
         ready: CUDA event that was recorded when the save started. None if no tensor is on a GPU.
+
+    Raises:
+        MemoryError: The host has not enough memory.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     # The current device of a new thread is GPU 0. Without this, pinned memory would create a CUDA
     # context on GPU 0 for every rank.
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    copies = {}
-    for key, tensor in tensors.items():
-        buffer = buffers.get(key)
-        if buffer is None:
-            buffer = buffers[key] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-            )
-        copies[key] = buffer
+    copies = buffer.divide(tensors)
     if ready is None:
         for key, tensor in tensors.items():
             copies[key].copy_(tensor.detach())

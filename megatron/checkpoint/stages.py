@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.byte_size import format_bytes
 from megatron.checkpoint.contents import CheckpointContents, write_small_files
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import remove
+from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, verify_file
 from megatron.checkpoint.publish import Published, Publisher
@@ -98,16 +98,18 @@ class StageResult:
     """The file that this rank wrote in WRITE. None if the rank owns no shard."""
     published: Published | None = None
     """The checkpoint that is safe after FINISH_EARLIER or PUBLISH. Only on rank 0."""
+    warning: str | None = None
+    """What made WRITE slower on this rank than it should be."""
 
     def summarise(self) -> "StageResult":
         """Return the result with a summary of the file. See `WrittenFile.summarise`."""
         if self.written is None:
             return self
-        return StageResult(self.written.summarise(), self.published)
+        return StageResult(self.written.summarise(), self.published, self.warning)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON, for the other ranks."""
-        record: dict[str, Any] = {"written": None, "published": None}
+        record: dict[str, Any] = {"written": None, "published": None, "warning": self.warning}
         if self.written is not None:
             record["written"] = self.written.to_json()
         if self.published is not None:
@@ -123,7 +125,7 @@ class StageResult:
         published = None
         if record["published"] is not None:
             published = Published.from_json(record["published"])
-        return cls(written, published)
+        return cls(written, published, record["warning"])
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,8 @@ class SaveStages:
         self._rank = ranks.rank
         self._size = ranks.size
         self._publisher = publisher
-        self._buffers: dict[str, Tensor] = {}
-        """Key -> host buffer of a shard, kept from save to save."""
+        self._buffer = HostBuffer()
+        """The copies of this rank's shards, kept from save to save."""
 
     def run(self, stage: SaveStage, save: SaveInProgress) -> StageResult:
         """Do this rank's part of a stage.
@@ -180,7 +182,8 @@ class SaveStages:
                 self._prepare(save)
                 return StageResult()
             case SaveStage.WRITE:
-                return StageResult(written=self._write(save))
+                written = self._write(save)
+                return StageResult(written=written, warning=self._describe_slow_copy())
             case SaveStage.READ_BACK:
                 self._read_back(save)
                 return StageResult()
@@ -214,7 +217,7 @@ class SaveStages:
         try:
             tensors = {key: shard.tensor for key, shard in save.shards.items()}
             if save.copy_first:
-                tensors = copy_to_host(tensors, self._buffers, save.ready)
+                tensors = copy_to_host(tensors, self._buffer, save.ready)
                 save.copied.set()
             if not save.shards:
                 return None
@@ -222,6 +225,16 @@ class SaveStages:
         finally:
             # Also after a failure. Otherwise `wait_for_copy` would block the training loop forever.
             save.copied.set()
+
+    def _describe_slow_copy(self) -> str | None:
+        """Return a warning if this rank's copies to the host make it wait for the GPU."""
+        if self._buffer.refusal is None:
+            return None
+        return (
+            f"rank {self._rank} on {os.uname().nodename} copies its part of a checkpoint to memory "
+            f"that is not pinned, because CUDA does not pin it ({self._buffer.refusal}). Copies "
+            "are slower, and the checkpoint is the same"
+        )
 
     def _read_back(self, save: SaveInProgress) -> None:
         """Read the next rank's file back from the disk and compare it with its digest.

@@ -16,7 +16,10 @@ from megatron.config.compat_row import (
     rename_flag,
 )
 
-_SDPA = "attention runs in PyTorch's scaled_dot_product_attention, which selects its kernel itself"
+_SDPA = (
+    "attention runs in PyTorch's scaled_dot_product_attention, which selects its kernel itself; "
+    "--attention-backend restricts the choice"
+)
 _KERNELS = "the kernels are selected and printed at the start"
 _COUNTERS = "randomness is derived from the seed and the counters, so no random state is stored"
 _MEMORY = "it changes only memory use, and there is no such option here"
@@ -176,10 +179,16 @@ _KERNEL_CHOICES = (
         "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton "
         "--use-flash-attn-builder",
     ),
-    ignore_flag("--attention-backend", _SDPA, arity=1),
+    rename_flag(
+        "--attention-backend",
+        "--attention-backend",
+        "unfused",
+        arity="*",
+        only=("local",),
+        reason="both are matrix products and a softmax",
+    ),
     ignore_flag("--abort-on-unmet-fused-kernel-constraints", _KERNELS),
     ignore_flag("--no-bias-dropout-fusion", _KERNELS),
-    ignore_flag("--no-gradient-accumulation-fusion", _KERNELS),
     ignore_flag("--no-persist-layer-norm", _KERNELS),
     ignore_flag("--disable-mem-efficient-ln", _KERNELS),
     ignore_flag("--transformer-impl", _KERNELS, arity=1),

@@ -133,6 +133,8 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
     else:
         if field.is_bool:
             shown = "on" if field.default else "off"
+        elif isinstance(field.default, tuple):
+            shown = shlex.join(map(str, field.default))
         else:
             shown = shlex.quote(str(field.default))
         hint = f"(default: {shown})"

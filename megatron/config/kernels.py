@@ -4,6 +4,9 @@ None of these settings changes the mathematics.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+AttentionBackend = Literal["auto", "flash", "fused", "efficient", "unfused"]
 
 
 @dataclass(frozen=True)
@@ -19,3 +22,20 @@ class KernelsConfig:
     backward passes of attention otherwise add up in an order that changes, so a resumed run is not
     bit-identical. It is slower. The run ends with an error at an operator that has no such kernel.
     apex, DeepSpeed and torch.compile choose kernels of their own. A CPU needs no such flag."""
+    attention_backend: tuple[AttentionBackend, ...] = ("auto",)
+    """Kernels that attention may use, the preferred one first, as in: fused flash unfused. Each
+    layer takes the first that can compute it. auto: PyTorch chooses. flash: FlashAttention
+    (https://arxiv.org/abs/2307.08691). fused: cuDNN. efficient: memory-efficient attention
+    (https://arxiv.org/abs/2112.05682). unfused: matrix products and a softmax, which compute
+    everything. flash and unfused exist on CPUs too. A run that none of them can compute is refused
+    at the start. Not with --use-torch-compile, which replaces some kernels."""
+    gradient_accumulation_fusion: bool = False
+    """Let the matrix products of linear layers add to the weights' gradients in fp32. Without it,
+    the product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
+    native engine without torch.compile. It is on by default in Megatron-LM, and off here, because
+    it has not run on a GPU yet. A CPU multiplies fp32 copies, which is slower."""
+    use_varlen_attention: bool = False
+    """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
+    instead of one call for each document. It is for --reset-attention-mask with short documents. It
+    needs --bf16 or --fp16 and --attention-dropout 0, and has no ALiBi. It has not run on a GPU yet.
+    On a CPU, a loop computes the same."""

@@ -27,6 +27,11 @@ from megatron.config.data_rules import (
     check_streamed_data,
 )
 from megatron.config.fields import all_fields
+from megatron.config.kernel_rules import (
+    check_attention_backend,
+    check_gradient_accumulation_fusion,
+    check_varlen_attention,
+)
 from megatron.config.model_rules import (
     check_heads_divide_hidden_size,
     check_layer_choices,
@@ -432,6 +437,9 @@ ERRORS: tuple[Rule, ...] = (
     check_one_partition_method,
     check_recompute_fraction,
     check_kept_operators,
+    check_attention_backend,
+    check_varlen_attention,
+    check_gradient_accumulation_fusion,
     check_profile,
 )
 """All rules whose failure is an error, in the order in which their messages are reported."""

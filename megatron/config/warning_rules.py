@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.config.kernel_rules import warn_fusion_with_shared_groups
 from megatron.config.profiling import (
     warn_layer_statistics_without_file,
     warn_profile_settings_without_effect,
@@ -391,5 +392,6 @@ WARNINGS = (
     warn_recompute_flags_without_effect,
     warn_profile_settings_without_effect,
     warn_layer_statistics_without_file,
+    warn_fusion_with_shared_groups,
 )
 """All rules whose failure is a warning, in the order in which their messages are reported."""

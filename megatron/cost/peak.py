@@ -195,12 +195,12 @@ class _RankPeak:
         bfs = self._schedule.name == "looped BFS"
         round_size = self._schedule.microbatches if bfs else self._layout.pipeline
         later = (len(self._stages) - 1) * round_size + 2
-        for number in sorted({1, min(later, self._passes)}):
-            # The first stage may have the embedding, and the last one the loss.
-            for stage in {
-                each.index: each for each in (self._stages[0], self._stages[-1])
-            }.values():
-                yield from self._list_backward(_Pass(stage, number, number >= later))
+        # The first backward pass is one of the last stage.
+        yield from self._list_backward(_Pass(self._stages[-1], 1, accumulated=False))
+        if self._passes >= later:
+            # Of virtual stages, the first may have the embedding, and the last one the loss.
+            for stage in self._stages[:: max(1, len(self._stages) - 1)]:
+                yield from self._list_backward(_Pass(stage, later, accumulated=True))
         if self._fsdp and not self._reduces_each:
             yield self._reduce_outside()
 
@@ -208,6 +208,9 @@ class _RankPeak:
         """Yield the points of a backward pass."""
         stage = each.stage
         before = self._sum_in_flight(each.number)
+        if each.number > 1 and not stage.first:
+            # torch's schedule holds the last gradient that it sent to the stage before.
+            before += self._tensors.stream
         own = before + self._sum_layers(stage.layers)
         if stage.first:
             own += self._tensors.embedding

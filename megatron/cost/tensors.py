@@ -209,7 +209,7 @@ class _Tensors:
         if copied and self._config.qk_norm is None:
             # The core keeps copies of all three.
             return 0.0
-        size = self._q + 2 * self._k
+        size: float = self._q + 2 * self._k
         grouped = self._shape.query_groups < self._config.num_attention_heads
         if self._config.qk_norm == "full":
             # Computed in fp32: the input in fp32, and the input times the reciprocal of its norm.

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.dry_run.memory import MemoryLog
 from megatron.dry_run.record import Collective, HostCopy, StepTrace, Synchronisation
-from megatron.dry_run.stand_ins import GPU, get_current_stream, install_stand_ins
+from megatron.dry_run.stand_ins import GPU, FakeRuntime, get_current_stream, install_stand_ins
 
 _ATEN = torch.ops.aten
 _COLLECTIVES = {
@@ -66,6 +66,25 @@ _FILL = {torch.bool: 1, torch.float32: 2, torch.float64: 2, torch.float16: 2, to
 """Type -> the value that the host reads from the GPU. It is 0 for all others."""
 
 
+class _ThreadedFakeMode(FakeTensorMode):
+    """A mode of fake tensors that several threads can use.
+
+    While an operator runs, torch's mode reports the device of all fake tensors as `meta`. It would
+    do so in all threads. A save reads the devices of weights while the training runs operators.
+    """
+
+    _thread = threading.local()
+
+    @property  # type: ignore[override]
+    def in_kernel_invocation(self) -> bool:
+        """Whether an operator runs in this thread."""
+        return getattr(self._thread, "in_kernel", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._thread.in_kernel = value
+
+
 class FakeGpu(TorchDispatchMode):
     """Runs operators on fake tensors, and records what they do. A process has one of them."""
 
@@ -73,7 +92,7 @@ class FakeGpu(TorchDispatchMode):
         """Install the stand-ins for torch.cuda. The record is empty."""
         super().__init__()
         self.memory = MemoryLog()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _ThreadedFakeMode(allow_non_fake_inputs=True)
         self._collectives: Counter[Collective] = Counter()
         self._synchronisations: Counter[Synchronisation] = Counter()
         self._copies: Counter[HostCopy] = Counter()
@@ -82,6 +101,8 @@ class FakeGpu(TorchDispatchMode):
         self._groups: dict[str, str] = {}
         self._streams: dict[int, str] = {}
         self._pinned: dict[int, Any] = {}
+        self._registered: Counter[str] = Counter()
+        self._runtime = FakeRuntime(self._note_registered)
         # Operators that read from the GPU, copy between both, or need a real GPU.
         self._handlers: dict[Any, Callable[..., Any]] = {
             _ATEN._local_scalar_dense.default: self._read_number,
@@ -93,7 +114,7 @@ class FakeGpu(TorchDispatchMode):
             _ATEN.is_pinned.default: self._is_pinned,
             _ATEN._pin_memory.default: self._pin,
         }
-        install_stand_ins(self._wait, self._note_resized)
+        install_stand_ins(self._wait, self._note_resized, self._runtime)
         self._enter_in_threads()
 
     @classmethod
@@ -123,11 +144,16 @@ class FakeGpu(TorchDispatchMode):
         """Set the names in the report of streams."""
         self._streams = dict(names)
 
+    def count_pinned_bytes(self) -> int:
+        """Return the bytes of host memory that `cudaHostRegister` has pinned now."""
+        return self._runtime.count_bytes()
+
     def start_step(self) -> None:
         """Forget what was recorded. The memory in use stays."""
         self._collectives.clear()
         self._synchronisations.clear()
         self._copies.clear()
+        self._registered.clear()
         self._operators = 0
         self.memory.start_step()
 
@@ -140,6 +166,7 @@ class FakeGpu(TorchDispatchMode):
             self.memory.measure_peak(),
             self.memory.measure_kept(),
             self._operators,
+            dict(sorted(self._registered.items())),
         )
 
     def __torch_dispatch__(
@@ -293,7 +320,13 @@ class FakeGpu(TorchDispatchMode):
         return tensor
 
     def _has_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
+        if isinstance(tensor, FakeTensor):
+            return False
+        allocated_as_pinned = tensor.untyped_storage()._cdata in self._pinned
+        return allocated_as_pinned or self._runtime.is_pinned(tensor.data_ptr())
+
+    def _note_registered(self, size: int) -> None:
+        self._registered[_find_line()] += size
 
     def _is_pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._has_pinned(args[0])

@@ -49,7 +49,7 @@ def choose_microbatches(plan: Plan) -> int:
         return of_step
     if plan.stages_per_rank > 1:
         return min(of_step, 2 * plan.pipeline_size)
-    repeated = 2 if plan.config.parallel.zero_stage == 2 else 1
+    repeated = 2 if plan.zero_stage == 2 else 1
     return min(of_step, plan.pipeline_size + repeated)
 
 

@@ -71,6 +71,11 @@ class StepTrace:
     """Kind of memory -> bytes that stay in use between steps."""
     operators: int = 0
     """Number of operators on the GPU."""
+    registered: dict[str, int] = field(default_factory=dict)
+    """Line of this project -> bytes of host memory that it pinned by `cudaHostRegister`.
+
+    Memory that was allocated as pinned is not counted.
+    """
 
     @property
     def peak_bytes(self) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
@@ -109,6 +110,55 @@ class FakeEvent:
         return 1.0
 
 
+class FakeRuntime:
+    """The functions of the CUDA runtime that pin memory of the host. They return error codes."""
+
+    _errors: ClassVar = {
+        2: "out of memory",
+        712: "part or all of the requested memory range is already mapped",
+        713: "pointer does not correspond to a registered memory region",
+    }
+
+    def __init__(self, note_registered: Callable[[int], None]) -> None:
+        """Pin nothing so far.
+
+        Args:
+            note_registered: Called with the bytes of each range of memory that is pinned.
+        """
+        self._note_registered = note_registered
+        self._ranges: dict[int, int] = {}
+        """Address -> bytes."""
+
+    def count_bytes(self) -> int:
+        """Return the bytes of memory that are pinned now."""
+        return sum(tuple(self._ranges.values()))
+
+    def is_pinned(self, address: int) -> bool:
+        """Return whether the memory at an address is pinned."""
+        # A copy, because another thread may change the ranges.
+        ranges = tuple(self._ranges.items())
+        return any(begin <= address < begin + size for begin, size in ranges)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        """Pin a range of memory. No byte of it may be pinned already."""
+        for begin, length in tuple(self._ranges.items()):
+            if begin < address + size and address < begin + length:
+                return 712
+        self._ranges[address] = size
+        self._note_registered(size)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Unpin the range of memory that begins at an address."""
+        if self._ranges.pop(address, None) is None:
+            return 713
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        """Return what an error code means."""
+        return self._errors[code]
+
+
 class FakeGenerator:
     """The random generator of the GPU, which has no state."""
 
@@ -150,12 +200,15 @@ class FakeDevice(contextlib.nullcontext[None]):
     """
 
 
-def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None]) -> None:
+def install_stand_ins(
+    wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None], runtime: FakeRuntime
+) -> None:
     """Let this process use fake CUDA tensors. Call it once.
 
     Args:
         wait_for: Called when the host waits for the GPU.
         note_storage: Called with a storage after it was resized.
+        runtime: What `torch.cuda.cudart` returns.
     """
     FakeStream.wait_for = staticmethod(wait_for)
     FakeEvent.wait_for = staticmethod(wait_for)
@@ -185,6 +238,7 @@ def install_stand_ins(wait_for: Wait, note_storage: Callable[[torch.UntypedStora
         "max_memory_reserved": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "synchronize": lambda device=None: wait_for("cuda.synchronize"),
+        "cudart": lambda: runtime,
         "Stream": FakeStream,
         "Event": FakeEvent,
         "stream": use_stream,
@@ -272,25 +326,64 @@ def _replace_attention() -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         half = query.dtype in (torch.float16, torch.bfloat16)
-        if query.device.type == "cuda" and attn_mask is None and half:
-            # This kernel takes grouped queries as they are.
+        if query.device.type != "cuda":
+            kernel = "MATH"
+        else:
+            kernel = _choose_kernel(
+                {
+                    # These two kernels take grouped queries as they are.
+                    "FLASH_ATTENTION": attn_mask is None and half,
+                    "CUDNN_ATTENTION": half,
+                    "EFFICIENT_ATTENTION": not enable_gqa,
+                    # Without fusion, everything is possible.
+                    "MATH": True,
+                }
+            )
+        # The kernels read a bias for each sample and head. Expanding it needs no memory.
+        bias = attn_mask
+        if bias is not None and query.device.type == "cuda":
+            bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+        if kernel == "FLASH_ATTENTION":
             return _ATEN._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
-        if query.device.type == "cuda" and not enable_gqa:
-            # The kernel reads a bias for each sample and head. Expanding it needs no memory.
-            bias = attn_mask
-            if bias is not None:
-                bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+        if kernel == "CUDNN_ATTENTION":
+            return _ATEN._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, True, dropout_p, is_causal, scale=scale
+            )[0]
+        if kernel == "EFFICIENT_ATTENTION":
             return _ATEN._scaled_dot_product_efficient_attention(
                 query, key, value, bias, True, dropout_p, is_causal, scale=scale
             )[0]
-        # No fused kernel takes grouped queries with a bias or in fp32.
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
     functional.scaled_dot_product_attention = choose
+
+
+def _choose_kernel(possible: dict[str, bool]) -> str:
+    """Return the first possible kernel, in the order that `sdpa_kernel` has set, if it has.
+
+    Raises:
+        RuntimeError: `sdpa_kernel` allows none of the possible kernels, as torch raises it.
+    """
+    allowed = _list_allowed_kernels()
+    # `sdpa_kernel` turns off all kernels that it is not given, and nobody gives this one.
+    if "OVERRIDEABLE" in allowed:
+        # torch's own choice. Some versions and GPUs prefer cuDNN, which is not shown here.
+        allowed = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
+    for kernel in allowed:
+        if possible.get(kernel, False):
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+# torch's compiler can trace neither the call that returns the order nor the members of the enum.
+@torch.compiler.assume_constant_result
+def _list_allowed_kernels() -> list[str]:
+    """Return the names of the kernels that are allowed, the preferred one first."""
+    return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -108,8 +108,12 @@ def build_inputs(
 ) -> list[Inputs]:
     """Return the inputs of the model for each microbatch, on `device`.
 
-    The copies to a GPU are queued before the first microbatch, and the host does not wait for
-    them. The token ids of a step are some megabytes, which takes less than a millisecond.
+    The copies to a GPU are queued on the stream that computes, before the first microbatch. The
+    host does not wait for them.
+
+    A stream of their own would hide less than a thousandth of a step. A token has at most 28 bytes
+    (its id, its label, its position and its weight), which take 1.1 ns at 25 GB/s. A model with
+    10^8 parameters needs 6 x 10^8 operations for it, which take 1,500 ns at 400 TFLOPS.
     """
     return [
         Inputs(

@@ -33,6 +33,8 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(execution, loss_scale)),
     ]
+    if execution.fused_gradients:
+        rows.append(("weight gradients", *_describe_fused_gradients(mesh)))
     if mesh.grid.pipeline > 1:
         rows.append(("pipeline", *_describe_pipeline(plan, mesh, pipelined)))
     if recomputation := _describe_recomputation(execution):
@@ -67,6 +69,14 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         )
     else:
         attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
+    if execution.attention_kernels:
+        # The conditions above apply to torch's own choice.
+        kernels = " ".join(execution.attention_kernels)
+        attention = attention[0].removesuffix(", math"), f"the first possible kernel of: {kernels}"
+    if execution.pack_documents:
+        if mesh.device.type == "cpu":
+            return "document by document", "a CPU has no kernel for all documents of a microbatch"
+        return "torch's varlen_attn", "one call for all documents of a microbatch"
     if plan.config.data.reset_attention_mask:
         if execution.compile:
             note = "; attention is not compiled"
@@ -89,6 +99,12 @@ def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> t
     return str(dtype).removeprefix(
         "torch."
     ) + stream, f"masters, moments and accumulation in fp32{scale}"
+
+
+def _describe_fused_gradients(mesh: Mesh) -> tuple[str, str]:
+    if mesh.device.type == "cpu":
+        return "products of fp32 copies", "a CPU has no product of 16 bits with a result in fp32"
+    return "products add to fp32", "--gradient-accumulation-fusion"
 
 
 def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:

@@ -16,11 +16,13 @@ from megatron.engine.base import PhaseTimers, StepResult, build_inputs
 from megatron.engine.invariants import InvariantChecker
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.parallelize import RankStage, build_stages
+from megatron.model.attention_kernels import require_attention_kernels
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.init import Initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
+from megatron.model.packed_attention import require_packed_attention
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
@@ -64,6 +66,15 @@ class EngineBase(ABC):
         if self._execution.compile:
             require_compiler(mesh.device)
         self._dtype = self._execution.dtype or torch.float32
+        if self._execution.pack_documents:
+            require_packed_attention(mesh.device)
+        require_attention_kernels(
+            self._execution.attention_kernels,
+            plan.shape,
+            tensor_parallel_size=mesh.grid.tensor,
+            dtype=self._dtype,
+            device=mesh.device,
+        )
         self._loss_scale: LossScale | None = None
         if plan.config.precision.fp16:
             self._loss_scale = LossScale(plan.config.precision)

@@ -13,7 +13,7 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.partition import select_stages_of_rank
 from megatron.model.recompute import Recomputation
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.layers import ColumnParallelLinear, ParameterSpec, RowParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
@@ -77,7 +77,9 @@ def build_stages(
             for name, parameter in model.named_parameters()
         }
         # 3. Recomputation. It wraps the call of a block, and stays outside of the compiled graphs.
+        #    Fused gradients are inside, and exclude compilation.
         recompute_blocks(model, execution)
+        fuse_gradients(model, execution)
         # 4. Compilation of what is inside of a block. FSDP2's hooks on the block come later, and
         #    are not part of the graphs.
         compile_blocks(model, execution)
@@ -97,6 +99,7 @@ def build_stages(
                     torch.bfloat16 if plan.config.parallel.grad_reduce_in_bf16 else torch.float32
                 ),
                 comm_timer=mesh.tensor_parallel.comm_timer,
+                fused_gradients=execution.fused_gradients,
             )
         # 6. Memory, after the size of the shards is known. The engine refers to the memory from now
         #    on, so it stays where it is during the run.
@@ -107,10 +110,19 @@ def build_stages(
             # copies of the engine's fp32 masters.
             model.to(dtype)
         _fill_with_zeros(model)
+        # 7. The kernels of attention. FSDP2's first forward pass, in 6, has so few tokens that some
+        #    kernels would refuse them.
+        choose_attention_kernels(model, execution)
         stages.append(RankStage(model, specs, sharded))
-    # 7. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
+    # 8. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
     #    PipelineModule.
     return stages
+
+
+def choose_attention_kernels(model: GPT, execution: Execution) -> None:
+    """Let attention use only the kernels that `execution` asks for."""
+    for block in model.get_blocks().values():
+        block.attention.kernels = execution.attention_kernels
 
 
 def recompute_blocks(model: GPT, execution: Execution) -> None:
@@ -126,6 +138,13 @@ def recompute_blocks(model: GPT, execution: Execution) -> None:
                     kept_operators=execution.kept_operators,
                 )
             )
+
+
+def fuse_gradients(model: GPT, execution: Execution) -> None:
+    """Let linear layers add to their weights' gradients in fp32 if `execution` asks for it."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.fused_gradient = execution.fused_gradients
 
 
 def compile_blocks(model: GPT, execution: Execution) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor import DTensor
 
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
@@ -117,6 +118,21 @@ class _CopyReduction:
             reduced.copy_(sent)
 
 
+def _keep_gradients_in_fp32(module: FSDPModule) -> None:
+    """Let autograd and linear layers accumulate the gradients of gathered parameters in fp32.
+
+    FSDP2 gathers into the same parameters during the whole run. It sends gradients in fp32 in any
+    case, and would only cast those in 16 bits first. All gradients of a module must have the same
+    dtype.
+    """
+    module.unshard()
+    assert isinstance(module, nn.Module), "FSDP2 adds its class to that of the module"
+    for parameter in module.parameters():
+        # Those of other modules inside this one are sharded now.
+        if not isinstance(parameter, DTensor):
+            parameter.grad_dtype = torch.float32
+
+
 class ShardedModel:
     """A model sharded over the data-parallel ranks."""
 
@@ -129,6 +145,7 @@ class ShardedModel:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         comm_timer: CommTimer,
+        fused_gradients: bool = False,
     ) -> None:
         """Replace the parameters of `model` by shards, without memory yet.
 
@@ -139,11 +156,13 @@ class ShardedModel:
             compute_dtype: The type that parameters are gathered in.
             reduce_dtype: The type that gradients are sent in. They are accumulated in fp32.
             comm_timer: The timer of communication.
+            fused_gradients: Whether linear layers add to fp32 gradients.
         """
         assert sharding.mesh is not None, "a world of one has nothing to shard"
         self.model = model
         self._stage = stage
         self._compute_dtype = compute_dtype
+        self._fused_gradients = fused_gradients
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
             # 16-bit sums over many microbatches would lose small gradients. `reduce_dtype` applies
@@ -199,6 +218,8 @@ class ShardedModel:
         # Only the blocks of stage 3 are dropped after a forward pass. What is still gathered holds
         # the undefined weights, and must be gathered again after initialisation.
         for sharded in self._sharded:
+            if self._fused_gradients:
+                _keep_gradients_in_fp32(sharded)
             sharded.reshard()
 
     def prepare_backward(self, *, last: bool) -> None:

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.attention_logits import find_largest_attention_logit
 from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
 from megatron.model.norm import build_query_key_norm
+from megatron.model.packed_attention import attend_packed
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.layers import (
@@ -57,7 +59,7 @@ class SelfAttention(nn.Module):
         config = shape.config
         self.number = layer.number
         self.rotary = layer.rotary
-        self.windowed = layer.window is not None
+        self.window = layer.window
         self.head_dim = shape.head_dim
         self.qkv: ColumnParallelLinear | SharedGroupsLinear
         if shape.query_groups >= tp.size:
@@ -93,6 +95,8 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
+        self.kernels: tuple[str, ...] = ()
+        """The kernels that SDPA may use, the preferred one first. Empty: PyTorch chooses."""
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
@@ -154,7 +158,7 @@ class SelfAttention(nn.Module):
 
     def _select_bias(self, positions: Positions) -> Tensor | None:
         """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None."""
-        if self.windowed:
+        if self.window is not None:
             return positions.window_bias
         return positions.bias
 
@@ -173,20 +177,25 @@ class SelfAttention(nn.Module):
         """
         # The kernel draws the dropout mask itself, so the generator is seeded just before the call.
         p = self.dropout.seed(dropout_key)
+        if positions.packed is not None:
+            assert p == 0, "the kernel has no dropout"
+            return attend_packed(query, key, value, positions.packed, self.window)
         bias = self._select_bias(positions)
-        if positions.documents is not None:
-            return _attend_by_document(query, key, value, bias, positions.documents, p)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
             if query.shape[2] < key.shape[2]:
                 return attend_with_new_token(query, key, value, bias)
-        return _attend(query, key, value, bias, p)
+        # This function runs again in a recomputation, which must use the same kernel.
+        with use_attention_kernels(self.kernels):
+            if positions.documents is not None:
+                return _attend_by_document(query, key, value, bias, positions.documents, p)
+            return _attend(query, key, value, bias, p)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Call PyTorch's attention kernel. It chooses between flash and other implementations."""
+    """Call PyTorch's attention. It chooses between flash and other kernels."""
     # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
     return F.scaled_dot_product_attention(
         query,

@@ -31,6 +31,12 @@ class Execution:
     checkpoint_in_cpu: bool = False
     recompute_attention_core: bool = False
     fp32_residual: bool = False
+    attention_kernels: tuple[str, ...] = ()
+    """The kernels that attention may use, the preferred one first. Empty: PyTorch chooses."""
+    pack_documents: bool = False
+    """Compute the attention of all documents of a microbatch in one call."""
+    fused_gradients: bool = False
+    """Let matrix products add to the weights' gradients in fp32."""
     compile: bool = False
     dynamic_shapes: bool = False
     """Compile for any sequence length."""
@@ -59,6 +65,11 @@ class Execution:
             recompute_attention_core=recompute.recompute_attention_core,
             # In fp32 the stream has full precision anyway, and the flag has no effect.
             fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
+            attention_kernels=tuple(
+                name for name in config.kernels.attention_backend if name != "auto"
+            ),
+            pack_documents=config.kernels.use_varlen_attention,
+            fused_gradients=config.kernels.gradient_accumulation_fusion,
             compile=config.kernels.use_torch_compile,
             dynamic_shapes=dynamic_shapes,
         )

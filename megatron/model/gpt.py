@@ -115,6 +115,7 @@ class GPT(nn.Module):
         self.stage = stage = stage or make_single_stage(shape)
         execution = execution or Execution()
         self._dtype = execution.dtype
+        self._fused_gradients = execution.fused_gradients
         self._loss = loss or LossConfig()
         self.embedding: Embedding | None = None
         if stage.first:
@@ -124,7 +125,7 @@ class GPT(nn.Module):
         self.head: Head | None = None
         if stage.last:
             self.head = Head(shape, tp, stage)
-        self.position_tables = PositionTables(shape, tp)
+        self.position_tables = PositionTables(shape, tp, pack_documents=execution.pack_documents)
         # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)
         first = tp.rank * rows
@@ -167,6 +168,7 @@ class GPT(nn.Module):
             None if mask is None else mask.t(),
             z_loss=z_loss,
             tally=None if self.training else self.tally,
+            fp32_weight_gradient=self._fused_gradients,
         )
 
     def _fill_likelihoods(

@@ -56,6 +56,7 @@ def cross_entropy(
     *,
     z_loss: float = 0.0,
     tally: Tally | None = None,
+    fp32_weight_gradient: bool = False,
 ) -> Tensor:
     """Return the mean loss of a microbatch over the positions that `loss_mask` keeps.
 
@@ -72,6 +73,8 @@ def cross_entropy(
         z_loss: Coefficient of the z-loss. 0 turns it off.
         tally: Receives the sums of an evaluation. It needs the most likely token, so the logits
             are read once more. It must be None if gradients are computed.
+        fp32_weight_gradient: Whether the gradient of `weight` is in fp32 also if `weight` is not.
+            It is then a leaf whose `grad_dtype` is fp32.
 
     Returns:
         A scalar in fp32, the same on all tensor-parallel ranks.
@@ -91,6 +94,7 @@ def cross_entropy(
         z_loss,
         keep_gradients,
         tally,
+        torch.float32 if fp32_weight_gradient else weight.dtype,
     )
     # The lower limit of the count avoids 0 / 0 for a microbatch whose positions are all masked. Its
     # loss is then 0, and so is its gradient.
@@ -191,6 +195,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         keep_gradients: bool,
         tally: Tally | None,
+        gradient_dtype: torch.dtype,
     ) -> Tensor:
         n = hidden.shape[0]
         real = rows.real
@@ -239,8 +244,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits[part, real:] = 0
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
-            ctx.weight_dtype = weight.dtype
-            ctx.save_for_backward(grad_hidden, _compute_grad_weight(grad_logits, hidden, weight))
+            ctx.gradient_dtype = gradient_dtype
+            # In fp16, the sum over all positions may exceed 65504 for a frequent token, and no loss
+            # scale would help. It is in fp32 until `backward` has applied its factor.
+            exact = weight.dtype == torch.float16 or gradient_dtype == torch.float32
+            dtype = torch.float32 if exact else weight.dtype
+            grad_weight = _compute_grad_weight(grad_logits, hidden, weight, dtype)
+            ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
     @staticmethod
@@ -249,9 +259,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The factor holds 1 / count, and in fp16 also the loss scale. It is applied only here. A
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
-        # In fp16, the weight's gradient is in fp32 up to here. See `_compute_grad_weight`.
-        scaled = (grad_weight * factor).to(ctx.weight_dtype)
-        return grad_hidden * factor, scaled, None, None, None, None, None, None, None
+        scaled = (grad_weight * factor).to(ctx.gradient_dtype)
+        return grad_hidden * factor, scaled, None, None, None, None, None, None, None, None
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
@@ -349,20 +358,22 @@ def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tenso
     return top, total, target
 
 
-def _compute_grad_weight(grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+def _compute_grad_weight(
+    grad_logits: Tensor, hidden: Tensor, weight: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return the gradient of `weight` before the factor 1 / count. It is 0 for rows of padding.
 
-    `grad_logits` is [n, v/t], or has fewer columns, without those of padding.
-
-    In fp16, the sum over all positions may exceed 65504 for a frequent token, and no loss scale
-    would help. The result is therefore in fp32. In all other dtypes, it has that of `weight`.
+    Args:
+        grad_logits: [n, v/t], or with fewer columns, without those of padding.
+        hidden: [n, h].
+        weight: [v/t, h].
+        dtype: That of the result. It is the dtype of `weight`, or fp32.
     """
     real = grad_logits.shape[1]
-    is_half = weight.dtype == torch.float16
     make = torch.zeros_like if real < weight.shape[0] else torch.empty_like
-    grad_weight = make(weight, dtype=torch.float32 if is_half else None)
+    grad_weight = make(weight, dtype=dtype)
     rows = grad_weight[:real]
-    if not is_half:
+    if dtype == weight.dtype:
         torch.mm(grad_logits.t(), hidden, out=rows)
     elif hidden.is_cuda:
         # The tensor cores add up in fp32 anyway. Only the result is not rounded.

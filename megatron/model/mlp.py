@@ -126,6 +126,9 @@ class MLP(nn.Module):
         # The tensor-parallel region is entered once for both matrices. Two entries would double the
         # communication.
         up, gate = apply_entered_linears(
-            x, [(self.up.weight, self.up.bias), (self.gate.weight, self.gate.bias)], self.tp
+            x,
+            [(self.up.weight, self.up.bias), (self.gate.weight, self.gate.bias)],
+            self.tp,
+            fused=self.up.fused_gradient,
         )
         return self.down(self.activation(gate) * up)

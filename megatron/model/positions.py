@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.model.inputs import Documents, Inputs
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.packed_attention import PackedDocuments, pack_documents
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 
@@ -38,6 +39,8 @@ class Positions:
     into the window, it is the same as `bias`."""
     documents: Documents | None = None
     """If given, attention stays within a document."""
+    packed: PackedDocuments | None = None
+    """If given, one call computes the attention of all `documents`."""
     cache: KeyValueCache | None = None
     """If given, keys and values are stored in it. It is for text generation only."""
 
@@ -193,15 +196,19 @@ def make_window_bias(
 class PositionTables:
     """Builder of `Positions`. It keeps the last tables, which all steps and blocks share."""
 
-    def __init__(self, shape: ModelShape, tp: TensorParallel) -> None:
+    def __init__(
+        self, shape: ModelShape, tp: TensorParallel, *, pack_documents: bool = False
+    ) -> None:
         """Start without tables. They are built at the first use.
 
         Args:
             shape: Sizes of the model.
             tp: The tensor-parallel ranks.
+            pack_documents: Whether one call computes the attention of all documents.
         """
         self._shape = shape
         self._tp = tp
+        self._pack_documents = pack_documents
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._positions = Positions()
 
@@ -231,7 +238,10 @@ class PositionTables:
             positions = replace(positions, cos=cos, sin=sin)
         if inputs.documents is None:
             return positions
-        return replace(positions, documents=inputs.documents)
+        packed = None
+        if self._pack_documents:
+            packed = pack_documents(inputs.documents, inputs.tokens.device)
+        return replace(positions, documents=inputs.documents, packed=packed)
 
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         """Build the tables of the configured kind of positions."""

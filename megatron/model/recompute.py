@@ -37,6 +37,16 @@ _OPERATORS = {
 """Value of --checkpoint-keep-operators -> torch's operators."""
 
 
+def _list_operators(name: str) -> tuple[Any, ...]:
+    """Return torch's operators of a value of --checkpoint-keep-operators."""
+    if name != "attention":
+        return _OPERATORS[name]
+    # The import registers the kernel of --use-varlen-attention. Few runs need it.
+    import torch.nn.attention.varlen
+
+    return (*_OPERATORS[name], torch.ops.torch_attn._varlen_attn.default)
+
+
 @dataclass(frozen=True)
 class _KeptInput:
     """The residual stream as it is kept between the forward and the backward pass."""
@@ -67,7 +77,7 @@ class Recomputation:
             kept_operators: Keys of `_OPERATORS`. Their results are kept, and everything else is
                 computed again.
         """
-        self._kept = [operator for name in kept_operators for operator in _OPERATORS[name]]
+        self._kept = [operator for name in kept_operators for operator in _list_operators(name)]
         self._tp = tp
         # With sequence parallelism each rank has only its own slice already.
         self._partition = partition and tp.size > 1 and not tp.sequence_parallel

@@ -157,6 +157,8 @@ class ColumnParallelLinear(nn.Module):
         """
         super().__init__()
         self.tp = tp
+        self.fused_gradient = False
+        """Whether products add to the weight's gradient in fp32. See `weight_gradient.py`."""
         local = split_evenly(out_features, tp)
         self.weight = make_parameter(
             (local, in_features), ParameterSpec((out_features, in_features), init, shard_dim=0)
@@ -169,7 +171,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t]."""
-        (out,) = apply_entered_linears(x, [(self.weight, self.bias)], self.tp)
+        (out,) = apply_entered_linears(
+            x, [(self.weight, self.bias)], self.tp, fused=self.fused_gradient
+        )
         return out
 
 
@@ -273,6 +277,8 @@ class RowParallelLinear(nn.Module):
         """
         super().__init__()
         self.tp = tp
+        self.fused_gradient = False
+        """Whether products add to the weight's gradient in fp32. See `weight_gradient.py`."""
         local = split_evenly(in_features, tp)
         self.weight = make_parameter(
             (out_features, local), ParameterSpec((out_features, in_features), init, shard_dim=1)
@@ -284,12 +290,20 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism."""
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return self._multiply(x, self.bias)
         # Inside the sum, the bias would be added once for each rank.
-        y = leave_tensor_parallel(F.linear(x, self.weight), self.tp)
+        y = leave_tensor_parallel(self._multiply(x, None), self.tp)
         if self.bias is None:
             return y
         return y + self.bias
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's product [s, b, out]."""
+        if not self.fused_gradient:
+            return F.linear(x, self.weight, bias)
+        # The input is sharded already, so no communication belongs to this product.
+        (out,) = apply_entered_linears(x, [(self.weight, bias)], TensorParallel(), fused=True)
+        return out
 
 
 class VocabParallelEmbedding(nn.Module):

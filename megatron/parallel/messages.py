@@ -8,6 +8,7 @@ next one, before anything is done with a value of another kind.
 
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,23 @@ def gather_json_on_rank_0(mine: Any, group: dist.ProcessGroup | None) -> list[An
     Raises:
         TypeError: The value contains a type that JSON does not have.
         ValueError: The value contains a float that is not finite, or a message is not JSON text.
+        OutOfStepError: Ranks send from different functions. Every rank raises it.
     """
     text = json.dumps(mine, allow_nan=False).encode()
     if group is None:
         return [json.loads(text)]
-    # All tensors of a gather must have one shape, so each text is padded to the longest one.
-    longest = torch.tensor([len(text)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    # All tensors of a gather must have one shape, so each text is padded to the longest one. The
+    # same message compares the senders. If only rank 0 compared them, the others would not know why
+    # it ends. The maximum of negative numbers gives the minimum.
+    sender = zlib.crc32(_find_sender()[0].encode())
+    largest = torch.tensor([len(text), sender, -sender])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    longest, highest, lowest = largest.tolist()
+    if highest != -lowest:
+        # All ranks come here, and the senders differ. So this raises on all of them.
+        gather_json(None, group)
     # `json.loads` ignores spaces after the value.
-    padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
     if dist.get_rank(group) != 0:
         dist.gather(padded, group=group, group_dst=0)
         return None

@@ -24,6 +24,7 @@ PUBLISHED = Published(3, (LineageEntry(2, "ab", True), LineageEntry(3, "cd", Fal
         StageOutcome(StageResult()),
         StageOutcome(StageResult(written=WRITTEN)),
         StageOutcome(StageResult(published=PUBLISHED)),
+        StageOutcome(StageResult(written=WRITTEN, warning="rank 1 on host: slow")),
         StageOutcome(StageResult(), failure="rank 1 on host: no space"),
         StageOutcome(StageResult(), fatal="another run took the folder over"),
     ],

@@ -31,6 +31,7 @@ OTHER_ARITY = {
     "--profile": "no value in Megatron-LM, one in Microsoft's fork",
     "--profile-steps": "one text with two numbers",
     "--data-path": "one folder of fms-fsdp; one path or a mixture here",
+    "--attention-backend": "one value in Megatron-LM; one or more here",
     "--tracker": "one tracker of fms-fsdp; one or more here",
 }
 

@@ -15,6 +15,16 @@ from megatron.config.rules import ERRORS, WARNINGS, check_rules
 GUARDED = {"spike_guard": "rollback", "save": "run", "load": "run", "save_interval": 5}
 """A run whose spike guard may roll back."""
 
+VARLEN = {
+    "use_varlen_attention": True,
+    "reset_attention_mask": True,
+    "vocab_file": "v",
+    "merge_file": "m",
+    "bf16": True,
+    "attention_dropout": 0.0,
+}
+"""A run that computes the attention of all documents in one call."""
+
 FAILURES: list[tuple[dict[str, object], str]] = [
     ({"spike_guard": "rollback"}, "needs the same folder for --save and --load"),
     ({"spike_guard": "rollback", "save": "run", "load": "run"}, "give --save-interval"),
@@ -240,7 +250,46 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         },
         "is not possible with --recompute-attention-core",
     ),
+    (
+        {"gradient_accumulation_fusion": True},
+        "--gradient-accumulation-fusion needs --bf16 or --fp16",
+    ),
+    (
+        {"gradient_accumulation_fusion": True, "bf16": True, "use_torch_compile": True},
+        "--gradient-accumulation-fusion cannot be combined with --use-torch-compile",
+    ),
+    (
+        {"gradient_accumulation_fusion": True, "bf16": True, "deepspeed": True},
+        "--gradient-accumulation-fusion cannot be combined with --deepspeed",
+    ),
     ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
+    ({"attention_backend": ("flash", "flash")}, "--attention-backend flash flash names a kernel"),
+    ({"attention_backend": ()}, "--attention-backend  needs at least one kernel, or auto"),
+    ({"attention_backend": ("flash", "auto")}, "flash auto: with auto, PyTorch chooses"),
+    ({"attention_backend": ("unfused", "flash")}, "the kernels after it would never be used"),
+    (
+        {"use_torch_compile": True, "attention_backend": ("flash",)},
+        "--attention-backend flash cannot be combined with --use-torch-compile",
+    ),
+    (
+        {**VARLEN, "attention_backend": ("flash",)},
+        "--attention-backend flash cannot be combined with --use-varlen-attention",
+    ),
+    (
+        {**VARLEN, "reset_attention_mask": False},
+        "--use-varlen-attention needs --reset-attention-mask",
+    ),
+    ({**VARLEN, "bf16": False}, "--use-varlen-attention needs --bf16 or --fp16"),
+    (
+        {**VARLEN, "position_embedding_type": "alibi"},
+        "--use-varlen-attention cannot be combined with --position-embedding-type alibi",
+    ),
+    (
+        {**VARLEN, "attention_dropout": 0.1},
+        "--use-varlen-attention cannot be combined with --attention-dropout 0.1",
+    ),
+    ({**VARLEN, "kv_channels": 20}, "the width of a head is 20, but its kernel needs a multiple"),
+    ({**VARLEN, "kv_channels": 264}, "the width of a head is 264, but its kernel needs"),
     (
         {"curriculum_total_step": 9},
         "--curriculum-total-step 9 needs --curriculum-schedule-type",
@@ -307,6 +356,15 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
+    (
+        {
+            "gradient_accumulation_fusion": True,
+            "bf16": True,
+            "num_query_groups": 2,
+            "tensor_model_parallel_size": 4,
+        },
+        "--gradient-accumulation-fusion leaves out the projection to queries, keys and values",
+    ),
     (
         {"profile_ranks": (0, 3)},
         "--profile-ranks 0 3 has no effect without --profile-iterations or --memory-snapshot.",

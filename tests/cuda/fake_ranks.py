@@ -1,10 +1,15 @@
 """What the tests run in the process with the fake GPU. torch is imported only there."""
 
+import contextlib
+import gc
+import io
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from megatron.config.cli import load_config
 from megatron.dry_run.process import choose_microbatches
@@ -21,6 +26,8 @@ GPT = (
     "--hidden-dropout 0 --attention-dropout 0 "
 )
 """Flags of a small GPT-2: learned positions, LayerNorm, biases, tied embeddings."""
+OUT_OF_MEMORY = 2
+"""CUDA's number of this error."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,34 @@ def measure_peaks(flags: str, world_size: int, stages: Sequence[int]) -> list[in
         run_rank(plan, grid.get_rank(GridCoordinate(stage, 0, 0)), microbatches).step.peak_bytes
         for stage in stages
     ]
+
+
+def count_attention(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often the operators of attention ran."""
+    return {
+        name.partition(".")[0]: count
+        for name, count in count_operators(case).items()
+        if "varlen_attn" in name or "dot_product" in name or name.startswith("_safe_softmax")
+    }
+
+
+def count_operators(case: Case) -> dict[str, int]:
+    """Run the steps of a case. Return how often each of torch's operators ran on the GPU."""
+    from megatron.dry_run.fake_gpu import FakeGpu
+
+    counts: Counter[str] = Counter()
+    run = FakeGpu._run
+
+    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        counts[func.__name__] += 1
+        return run(self, func, types, args, kwargs)
+
+    FakeGpu._run = count  # type: ignore[method-assign]
+    try:
+        run_case(case)
+    finally:
+        FakeGpu._run = run  # type: ignore[method-assign]
+    return dict(counts)
 
 
 @contextmanager
@@ -146,6 +181,53 @@ def train(arguments: list[str]) -> StepTrace:
         gpu.start_step()
         pretrain(load_config(arguments))
         return gpu.end_step()
+
+
+def train_without_pinning(arguments: list[str]) -> tuple[StepTrace, str]:
+    """Train as `train` does, on a GPU that pins no memory. Return what it did, and its log."""
+    import torch
+
+    from megatron.dry_run.step import get_gpu
+
+    # `cudart` is the stand-in from here on.
+    get_gpu()
+    runtime = torch.cuda.cudart()
+    log = io.StringIO()
+    with (
+        mock.patch.object(runtime, "cudaHostRegister", return_value=OUT_OF_MEMORY),
+        contextlib.redirect_stdout(log),
+    ):
+        return train(arguments), log.getvalue()
+
+
+def pin_buffers() -> list[tuple[int, int, str | None]]:
+    """Return what is pinned after each of several divisions of a buffer, and after its end.
+
+    An entry has the bytes that were pinned until then, those that still are, and the refusal.
+    """
+    import torch
+
+    from megatron.checkpoint.host_buffer import HostBuffer
+    from megatron.dry_run.step import get_gpu
+
+    gpu = get_gpu()
+    # The buffers of earlier trainings in this process.
+    gc.collect()
+    buffer = HostBuffer()
+    found: list[tuple[int, int, str | None]] = []
+    with gpu:
+        gpu.start_step()
+
+        def record() -> None:
+            registered = sum(gpu.end_step().registered.values())
+            found.append((registered, gpu.count_pinned_bytes(), buffer.refusal))
+
+        for sizes in ((1, 25, 0, 65), (65, 25, 1), (1, 25, 0, 65, 1000)):
+            buffer.divide({str(size): torch.empty(size, device="cuda") for size in sizes})
+            record()
+        buffer = HostBuffer()
+        record()
+    return found
 
 
 def evaluate(case: Case) -> tuple[float, list[list[float]], StepTrace, StepTrace]:

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, check_replicas, evaluate, train
+from cuda.fake_ranks import (
+    Case,
+    check_replicas,
+    evaluate,
+    pin_buffers,
+    train,
+    train_without_pinning,
+)
 from cuda.test_steps import BF16
 
 from megatron.dry_run.process import call_in_pool, open_pool
@@ -16,7 +23,7 @@ from megatron.dry_run.record import StepTrace
 def make_arguments(corpus: str, folder: Path, *flags: str) -> list[str]:
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16"
     length = "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --vocab-size 5000"
-    often = "--train-iters 4 --log-interval 1 --save-interval 2 --eval-iters 1 --eval-interval 2"
+    often = "--train-iters 6 --log-interval 1 --save-interval 2 --eval-iters 1 --eval-interval 2"
     return [
         *f"{shape} {length} {often} --split 90,10,0".split(),
         *("--data-path", corpus, "--save", str(folder)),
@@ -67,10 +74,43 @@ def test_a_training_saves_loads_and_evaluates(on_fake_gpu: Call, corpus, tmp_pat
         if each.direction == "to the GPU" and each.line.startswith("checkpoint/")
     }
     assert sum(each.size * count for each, count in loaded.items()) == STATE_BYTES
-    # An asynchronous save copies to pinned memory, and only its thread waits.
-    assert sum_copies(second, "checkpoint/tensor_file.py", blocking=True) == 0
-    assert sum_copies(second, "checkpoint/shard_file.py", blocking=False) == STATE_BYTES
-    assert count_waits(second, "checkpoint/shard_file.py") == 1
+    # Two asynchronous saves copy to pinned memory, and only their threads wait.
+    assert sum_copies(second, "checkpoint/", blocking=True) == 0
+    assert sum_copies(second, "checkpoint/shard_file.py", blocking=False) == 2 * STATE_BYTES
+    assert count_waits(second, "checkpoint/shard_file.py") == 2
+    # Both use the same memory. Each shard has a multiple of 64 bytes, so no byte is added.
+    assert list(second.registered.values()) == [STATE_BYTES]
+
+
+def test_a_gpu_that_does_not_pin_memory_gets_the_same_checkpoint(
+    on_fake_gpu: Call, corpus, tmp_path
+):
+    arguments = make_arguments(corpus, tmp_path, "--async-save", "--exit-interval", "4")
+    step, log = on_fake_gpu(train_without_pinning, arguments)
+    assert (tmp_path / "latest").read_text().strip() == "global_step4"
+    assert step.registered == {}
+    # The rest is one number, of the check that the weights are finite.
+    assert sum_copies(step, "checkpoint/", blocking=False) == 0
+    assert sum_copies(step, "checkpoint/shard_file.py", blocking=True) == 2 * STATE_BYTES
+    # One line for both saves.
+    lines = [line for line in log.splitlines() if "not pinned" in line]
+    assert len(lines) == 1, log
+    assert "warning: rank 0 on " in lines[0]
+    assert "(out of memory)" in lines[0]
+
+
+def test_pinned_memory_has_the_size_of_the_shards_and_grows_with_them(on_fake_gpu: Call):
+    first, again, larger, dropped = on_fake_gpu(pin_buffers)
+    # The shards have 4, 100, 0 and 260 bytes. Each begins at a multiple of 64 bytes.
+    small = 64 + 128 + 0 + 320
+    assert first == (small, small, None)
+    # Fewer shards use the same memory.
+    assert again == (small, small, None)
+    # More shards get new memory, and the old memory is no longer pinned.
+    large = small + 4032
+    assert larger == (small + large, large, None)
+    # A buffer that is dropped leaves nothing pinned.
+    assert dropped == (small + large, 0, None)
 
 
 @pytest.mark.full

@@ -5,16 +5,22 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, run_case
+from cuda.fake_ranks import Case, count_attention, count_operators, run_case
 from cuda.formulas import Layout, Messages, predict
 
 from megatron.dry_run.record import RankReport
+from megatron.errors import TrainingError
 
 BF16 = "--bf16 "
 LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
     "--no-add-bias-linear --untie-embeddings-and-output-weights "
 )
+VARLEN = (
+    "--reset-attention-mask --use-varlen-attention --global-batch-size 8 "
+    "--vocab-file vocab.json --merge-file merges.txt "
+)
+"""Flags for documents. A plan with the size of the vocabulary does not read the two files."""
 FORMULAS = {
     "one GPU": (Case(BF16 + "--global-batch-size 8"), Layout(m=4)),
     "TP": (
@@ -107,6 +113,28 @@ OTHERS = {
     "rotary, documents, fp32": Case(
         LLAMA + "--global-batch-size 4 --log-num-zeros-in-grad", documents=True
     ),
+    "varlen attention, GQA, SP, recomputed": Case(
+        BF16 + LLAMA + "--num-query-groups 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--checkpoint-activations --checkpoint-keep-operators attention " + VARLEN,
+        2,
+        1,
+        documents=True,
+    ),
+    "varlen attention, fp16, sliding window, ZeRO 2": Case(
+        "--fp16 --zero-stage 2 --sliding-window 8 --full-attention-layers 1::2 "
+        "--recompute-attention-core " + VARLEN,
+        2,
+        documents=True,
+    ),
+    "varlen attention, 1F1B": Case(
+        BF16 + "--num-layers 4 --pipeline-model-parallel-size 2 " + VARLEN, 2, 1, documents=True
+    ),
+    "fused gradients, 1F1B, fp16": Case(
+        "--fp16 --num-layers 4 --pipeline-model-parallel-size 2 --gradient-accumulation-fusion "
+        "--global-batch-size 16",
+        4,
+        3,
+    ),
     "input kept in host memory": Case(
         "--fp16 --tensor-model-parallel-size 2 --checkpoint-activations --partition-activations "
         "--checkpoint-in-cpu --hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 4",
@@ -147,7 +175,104 @@ def test_messages_are_those_of_the_formula_and_the_host_waits_once(name, on_fake
     check_waits(report)
 
 
+@pytest.mark.parametrize("name", ["one GPU", "1F1B, stage 1"])
+def test_only_token_ids_and_labels_are_copied_to_the_gpu(name, on_fake_gpu: Call):
+    case, layout = FORMULAS[name]
+    copies = on_fake_gpu(run_case, case).step.copies
+    # int64[b, s] with b = 2 and s = 32, for the ids and for the labels of each microbatch.
+    assert {
+        (each.size, each.blocking): count
+        for each, count in copies.items()
+        if each.direction == "to the GPU"
+    } == {(8 * 2 * 32, False): 2 * layout.m}
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_host_waits_once_a_step(name, on_fake_gpu: Call):
     # The first step builds the tables of positions.
     check_waits(on_fake_gpu(run_case, replace(OTHERS[name], steps=2)))
+
+
+def test_one_kernel_computes_the_attention_of_all_documents(on_fake_gpu: Call):
+    """Each layer calls it once a microbatch, and once more if its core is computed again."""
+    kept = OTHERS["varlen attention, GQA, SP, recomputed"]
+    # 4 microbatches of 2 layers. Their results are kept, although the layers are recomputed.
+    assert on_fake_gpu(count_attention, kept) == {"_varlen_attn": 8, "_varlen_attn_backward": 8}
+    again = OTHERS["varlen attention, fp16, sliding window, ZeRO 2"]
+    # 2 microbatches of 2 layers.
+    counts = on_fake_gpu(count_attention, again)
+    assert (counts["_varlen_attn"], counts["_varlen_attn_backward"]) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("backends", "flags", "kernel"),
+    [
+        ("auto", BF16, "flash"),
+        ("fused flash efficient unfused", BF16, "cudnn"),
+        ("efficient flash", BF16, "efficient"),
+        ("flash fused", BF16 + "--position-embedding-type alibi", "cudnn"),
+        ("fused efficient", "", "efficient"),
+    ],
+)
+def test_attention_takes_the_first_possible_kernel(
+    backends: str, flags: str, kernel: str, on_fake_gpu: Call
+):
+    name = f"_scaled_dot_product_{kernel}_attention"
+    case = Case(
+        f"{flags} --attention-backend {backends} --checkpoint-activations --global-batch-size 2"
+    )
+    # The start tries a choice that may be impossible.
+    tried = backends != "auto" and "unfused" not in backends
+    # Each of the two layers computes its attention again.
+    assert on_fake_gpu(count_attention, case) == {name: 4 + tried, f"{name}_backward": 2}
+    check_waits(on_fake_gpu(run_case, replace(case, steps=2)))
+
+
+def test_attention_without_fusion(on_fake_gpu: Call):
+    case = Case("--bf16 --attention-backend unfused --global-batch-size 2")
+    assert set(on_fake_gpu(count_attention, case)) == {"_safe_softmax"}
+
+
+def test_an_impossible_kernel_is_refused_at_the_start(on_fake_gpu: Call):
+    case = Case("--attention-backend flash --global-batch-size 2")
+    with pytest.raises(TrainingError, match=r"--attention-backend flash: none of these kernels"):
+        on_fake_gpu(run_case, case)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "microbatches"),
+    [
+        ("", 1, 4),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations", 2, 4),
+        # A backward pass of these sends its gradients away, so each begins with new ones.
+        ("--zero-stage 2", 2, 1),
+        ("--zero-stage 3 --checkpoint-activations", 2, 1),
+    ],
+    ids=["one GPU", "SP, recomputed", "ZeRO 2", "ZeRO 3, recomputed"],
+)
+def test_products_add_to_the_gradients(
+    flags: str, world_size: int, microbatches: int, on_fake_gpu: Call
+):
+    """Each weight's first product makes its gradient, and the others add to it."""
+    case = Case(
+        f"{BF16}{LLAMA}{flags} --gradient-accumulation-fusion --global-batch-size 8", world_size, 0
+    )
+    counts = on_fake_gpu(count_operators, case)
+    # Queries, output, gate, up and down of two layers.
+    weights = 2 * 5
+    steps = 8 // 2 // (world_size if "zero" in flags else 1)
+    passes = steps // microbatches
+    # The output matrix has one product with a result in fp32 for each microbatch.
+    assert counts["mm.dtype"] == weights * passes + steps
+    assert counts.get("addmm.dtype_out", 0) == weights * (steps - passes)
+    check_waits(on_fake_gpu(run_case, replace(case, steps=2)))
+
+
+def test_fused_gradients_need_no_more_memory(on_fake_gpu: Call):
+    flags = BF16 + LLAMA + "--global-batch-size 8 --hidden-size 512 --gradient-accumulation-fusion "
+    plain, fused = (
+        on_fake_gpu(run_case, Case(flags + more, steps=2))
+        for more in ("--no-gradient-accumulation-fusion", "")
+    )
+    assert fused.step.peak_bytes <= plain.step.peak_bytes
+    assert fused.step.peak["gradients"] == plain.step.peak["gradients"]

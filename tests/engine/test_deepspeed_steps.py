@@ -303,6 +303,52 @@ def test_a_refusal_by_deepspeed_names_its_json(
     assert "loud" in str(outcome.error)
 
 
+def pretrain_and_count_waits(argv: list[str]) -> int:
+    """Train, and return how often DeepSpeed's timers wait for the device."""
+    import deepspeed.utils.timer
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    waits: list[str] = []
+
+    def synchronize(device: int | None = None) -> None:
+        caller = sys._getframe(1).f_code.co_filename
+        if caller == deepspeed.utils.timer.__file__:
+            waits.append(caller)
+
+    with mock.patch.object(accelerator, "synchronize", synchronize):
+        pretrain(argv)
+    return len(waits)
+
+
+def test_the_throughput_timer_does_not_wait_for_the_device(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    """The timer starts after two steps. It then waits twice in each microbatch if it is on.
+
+    DeepSpeed's pipeline starts the timer and never stops it, so it never waits there.
+    """
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"timers": {"throughput": {"enabled": true}}}')
+    ranks, flags = LAYOUTS["one process"]
+    waits = []
+    for name, config in (("off", ""), ("on", f"--deepspeed_config {path}")):
+        argv = command(
+            tmp_path / name,
+            corpus,
+            "gpt2",
+            "ramp",
+            NO_DROPOUT,
+            flags,
+            f"--deepspeed --exit-interval 6 {config}",
+        )
+        outcomes = pool.run(ranks, pretrain_and_count_waits, argv)
+        succeed(outcomes)
+        waits.append(outcomes[0].value)
+    # Steps 3 to 6 have 1, 1, 2 and 2 microbatches of 4 samples.
+    assert waits == [0, 2 * (1 + 1 + 2 + 2)]
+
+
 def pretrain_in_own_folder(argv: list[str], folder: str) -> None:
     """Train in a folder of this rank, as on hosts that do not share a disk."""
     here = Path.cwd()

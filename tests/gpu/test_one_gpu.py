@@ -12,9 +12,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.observe.metrics import read_metrics
 
@@ -62,6 +64,18 @@ IN_16_BITS = {
     "llama-bf16": f"{LLAMA} --bf16",
     "bloom-bf16": f"{BLOOM} --bf16",
     "documents-bf16": f"{LLAMA} --bf16 {DOCUMENTS}",
+    "varlen-bf16": f"{LLAMA} --bf16 {DOCUMENTS} --use-varlen-attention",
+    "varlen-fp16": f"--fp16 --initial-loss-scale 4096 {DOCUMENTS} --use-varlen-attention "
+    "--sliding-window 32 --full-attention-layers 1::2 --recompute-attention-core",
+    "flash-bf16": f"{LLAMA} --bf16 --attention-backend flash",
+    # A CPU has neither of these two kernels, and takes the last one.
+    "fused-bf16": f"{LLAMA} --bf16 --attention-backend fused unfused",
+    "efficient-bf16": f"{BLOOM} --bf16 --recompute-attention-core "
+    "--attention-backend efficient unfused",
+    "fusion-bf16": f"{LLAMA} --bf16 --micro-batch-size 1 --gradient-accumulation-fusion "
+    "--checkpoint-activations",
+    "fusion-fp16": "--fp16 --initial-loss-scale 4096 --micro-batch-size 1 "
+    "--gradient-accumulation-fusion",
     "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
     "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
 }
@@ -208,6 +222,89 @@ def test_recomputation_repeats_the_dropout(runs: dict[tuple[str, str], Run]) -> 
     worst = measure_worst(runs["dropout-recomputed", "gpu"], runs["dropout", "gpu"])
     report("recomputed dropout", worst)
     assert max(worst) == 0
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Records the names of torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("names", "operator"),
+    [
+        (("flash", "fused"), "_scaled_dot_product_flash_attention"),
+        (("fused", "flash"), "_scaled_dot_product_cudnn_attention"),
+        (("efficient", "flash", "fused", "unfused"), "_scaled_dot_product_efficient_attention"),
+        (("unfused",), "_safe_softmax"),
+    ],
+)
+def test_attention_takes_the_first_kernel_of_the_order(
+    names: tuple[str, ...], operator: str
+) -> None:
+    from megatron.model.attention_kernels import use_attention_kernels
+
+    query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with OperatorRecorder() as recorder, use_attention_kernels(names):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    report(f"attention {' '.join(names)}", ", ".join(recorder.names))
+    assert operator in recorder.names
+
+
+def test_varlen_attention_equals_its_reference() -> None:
+    from megatron.model import packed_attention
+    from megatron.model.packed_attention import attend_packed, pack_documents
+
+    bounds = ((0, 1, 2, 100, 128), (0, 128), (0, 127, 128))
+    results = []
+    for kernel in (packed_attention._load_kernel(), packed_attention.attend_one_by_one):
+        generator = torch.Generator().manual_seed(3)
+        leaves = [
+            torch.randn(3, heads, 128, 64, generator=generator)
+            .to("cuda", torch.bfloat16)
+            .requires_grad_()
+            for heads in (4, 2, 2)
+        ]
+        documents = pack_documents(bounds, leaves[0].device)
+        with mock.patch.object(packed_attention, "_load_kernel", return_value=kernel):
+            full = attend_packed(leaves[0], leaves[1], leaves[2], documents, None)
+            windowed = attend_packed(leaves[0], leaves[1], leaves[2], documents, 16)
+        (full + windowed).float().square().sum().backward()
+        results.append([full.detach(), windowed.detach(), *(leaf.grad for leaf in leaves)])
+    worst = 0.0
+    for found, expected in zip(*results, strict=True):
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        worst = max(worst, error.item())
+    report("varlen attention", f"relative error {worst:.1e}")
+    assert worst < BOUND_16_BITS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
+    from megatron.parallel.weight_gradient import add_to_gradient
+
+    weight = torch.nn.Parameter(torch.zeros(128, 256, device="cuda", dtype=dtype))
+    weight.grad_dtype = torch.float32
+    exact = torch.zeros(128, 256, dtype=torch.float64)
+    rounded = torch.zeros(128, 256)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(512, 128, generator=generator).to(dtype)
+        states = torch.randn(512, 256, generator=generator).to(dtype)
+        add_to_gradient(weight, rows.cuda().t(), states.cuda())
+        product = rows.double().t() @ states.double()
+        exact += product
+        rounded += product.to(dtype).float()
+    assert weight.grad is not None
+    found = ((weight.grad.cpu() - exact).norm() / exact.norm()).item()
+    report(f"fused gradient in {dtype}", f"relative error {found:.1e}")
+    assert found < ((rounded - exact).norm() / exact.norm()).item() / 10
 
 
 def test_a_trace_has_kernels(corpus: str, tmp_path: Path) -> None:

@@ -77,18 +77,21 @@ def gather_values(values: list) -> tuple[list, list[str]]:
         return gather_json(values[dist.get_rank()], dist.group.WORLD), found
 
 
-def leave_out_a_message(victim: int) -> dict[int, list[str]]:
-    """Exchange two messages, of which one rank leaves out the first."""
+def leave_out_a_message(victim: int, function: str) -> dict[int, list[str]]:
+    """Exchange two messages by a function of `messages`, of which one rank leaves out the first."""
     import torch.distributed as dist
 
-    from megatron.parallel.messages import OutOfStepError, gather_json
+    from megatron.parallel import messages
+    from megatron.parallel.messages import OutOfStepError
     from megatron.parallel.rendezvous import start_process_group
 
+    send = getattr(messages, function)
+
     def send_first() -> None:
-        gather_json({"first": 1}, dist.group.WORLD)
+        send({"first": 1}, dist.group.WORLD)
 
     def send_second() -> None:
-        gather_json(["second"], dist.group.WORLD)
+        send(["second"], dist.group.WORLD)
 
     start_process_group("gloo", 1)
     try:
@@ -182,9 +185,12 @@ def test_a_run_unpickles_nothing(
         assert "seed: 1234 and 7" in error
 
 
+@pytest.mark.parametrize("function", ["gather_json", "gather_json_on_rank_0"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_leaves_out_a_message_is_found(victim: int, pool: ProcessPool) -> None:
-    outcomes = pool.run(3, leave_out_a_message, victim)
+def test_rank_that_leaves_out_a_message_is_found(
+    victim: int, function: str, pool: ProcessPool
+) -> None:
+    outcomes = pool.run(3, leave_out_a_message, victim, function)
     succeed(outcomes)
     names = ["rank 0 on a", "rank 1 on b", "rank 2 on c"]
     for outcome in outcomes:

@@ -148,10 +148,13 @@ def test_states_of_the_advice() -> None:
 def test_the_13b_with_fsdp_instead_of_hsdp() -> None:
     """The sentence below the first table has the numbers and the advice of the planner."""
     flags = "--seq-length 4096 --micro-batch-size 2 --sharding-strategy fsdp"
-    plan = plan_run("13B", 64, flags, "1/3")
+    plan = plan_run("13B", 64, flags)
     seconds, _ = format_seconds(plan, "fsdp")
+    recomputed = plan_run("13B", 64, flags, "1/3")
     text = " ".join(PAGE.read_text().split())
-    assert f"takes {predict_peak(plan) / 1e9:.1f} GB on 64 GPUs, and {seconds} s" in text
+    assert f"then takes {predict_peak(plan) / 1e9:.1f} GB, and {seconds} s" in text
+    assert f"recomputed, it takes {predict_peak(recomputed) / 1e9:.1f} GB" in text
+    assert 0.9 < predict_peak(plan) / A100.memory_bytes < 0.92
     recommended = choose_strategy(
         estimate_strategies(plan, A100), estimate_compute_seconds(plan, A100)
     )

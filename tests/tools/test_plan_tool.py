@@ -649,6 +649,14 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert "a failure every 3,692 hours" in capsys.readouterr().out
 
 
+def test_deepspeed_is_predicted_with_the_stage_that_it_runs(capsys):
+    """It runs stage 0 as stage 1, which shards the optimizer."""
+    flags = ["--world-size", "4", "--bf16", "--deepspeed", *SMALL, "--zero-stage"]
+    none, first = (as_json(capsys, *flags, stage) for stage in "01")
+    assert none["cost"]["memory_bytes_by_kind"] == first["cost"]["memory_bytes_by_kind"]
+    assert none["memory_bytes"]["model"] == first["memory_bytes"]["model"]
+
+
 def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
     assert plan.main(["--world-size", "1", *SMALL]) == 0
     assert "predicted step" in capsys.readouterr().out

@@ -38,6 +38,42 @@ def test_grid_trains_like_one_process(
     assert curve(plain) != pytest.approx(curve(single), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--micro-batch-size 1", 1),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations", 2),
+        (
+            "--micro-batch-size 1 --pipeline-model-parallel-size 2 --recompute-attention-core "
+            "--zero-stage 2",
+            4,
+        ),
+        pytest.param("--micro-batch-size 1 --deepspeed --zero-stage 1", 2, marks=pytest.mark.full),
+    ],
+    ids=["alone", "TP", "pipeline", "DeepSpeed"],
+)
+def test_one_call_for_all_documents_trains_like_one_call_each(
+    flags: str, ranks: int, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    """On a CPU both compute each document by the same kernel, so not one bit differs.
+
+    With several samples and heads, the results are in another memory order. The projection after
+    the attention then adds up its gradient in another order.
+    """
+    parts = (
+        f"{FLAGS} --bf16 --num-layers 2 --position-embedding-type rotary "
+        "--curriculum-schedule-type fixed_linear --curriculum-min-difficulty 64 "
+        "--curriculum-max-difficulty 128 --curriculum-total-step 3 --curriculum-difficulty-step 8 "
+        "--train-tokens 2300 --lr-decay-tokens 2300"
+    )
+    each, packed = (Runner(pool, corpus, tmp_path / name) for name in ("each", "packed"))
+    each(f"{parts} {flags}", ranks)
+    log = packed(f"{parts} {flags} --use-varlen-attention", ranks)
+    assert "a CPU has no kernel for all documents" in log
+    assert len(curve(packed)) > 3
+    assert curve(packed) == curve(each)
+
+
 def test_data_without_end_of_document_tokens_is_refused(
     pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,129 @@
+"""The choice between the attention kernels of PyTorch's scaled_dot_product_attention (SDPA).
+
+SDPA has several kernels, and each of them computes only some inputs. Without a choice, PyTorch
+takes the first possible one in an order of its own, which differs between GPUs and versions.
+
+s: sequence, g: query groups, n: heads, d: head width, t: tensor-parallel size.
+"""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.errors import ConfigError
+from megatron.model.shape import ModelShape
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "fused": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "unfused": SDPBackend.MATH,
+}
+"""Value of --attention-backend -> torch's name. "auto" has none."""
+_REFUSALS = ("No available kernel", "No viable backend")
+"""Parts of torch's errors if none of the chosen kernels can compute an input."""
+
+
+def use_attention_kernels(names: Sequence[str]) -> AbstractContextManager[Any]:
+    """Return a context in which SDPA uses only these kernels, the first of them that it can use.
+
+    The choice is global. So the context has to be around each call, in a recomputation too.
+
+    Args:
+        names: Keys of `_BACKENDS`. Without any, the choice is PyTorch's.
+    """
+    if not names:
+        return nullcontext()
+    return sdpa_kernel([_BACKENDS[name] for name in names], set_priority=True)
+
+
+def require_attention_kernels(
+    names: Sequence[str],
+    shape: ModelShape,
+    *,
+    tensor_parallel_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Check that SDPA has a kernel among these for each layer, by a call with its sizes.
+
+    Args:
+        names: Keys of `_BACKENDS`. Without any, there is nothing to check.
+        shape: Sizes of the model.
+        tensor_parallel_size: t.
+        dtype: The dtype of queries and keys.
+        device: Where the model computes.
+
+    Raises:
+        ConfigError: There is none. The message has the reasons that torch gives.
+    """
+    # Unfused attention takes every input, and would need the most memory here.
+    if not names or "unfused" in names:
+        return
+    config = shape.config
+    length = config.seq_length
+    # The heads of a rank that share a key. Other groups make no difference.
+    heads = config.num_attention_heads // max(shape.query_groups, tensor_parallel_size)
+    windows = {shape.describe_layer(layer).window for layer in range(config.num_layers)}
+    # Layers differ only in whether they need a bias.
+    for biased in sorted({_needs_bias(shape, window) for window in windows}):
+        query, key, value = (
+            torch.zeros((1, n, length, shape.head_dim), dtype=dtype, device=device)
+            for n in (heads, 1, 1)
+        )
+        # Some kernels have no backward pass on some GPUs.
+        query.requires_grad_()
+        bias = None
+        if biased:
+            bias = torch.zeros((1, 1, length, length), dtype=dtype, device=device)
+        with use_attention_kernels(names), warnings.catch_warnings(record=True) as reasons:
+            warnings.simplefilter("always")
+            try:
+                F.scaled_dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    attn_mask=bias,
+                    dropout_p=config.attention_dropout,
+                    is_causal=bias is None,
+                    enable_gqa=heads > 1,
+                )
+            except RuntimeError as failure:
+                if not any(text in str(failure) for text in _REFUSALS):
+                    raise
+                raise ConfigError(
+                    _describe_refusal(names, shape, biased, dtype, device, reasons)
+                ) from failure
+
+
+def _needs_bias(shape: ModelShape, window: int | None) -> bool:
+    """Return whether the layers with this window add a bias to their logits."""
+    config = shape.config
+    shortened = window is not None and window < config.seq_length
+    return shortened or config.position_embedding_type == "alibi"
+
+
+def _describe_refusal(
+    names: Sequence[str],
+    shape: ModelShape,
+    biased: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    reasons: Sequence[warnings.WarningMessage],
+) -> str:
+    """Return the message for kernels that cannot compute a layer."""
+    bias = "a bias (ALiBi or a sliding window)" if biased else "no bias"
+    # torch ends each reason with the place in its source.
+    given = [str(reason.message).partition(" (Triggered internally")[0] for reason in reasons]
+    why = " ".join(dict.fromkeys(given)) or "this PyTorch has none of them for this device."
+    return (
+        f"--attention-backend {' '.join(names)}: none of these kernels computes attention on "
+        f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {shape.head_dim}, "
+        f"{bias} and --attention-dropout {shape.config.attention_dropout}. PyTorch's reasons: "
+        f"{why} Add unfused at the end, which computes all layers, or leave the flag out"
+    )

@@ -1,0 +1,43 @@
+"""Weight gradients that matrix products add up in fp32, without rounding to 16 bits in between.
+
+A weight in 16 bits gets its gradient from a product of two 16-bit matrices. Autograd rounds each
+microbatch's product to 16 bits before it adds it to the fp32 gradient. The product is added up in
+fp32 in any case, so here it goes straight to the gradient. Megatron-LM calls this gradient
+accumulation fusion.
+
+The invariant: `weight.grad` is what autograd would make of the same product, but for the rounding.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _has_fp32_results(a: Tensor) -> bool:
+    """Return whether the device multiplies matrices in 16 bits with a result in fp32."""
+    return a.is_cuda
+
+
+def multiply_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two 16-bit matrices [m, k] and [k, n] in fp32, [m, n]."""
+    if _has_fp32_results(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    # A CPU has no such product. It multiplies fp32 copies, so each term is exact here too.
+    return a.float() @ b.float()
+
+
+def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of two 16-bit matrices to the fp32 gradient of a weight.
+
+    Args:
+        weight: [m, n], a leaf in 16 bits whose `grad_dtype` is fp32.
+        a: [m, k].
+        b: [k, n].
+    """
+    if weight.grad is None:
+        # The memory needs no zeros first.
+        weight.grad = multiply_in_fp32(a, b)
+    elif _has_fp32_results(a):
+        # The product reads and writes the gradient, so there is no second fp32 matrix.
+        torch.addmm(weight.grad, a, b, out_dtype=torch.float32, out=weight.grad)
+    else:
+        weight.grad.addmm_(a.float(), b.float())

@@ -1,0 +1,111 @@
+"""Test the buffer that an asynchronous save copies to. `tests/cuda/` tests that it is pinned."""
+
+import errno
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import host_buffer
+from megatron.checkpoint.host_buffer import HostBuffer
+from megatron.checkpoint.save import CheckpointContents, Saver
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.parallel.shard import TensorShard
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the bytes of each allocation of a buffer."""
+    sizes: list[int] = []
+    original = mmap.mmap
+
+    def allocate(number: int, size: int, **options: int) -> mmap.mmap:
+        sizes.append(size)
+        return original(number, size, **options)
+
+    monkeypatch.setattr(host_buffer.mmap, "mmap", allocate)
+    return sizes
+
+
+def make_tensors(*sizes: int) -> dict[str, torch.Tensor]:
+    return {str(number): torch.randn(size) for number, size in enumerate(sizes)}
+
+
+def make_shards() -> list[TensorShard]:
+    """Return shards of odd sizes. One is a number, and one is empty."""
+    torch.manual_seed(1)
+    shapes = [(3, 5), (), (17,), (0, 4), (64, 33), (1, 1, 7)]
+    return [
+        TensorShard(
+            "weight", f"w{number}", shape, (0,) * len(shape), torch.randn(shape), owner=True
+        )
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def test_each_part_begins_at_a_multiple_of_64_bytes(allocated: list[int]) -> None:
+    tensors = make_tensors(1, 25, 0, 16, 65)
+    tensors["1"] = tensors["1"].view(5, 5)
+    tensors["last"] = torch.ones((), dtype=torch.bfloat16)
+    parts = HostBuffer().divide(tensors)
+    # 4, 100, 0, 64, 260 and 2 bytes.
+    begins = [0, 64, 192, 192, 256, 576]
+    base = parts["0"].data_ptr()
+    assert [part.data_ptr() - base for part in parts.values() if part.numel()] == [
+        begin for begin, part in zip(begins, parts.values(), strict=True) if part.numel()
+    ]
+    assert base % mmap.PAGESIZE == 0
+    assert allocated == [576 + 64]
+    for key, part in parts.items():
+        assert part.shape == tensors[key].shape
+        assert part.dtype == tensors[key].dtype
+        part.copy_(tensors[key])
+    assert all(torch.equal(part, tensors[key]) for key, part in parts.items())
+
+
+def test_the_memory_is_used_again_until_it_is_too_small(allocated: list[int]) -> None:
+    buffer = HostBuffer()
+    first = buffer.divide(make_tensors(100, 50))["0"].data_ptr()
+    assert buffer.divide(make_tensors(50, 100))["0"].data_ptr() == first
+    assert buffer.divide(make_tensors(10))["0"].data_ptr() == first
+    assert allocated == [448 + 256]
+    parts = buffer.divide(make_tensors(100, 50, 1))
+    assert allocated == [448 + 256, 448 + 256 + 64]
+    assert [part.numel() for part in parts.values()] == [100, 50, 1]
+
+
+def test_nothing_is_allocated_for_a_rank_without_shards(allocated: list[int]) -> None:
+    assert HostBuffer().divide({}) == {}
+    assert allocated == []
+
+
+def test_an_asynchronous_save_writes_the_same_bytes(tmp_path: Path) -> None:
+    files = []
+    for asynchronous in (False, True):
+        root = tmp_path / str(asynchronous)
+        root.mkdir()
+        saver = Saver(root, CheckpointConfig(async_save=asynchronous))
+        saver.begin(CheckpointContents(1, None, {}, ""), make_shards())
+        saver.complete()
+        files.append((root / "global_step1" / "rank_00000.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_too_little_memory_fails_the_save_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(number: int, size: int, **options: int) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    messages: list[str] = []
+    saver = Saver(tmp_path, CheckpointConfig(async_save=True), say=messages.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(host_buffer.mmap, "mmap", refuse)
+        saver.begin(CheckpointContents(1, None, {}, ""), make_shards())
+        saver.complete()
+    assert saver.saved_iteration is None
+    assert "not enough memory of the host" in messages[0]
+    saver.begin(CheckpointContents(1, None, {}, ""), make_shards())
+    saver.complete()
+    assert saver.saved_iteration == 1
