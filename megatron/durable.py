@@ -5,6 +5,7 @@ is atomic. It is durable when the folder has been synced.
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ def replace_file_by(
     Raises:
         OSError: If the file cannot be written.
     """
+    # A rename would replace a device such as /dev/null by a file.
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
     temporary = path.with_name(path.name + ".new")
     try:
         # This syncs the bytes before the rename. In the other order, a power failure could leave an

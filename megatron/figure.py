@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.durable import replace_file_by
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,4 +42,5 @@ def save_figure(figure: "Figure", path: Path) -> None:
             f"{path}: the format {format!r} is not known; use one of {', '.join(sorted(known))}."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format=format)
+    # A full disk must not leave a part of a picture, or destroy the last one.
+    replace_file_by(path, lambda file: figure.savefig(file, dpi=120, format=format))

@@ -3,13 +3,18 @@
 Nothing here looks at a device. docs/planner.md has the errors of the predictions.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal, cast
 
+from megatron.config.tree import Config
 from megatron.cost.hardware import Hardware
 from megatron.cost.layout import TRAINER, RankLayout, Recompute, Software
+from megatron.cost.search import SearchSpace
 from megatron.cost.step import StepJob, StepPrediction
 from megatron.plan import Plan
+from megatron.tokenizer import compute_padded_vocab_size
 
 
 def get_recomputed_share(plan: Plan) -> Fraction:
@@ -19,9 +24,10 @@ def get_recomputed_share(plan: Plan) -> Fraction:
     rest of the plan can be reported.
     """
     try:
-        return plan.config.recompute.recomputed_part
+        share = plan.config.recompute.recomputed_part
     except (ValueError, ZeroDivisionError):
         return Fraction(1)
+    return min(max(share, Fraction(0)), Fraction(1))
 
 
 def describe_software(plan: Plan) -> Software:
@@ -93,3 +99,100 @@ def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
     """Return whether the plan has no errors, and the hardware a peak for its precision."""
     known = describe_software(plan).half or hardware.fp32_tflops is not None
     return not plan.errors and known
+
+
+def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
+    """Return the layouts of the plan's model, batch and number of devices."""
+    tokenizer = plan.config.tokenizer
+
+    def pad(tensor: int) -> int:
+        return compute_padded_vocab_size(
+            plan.vocab_size,
+            tokenizer.make_vocab_size_divisible_by,
+            tensor,
+            tokenizer.pad_vocab_size_to,
+        )
+
+    deepspeed = plan.config.parallel.deepspeed
+    return SearchSpace(
+        plan.shape,
+        plan.batch_size.final,
+        plan.world_size,
+        hardware,
+        describe_software(plan),
+        # DeepSpeed has neither of them (`megatron/engine/support.py`).
+        virtual=1 if deepspeed else None,
+        hsdp=False if deepspeed else None,
+        pad=pad,
+        accepts=build_layout_rules(plan),
+    )
+
+
+def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
+    """Return a function that says whether the trainer accepts a layout of the plan's model.
+
+    The layout must divide the model and the final batch.
+    """
+    # See `check_batch_sizes`. A plan without errors has sizes that do not fit its own ranks only
+    # before its position, and these do not matter.
+    own = plan.config.batch.micro_batch_size * plan.data_parallel_size
+    sizes = [
+        size
+        for size in plan.batch_size.iterate_upcoming(0, 0, plan.config.model.seq_length)
+        if size % own == 0
+    ]
+    # See `check_tensor_parallel` and `check_muon`.
+    whole_groups = plan.config.model.qk_norm == "full" or plan.config.optimizer.optimizer == "muon"
+
+    def accepts(layout: RankLayout) -> bool:
+        if any(size % (layout.data * layout.micro_batch) for size in sizes):
+            return False
+        return not whole_groups or plan.shape.query_groups >= layout.tensor
+
+    return accepts
+
+
+def change_layout(config: Config, layout: RankLayout) -> Config:
+    """Return the configuration with the flags that choose a layout.
+
+    `layout` must divide the layers.
+    """
+    parallel = config.parallel
+    per_virtual = None
+    if layout.virtual > 1:
+        per_virtual = config.model.num_layers // (layout.pipeline * layout.virtual)
+    method: str | None = layout.partition
+    if layout.virtual > 1:
+        # Virtual stages have equal sizes, so the trainer refuses a method.
+        method = None
+    elif method == (parallel.pp_partition_method or "uniform"):
+        # The default is kept as it was asked for.
+        method = parallel.pp_partition_method
+    full = layout.recompute == "full"
+    recompute = replace(
+        config.recompute,
+        checkpoint_activations=full,
+        recompute_attention_core=layout.recompute == "selective",
+        partition_activations=layout.partition_inputs,
+        checkpoint_in_cpu=layout.host_inputs,
+    )
+    # Without recomputation the fraction has no effect.
+    if full and Fraction(recompute.checkpoint_fraction) != layout.recomputed_share:
+        recompute = replace(recompute, checkpoint_fraction=str(layout.recomputed_share))
+    grouped = layout.copies > 1 and layout.zero_stage > 0
+    return replace(
+        config,
+        parallel=replace(
+            parallel,
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            num_layers_per_virtual_pipeline_stage=per_virtual,
+            pp_partition_method=method,
+            sequence_parallel=layout.sequence_parallel,
+            zero_stage=cast(Literal[0, 1, 2, 3], layout.zero_stage),
+            sharding_strategy=None,
+            hsdp_shard_size=layout.shard_size if grouped else None,
+        ),
+        batch=replace(config.batch, micro_batch_size=layout.micro_batch),
+        recompute=recompute,
+    )

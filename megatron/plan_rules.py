@@ -71,7 +71,8 @@ class PlanReport:
             return otherwise
 
 
-# Fields that divide or are divided by others. A value below 1 would end in a ZeroDivisionError.
+# Fields that divide or are divided by others. A value below 1 would end in a ZeroDivisionError, and
+# a very large one in an OverflowError.
 COUNTS = (
     "model.num_layers",
     "model.hidden_size",
@@ -87,6 +88,8 @@ COUNTS = (
     "parallel.pipeline_model_parallel_size",
     "parallel.num_layers_per_virtual_pipeline_stage",
     "parallel.hsdp_shard_size",
+    "tokenizer.vocab_size",
+    "tokenizer.pad_vocab_size_to",
     "tokenizer.make_vocab_size_divisible_by",
     "curriculum.curriculum_min_difficulty",
     "curriculum.curriculum_max_difficulty",
@@ -99,12 +102,13 @@ COUNTS = (
 def replace_wrong_values(asked: ConfigWithOrigin) -> ConfigWithOrigin:
     """Return `asked` with values from which the numbers of a plan can be derived.
 
-    A size below 1 becomes 1. A wrong choice of layers becomes None. `config.rules` reports both.
+    A size out of its range becomes 1. A wrong choice of layers becomes None. `config.rules` reports
+    both.
     """
     config = asked.config
     for name in COUNTS:
         # None is a size that is derived from others, so it needs no limit.
-        if asked[name] is not None and asked[name] < 1:
+        if asked[name] is not None and not all_fields()[name].range.contains(asked[name]):
             config = _replace_field(config, name, 1)
     for name in LAYER_CHOICES:
         try:

@@ -12,7 +12,6 @@ the predicted step has the measured time.
 The file is used with tools/plan.py --hardware mine.yaml.
 """
 
-import json
 import math
 import os
 import sys
@@ -32,11 +31,14 @@ from megatron.cost.calibration import Measured, build_measured_hardware, fit_gem
 from megatron.cost.hardware import Hardware, load_hardware
 from megatron.durable import replace_file
 from megatron.errors import ConfigError, DataError
+from megatron.observe.chronicle import iterate_objects
 from megatron.plan import resolve
 from megatron.plan_prediction import describe_software, predict_plan
 
 _SKIPPED = 10
 """First steps of a run that are left out: they compile and allocate."""
+_SHOWN_DAMAGED = 10
+"""Messages about damaged lines of a run that are printed."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
         OSError: The file cannot be written.
     """
     # A wrong name is reported before half a minute of measurements.
+    if options.output.exists() and not options.output.is_file():
+        raise ConfigError(f"{options.output} is not a file; give the hardware file to write.")
     base = None if options.base is None else load_hardware(options.base)
     if options.run is not None or options.seconds is not None:
         hardware = _fit_run(options, training, base)
@@ -118,11 +122,15 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
             "the training command of the measured run is missing; give it after '--'."
         )
     source = read_source(training)
-    world_size = options.world_size or source.world_size
+    world_size = options.world_size
+    if world_size is None:
+        world_size = source.world_size
     if world_size is None:
         raise ConfigError(
             "--world-size is required, because the command does not have the number of devices."
         )
+    if world_size < 1:
+        raise ConfigError(f"--world-size {world_size} must be at least 1.")
     loaded = load_config(list(source.arguments), prog="calibrate.py")
     plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
     plan.raise_on_errors()
@@ -155,21 +163,22 @@ def read_median_seconds(run: Path, batch_size: int) -> float:
         DataError: The metrics file is missing or has no such steps.
     """
     path = run / "metrics.jsonl"
+    damaged: list[str] = []
+    seconds = []
     try:
-        lines = path.read_text().splitlines()
+        with open(path, "rb") as file:
+            for record in iterate_objects(path, file, damaged):
+                value = record.get("seconds")
+                # A boolean is an integer in Python. A comparison with NaN is False.
+                if record.get("global_batch_size") != batch_size or isinstance(value, bool):
+                    continue
+                if isinstance(value, int | float) and 0 < value < math.inf:
+                    seconds.append(float(value))
     except OSError as failure:
         raise DataError(f"{path}: {failure.strerror}; give the --save folder of a run.") from None
-    seconds = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            # A killed run may leave half a line.
-            continue
-        if isinstance(record, dict) and record.get("global_batch_size") == batch_size:
-            value = record.get("seconds")
-            if isinstance(value, int | float) and 0 < value < math.inf:
-                seconds.append(float(value))
+    # A killed run may leave half a line.
+    for message in damaged[:_SHOWN_DAMAGED]:
+        print(f"warning: {message}", file=sys.stderr)
     steady = seconds[_SKIPPED:]
     if not steady:
         raise DataError(

@@ -17,9 +17,12 @@ import tyro
 from megatron.commands.run_tool import run_tool
 from megatron.errors import DataError
 from megatron.observe.chronicle import CHRONICLE, append_event
-from megatron.operations.chronicle.history import read_history
+from megatron.operations.chronicle.history import RunHistory, read_history
 from megatron.operations.chronicle.page import write_page
 from megatron.operations.chronicle.summary import format_text
+
+_SHOWN_DAMAGED = 10
+"""Messages about damaged lines that are printed for each run."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,23 @@ def write_report(arguments: ReportArguments) -> int:
     if not arguments.runs:
         raise DataError("no run was given; give the --save folder of one run or more")
     histories = [read_history(folder) for folder in arguments.runs]
+    for history in histories:
+        _print_damaged(history)
     if arguments.html is None:
         print("\n\n".join(map(format_text, histories)))
         return 0
     write_page(histories, arguments.html)
     print(f"wrote {arguments.html}")
     return 0
+
+
+def _print_damaged(history: RunHistory) -> None:
+    """Print which lines of a run's files were left out."""
+    for message in history.damaged[:_SHOWN_DAMAGED]:
+        print(f"warning: {message}", file=sys.stderr)
+    more = len(history.damaged) - _SHOWN_DAMAGED
+    if more > 0:
+        print(f"warning: {more:,} more lines of {history.folder} are left out", file=sys.stderr)
 
 
 def add_note(arguments: NoteArguments) -> int:

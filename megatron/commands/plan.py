@@ -18,7 +18,6 @@ Exit code 0 means that the plan has no errors. Exit code 2 means that it has err
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -41,8 +40,7 @@ from megatron.commands.plan_search import (
     draw_pareto,
     format_explanation,
     format_search,
-    parse_layout,
-    predict_layout,
+    predict_explained,
     search_plan,
 )
 from megatron.commands.plan_source import (
@@ -67,6 +65,20 @@ from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list
 from megatron.schedule.progress import ForecastPoint
+
+_ASSUMED = {
+    "ranks_per_node": 1,
+    "device_memory_gib": 1e-9,
+    "failures_per_1000_node_days": 1e-9,
+    "restart_minutes": 1e-9,
+    "save_gb_per_second": 1e-9,
+    "pue": 1e-9,
+    "carbon_intensity": 1e-9,
+}
+"""What is assumed about the cluster -> its smallest value. Costs of wilder ones would overflow."""
+_MOST_ASSUMED = 1e9
+_MOST_FORECAST = 10_000_000
+"""Iterations of a forecast. More of them would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -179,14 +191,14 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         raise ConfigError(
             f"--at {' '.join(map(str, negative))}: an iteration must be at least 0, the start."
         )
+    if max(options.at, default=0) > _MOST_FORECAST:
+        raise ConfigError(
+            f"--at {max(options.at)}: at most {_MOST_FORECAST:,} iterations are forecast, one "
+            "after the other."
+        )
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
-    if options.ranks_per_node is not None and options.ranks_per_node < 1:
-        raise ConfigError(f"--ranks-per-node {options.ranks_per_node} must be at least 1.")
-    memory = options.device_memory_gib
-    if memory is not None and not 0 < memory < math.inf:
-        raise ConfigError(f"--device-memory-gib {memory} must be above 0.")
-    _check_cost_options(options)
+    _check_numbers(options)
     source = read_source(training, expand=options.expand)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
@@ -291,19 +303,15 @@ def _print_report(
     print("\n".join(lines))
 
 
-def _check_cost_options(options: PlanArguments) -> None:
-    """Raise ConfigError if an assumption about the cluster is not above 0 and finite."""
-    for name in (
-        "failures_per_1000_node_days",
-        "restart_minutes",
-        "save_gb_per_second",
-        "pue",
-        "carbon_intensity",
-    ):
+def _check_numbers(options: PlanArguments) -> None:
+    """Raise ConfigError if an assumption about the cluster is out of its range."""
+    for name, least in _ASSUMED.items():
         value = getattr(options, name)
         # A comparison with NaN is False.
-        if not 0 < value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0 and finite.")
+        if value is not None and not least <= value <= _MOST_ASSUMED:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} must be from {least:g} to {_MOST_ASSUMED:g}."
+            )
 
 
 def _build_cost_options(options: PlanArguments) -> CostOptions:
@@ -324,8 +332,7 @@ def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> li
     """Return the lines of the search and of --explain, and draw what --pareto asks for."""
     if plan.errors or not _wants_search(options):
         return []
-    # A mistake in the layout is reported before the search, which takes seconds.
-    explained = _predict_explained(plan, options, hardware)
+    explained = _explain(plan, options, hardware)
     found = search_plan(plan, hardware)
     lines = ["", *format_search(found)]
     if explained is not None:
@@ -339,20 +346,21 @@ def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) 
     """Return the search as plain data. Empty without a search."""
     if plan.errors or not _wants_search(options):
         return {}
-    explained = _predict_explained(plan, options, hardware)
+    explained = _explain(plan, options, hardware)
     found = search_plan(plan, hardware)
     if options.pareto is not None:
         draw_pareto(found, options.pareto)
     return {"search": build_search_json(found, explained)}
 
 
-def _predict_explained(
-    plan: Plan, options: PlanArguments, hardware: Hardware
-) -> StepPrediction | None:
-    """Return the prediction of the layout of --explain. None without the flag."""
+def _explain(plan: Plan, options: PlanArguments, hardware: Hardware) -> StepPrediction | None:
+    """Return the prediction of the layout of --explain. None without the flag.
+
+    It comes before the search, so that a mistake is reported without the wait for the search.
+    """
     if options.explain is None:
         return None
-    return predict_layout(plan, hardware, parse_layout(options.explain, plan))
+    return predict_explained(options.explain, plan, hardware)
 
 
 def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:

@@ -23,6 +23,7 @@ from megatron.cost.layers import Seconds
 from megatron.cost.pipeline import SimulatedPipeline, simulate_pipeline
 from megatron.cost.step import StepPrediction
 from megatron.cost.trace import build_trace
+from megatron.durable import replace_file
 from megatron.errors import ConfigError
 from megatron.figure import make_figure, save_figure
 from megatron.plan import Plan
@@ -276,7 +277,7 @@ def write_trace(prediction: StepPrediction, path: Path) -> None:
     trace = build_trace(prediction, _simulate(prediction, f"--trace {path}"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(trace))
+        replace_file(path, json.dumps(trace))
     except OSError as failure:
         raise ConfigError(f"--trace {path}: {failure.strerror}; choose another path.") from failure
 

@@ -1,26 +1,32 @@
 """The search of layouts for a planned run: a table, a Pareto plot, and why a layout loses."""
 
+import shlex
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from megatron.config.fields import all_fields, flatten
 from megatron.cost.hardware import Hardware
 from megatron.cost.layout import RankLayout
-from megatron.cost.search import (
-    SearchResult,
-    SearchSpace,
-    find_pareto_front,
-    search_layouts,
-)
-from megatron.cost.step import StepJob, StepPrediction
+from megatron.cost.search import SearchResult, find_pareto_front, search_layouts
+from megatron.cost.step import StepPrediction
+from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError
 from megatron.figure import make_figure, save_figure
-from megatron.plan import Plan
-from megatron.plan_prediction import describe_layout, describe_software
+from megatron.plan import Plan, resolve
+from megatron.plan_prediction import (
+    build_layout_rules,
+    build_search_space,
+    change_layout,
+    describe_layout,
+    describe_software,
+    predict_plan,
+)
 
 _SHOWN = 10
-_PARTS = ("gemm", "attention", "pointwise", "tensor", "gaps")
+_SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")
+_MOST_DIGITS = 9
 _EXPLAINED = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -35,6 +41,7 @@ _EXPLAINED = {
 class PlannedSearch:
     """The result of a search for a plan."""
 
+    plan: Plan
     result: SearchResult
     configured: StepPrediction
     """The plan's own layout."""
@@ -46,52 +53,37 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
     Raises:
         ConfigError: No layout is legal, or the hardware has no peak for fp32.
     """
-    software = describe_software(plan)
     # The search takes an error for a layout that is not legal, so this one is raised before.
-    hardware.get_peak(half=software.half)
-    space = SearchSpace(plan.shape, plan.batch_size.final, plan.world_size, hardware, software)
-    return PlannedSearch(search_layouts(space, _SHOWN), predict_layout(plan, hardware))
+    hardware.get_peak(half=describe_software(plan).half)
+    space = build_search_space(plan, hardware)
+    return PlannedSearch(plan, search_layouts(space, _SHOWN), predict_plan(plan, hardware))
 
 
-def predict_layout(
-    plan: Plan, hardware: Hardware, layout: RankLayout | None = None
-) -> StepPrediction:
-    """Predict a step of the plan in `layout`. Default: its own layout."""
-    job = StepJob(
-        plan.shape,
-        layout or describe_layout(plan),
-        plan.batch_size.final,
-        describe_software(plan),
-        hardware,
-    )
-    return StepPrediction(job)
+def format_flags(plan: Plan, layout: RankLayout) -> str:
+    """Return the flags that choose a layout if they are appended to the plan's command."""
+    before = flatten(plan.config)
+    after = flatten(change_layout(plan.config, layout))
+    words: list[str] = []
+    for dotted, value in after.items():
+        field = all_fields()[dotted]
+        # These two are what people look for first, so they are always shown.
+        if value == before[dotted] and dotted not in _SHOWN_FLAGS:
+            continue
+        if field.is_bool:
+            words.append(field.flag if value else field.negative_flag)
+        else:
+            words += [field.flag, shlex.quote(str(value))]
+    return " ".join(words)
 
 
-def format_flags(layout: RankLayout, layers: int) -> str:
-    """Return the flags that choose a layout."""
-    flags = []
-    if layout.tensor > 1:
-        flags.append(f"--tensor-model-parallel-size {layout.tensor}")
-    if layout.sequence_parallel:
-        flags.append("--sequence-parallel")
-    if layout.pipeline > 1:
-        flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
-    if layout.virtual > 1:
-        each = layers // (layout.pipeline * layout.virtual)
-        flags.append(f"--num-layers-per-virtual-pipeline-stage {each}")
-    elif layout.partition != "uniform":
-        flags.append(f"--pp-partition-method '{layout.partition}'")
-    flags.append(f"--micro-batch-size {layout.micro_batch}")
-    if layout.recompute == "full":
-        flags.append("--checkpoint-activations")
-        if layout.recomputed_share != 1:
-            flags.append(f"--checkpoint-fraction {layout.recomputed_share}")
-    elif layout.recompute == "selective":
-        flags.append("--recompute-attention-core")
-    flags.append(f"--zero-stage {layout.zero_stage}")
-    if layout.copies > 1 and layout.zero_stage:
-        flags.append(f"--hsdp-shard-size {layout.shard_size}")
-    return " ".join(flags)
+def _build_candidate(prediction: StepPrediction, plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": prediction.job.layout.describe(),
+        "flags": format_flags(plan, prediction.job.layout),
+        "seconds": prediction.seconds,
+        "peak_bytes": prediction.peak_bytes,
+        "fits": prediction.fits,
+    }
 
 
 def build_search_json(
@@ -104,19 +96,9 @@ def build_search_json(
         explained: The layout of --explain. It and the fastest layout then have the seconds of each
             part of a step.
     """
-
-    def build(prediction: StepPrediction) -> dict[str, Any]:
-        return {
-            "layout": prediction.job.layout.describe(),
-            "flags": format_flags(prediction.job.layout, prediction.job.shape.config.num_layers),
-            "seconds": prediction.seconds,
-            "peak_bytes": prediction.peak_bytes,
-            "fits": prediction.fits,
-        }
-
     report = {
-        "fastest": [build(prediction) for prediction in search.result.fastest],
-        "configured": build(search.configured),
+        "fastest": [_build_candidate(each, search.plan) for each in search.result.fastest],
+        "configured": _build_candidate(search.configured, search.plan),
         "fitting": len(search.result.fitting),
         "too_large": search.result.too_large,
     }
@@ -131,7 +113,8 @@ def build_search_json(
         name: {part.partition(" (")[0]: seconds for part, seconds in _list_costs(prediction)}
         for name, prediction in compared.items()
     }
-    return {**report, "explained": build(explained), "seconds_by_part": parts}
+    built = _build_candidate(explained, search.plan)
+    return {**report, "explained": built, "seconds_by_part": parts}
 
 
 def format_search(search: PlannedSearch) -> list[str]:
@@ -152,10 +135,10 @@ def format_search(search: PlannedSearch) -> list[str]:
         lines.append(_format_candidate(prediction))
         if prediction is not best:
             lines.append(f"{'':>29}{explain_difference(prediction, best)}")
-    layers = best.job.shape.config.num_layers
-    # Flags of the command that are not repeated, such as --checkpoint-activations, must go.
-    flags = format_flags(best.job.layout, layers)
-    lines.append(f"flags of the fastest, in place of the command's flags of layout: {flags}")
+    lines.append(
+        f"flags of the fastest, after those of the command: "
+        f"{format_flags(search.plan, best.job.layout)}"
+    )
     lines += ["the layout that is given:", _format_candidate(search.configured)]
     if search.configured.seconds > best.seconds or not search.configured.fits:
         lines.append(f"{'':>29}{explain_difference(search.configured, best)}")
@@ -226,42 +209,56 @@ def _sum_recomputed(prediction: StepPrediction) -> float:
     return busiest.gemm + busiest.attention - same.gemm - same.attention
 
 
-def parse_layout(text: str, plan: Plan) -> RankLayout:
-    """Return the layout that a text such as "tp=8,pp=6,micro-batch=4" describes.
+def predict_explained(text: str, plan: Plan, hardware: Hardware) -> StepPrediction:
+    """Predict a step in the layout that a text such as "tp=8,pp=6,micro-batch=4" describes.
 
     What it does not give is as in the plan. The data-parallel size follows from the number of
     devices.
 
     Raises:
-        ConfigError: The text cannot be read, or the sizes do not divide the devices or the batch.
+        ConfigError: The text cannot be read, or the trainer refuses the layout.
     """
+    layout = _parse_layout(text, plan)
+    config = change_layout(plan.config, layout)
+    # The same rules as for the flags of a command. The position of the plan is not known here.
+    changed = resolve(config, plan.world_size, consumed_samples=None, vocab_size=plan.vocab_size)
+    problems = list(changed.errors)
+    if not problems and not build_layout_rules(plan)(describe_layout(changed)):
+        problems.append("a batch size of the ramp-up does not fit; use a smaller micro-batch.")
+    problems += list_unsupported(changed)
+    if problems:
+        raise ConfigError(f"--explain {text}: {'; '.join(problems)}")
+    return predict_plan(changed, hardware)
+
+
+def _parse_layout(text: str, plan: Plan) -> RankLayout:
+    """Return the layout that a text describes. Only its virtual stages are checked."""
     # The plan gives what the text leaves out.
     layout = describe_layout(plan)
+    keys = set()
     for part in text.replace(" ", "").split(","):
         key, _, value = part.partition("=")
+        if key in keys:
+            raise ConfigError(f"--explain {text}: {key} is given twice; remove one.")
+        keys.add(key)
         layout = _set_part(layout, key, value, text)
-    grid = layout.tensor * layout.pipeline
-    if grid < 1 or plan.world_size % grid:
+    if layout.tensor == 1:
+        # They shard over the tensor-parallel ranks.
+        layout = replace(layout, sequence_parallel=False, partition_inputs=False)
+    layers = plan.shape.config.num_layers
+    stages = layout.pipeline * layout.virtual
+    if layout.virtual > 1 and (layers % stages or layout.pipeline == 1):
         raise ConfigError(
-            f"--explain {text}: tp x pp = {grid} must divide the {plan.world_size} devices."
+            f"--explain {text}: {layout.virtual} virtual stages on each of {layout.pipeline} "
+            f"pipeline ranks need a pipeline, and pp x virtual = {stages} must divide the "
+            f"{layers} layers."
         )
-    heads = plan.shape.config.num_attention_heads
-    if heads % layout.tensor or plan.shape.ffn_hidden_size % layout.tensor:
-        raise ConfigError(
-            f"--explain {text}: tp must divide the {heads} attention heads and the feed-forward "
-            f"size {plan.shape.ffn_hidden_size}."
-        )
-    data = plan.world_size // grid
-    # Groups of HSDP stay as they are, if they divide the data-parallel ranks.
-    has_groups = plan.copies > 1 and plan.shard_size > 1 and data % plan.shard_size == 0
-    layout = replace(layout, data=data, shard=plan.shard_size if has_groups else None)
-    share = layout.data * layout.micro_batch
-    if plan.batch_size.final % share:
-        raise ConfigError(
-            f"--explain {text}: the batch of {plan.batch_size.final} samples must be a multiple of "
-            f"data-parallel size x micro-batch = {share}."
-        )
-    return layout
+    data = max(1, plan.world_size // (layout.tensor * layout.pipeline))
+    # Groups that share a copy of the model are kept where they fit.
+    shard = layout.shard
+    if plan.copies == 1 or shard is None or data % shard:
+        shard = None
+    return replace(layout, data=data, shard=shard)
 
 
 def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout:
@@ -287,9 +284,11 @@ def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout
             f"{', '.join(_EXPLAINED)} and recompute, as in tp=8,pp=6,micro-batch=4."
         )
     lowest = 0 if key == "zero" else 1
-    if not value.isascii() or not value.isdigit() or int(value) < lowest:
+    digits = value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS
+    if not digits or int(value) < lowest:
         raise ConfigError(
-            f"--explain {text}: {key} is {value!r}; it must be a whole number of at least {lowest}."
+            f"--explain {text}: {key} is {value!r}; it must be a whole number from {lowest} to "
+            f"{10**_MOST_DIGITS - 1:,}."
         )
     if key == "zero" and int(value) > 3:
         raise ConfigError(f"--explain {text}: zero is {value}; ZeRO has the stages 0 to 3.")
@@ -305,10 +304,18 @@ def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> lis
     best = search.result.fastest[0]
     lines += ["the fastest:", _format_candidate(best)]
     lines.append(f"{'seconds of a step':<55}{'explained':>12}{'fastest':>12}{'lost':>10}")
-    for (name, theirs), (_, ours) in zip(_list_costs(prediction), _list_costs(best), strict=True):
+    for name, theirs, ours in _compare(prediction, search):
         lines.append(f"{name:<55}{theirs:>12,.3f}{ours:>12,.3f}{theirs - ours:>+10,.3f}")
     lines.append(explain_difference(prediction, best))
     return lines
+
+
+def _compare(prediction: StepPrediction, search: PlannedSearch) -> list[tuple[str, float, float]]:
+    """Return the parts of a step with the seconds of a layout and of the fastest one."""
+    best = search.result.fastest[0]
+    parts = zip(_list_costs(prediction), _list_costs(best), strict=True)
+    # Their names differ in the number of microbatches only.
+    return [(name, theirs, ours) for (name, theirs), (_, ours) in parts]
 
 
 def draw_pareto(search: PlannedSearch, path: Path) -> None:

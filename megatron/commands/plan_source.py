@@ -212,8 +212,12 @@ def write_documents(source: CommandSource) -> Iterator[dict[str, str]]:
     Yields:
         The script's name of each document, and its path in the folder.
     """
+    paths: dict[str, str] = {}
+    # Most commands have none, and a process that is killed would leave the folder.
+    if not source.documents:
+        yield paths
+        return
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        paths: dict[str, str] = {}
         for number, (name, text) in enumerate(source.documents.items()):
             # Two documents may have one name in two folders.
             safe = re.sub(r"[^\w.-]|^\.+$", "_", Path(name).name)[-100:]

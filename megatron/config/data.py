@@ -109,7 +109,7 @@ class TokenizerConfig:
     vocab_size: Annotated[int | None, Range("[1, 2147483647]")] = None
     """Number of token ids, if the tokenizer's files are not available: for planning, or for data
     that is tokenised already."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: Annotated[int, Range("[1, 2147483647]")] = 128
     """Pad the vocabulary to a multiple of this x tensor-parallel size."""
     pad_vocab_size_to: Annotated[int | None, Range("[1, 2147483647]")] = None
     """Pad the vocabulary to exactly this size. It must be a multiple of

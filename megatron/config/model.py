@@ -18,23 +18,23 @@ RopeScaling = Literal["linear", "llama3"]
 class ModelConfig:
     """Settings of the network's architecture and initialisation."""
 
-    num_layers: int
+    num_layers: Annotated[int, Range("[1, 1e6]")]
     """Number of transformer layers."""
-    hidden_size: int
+    hidden_size: Annotated[int, Range("[1, 1e9]")]
     """Width h of the residual stream."""
-    num_attention_heads: int
+    num_attention_heads: Annotated[int, Range("[1, 1e6]")]
     """Number of attention (query) heads."""
     seq_length: Annotated[int, Range("[1, 1e9]")]
     """Tokens in a training sample, s."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: Annotated[int | None, Range("[1, 1e9]")] = None
     """Inner width of the MLP. Default: 4 x hidden size, also with a GLU. With a GLU, set it
     yourself to about 8/3 x hidden size."""
-    num_query_groups: int | None = None
+    num_query_groups: Annotated[int | None, Range("[1, 1e9]")] = None
     """Key/value heads of grouped-query attention (https://arxiv.org/abs/2305.13245). Default: one
     for each attention head."""
-    kv_channels: int | None = None
+    kv_channels: Annotated[int | None, Range("[1, 1e9]")] = None
     """Width of one attention head. Default: hidden size / number of attention heads."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Annotated[int | None, Range("[1, 1e9]")] = None
     """Size of the table of learned positions. It must be at least the sequence length. Default: the
     sequence length."""
     position_embedding_type: PositionEmbedding = "absolute"

@@ -9,9 +9,12 @@ import math
 from dataclasses import dataclass
 
 from megatron.cost.hardware import Hardware
+from megatron.errors import ConfigError
 
 FAILURES_PER_1000_NODE_DAYS = 6.5
 """Failures that end a run, for each 1,000 days of a node."""
+_MOST_MEANS = 100.0
+"""A segment and a restart that are longer than so many mean times to failure never succeed."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,21 @@ def estimate_goodput(reliability: Reliability, interval: float | None = None) ->
     Args:
         reliability: Failures, restarts and saves.
         interval: Seconds of steps between two saves. Default: the best one.
+
+    Raises:
+        ConfigError: The run fails so often that it makes no progress.
     """
     mean = 3600 * reliability.mean_hours_to_failure
     save = reliability.save_seconds
     if interval is None:
         interval = choose_save_interval(save, mean)
+    if reliability.restart_seconds + interval + save > _MOST_MEANS * mean:
+        raise ConfigError(
+            f"a run with a failure every {mean:.3g} s, saves of {save:.3g} s and restarts of "
+            f"{reliability.restart_seconds:.3g} s makes no progress; check "
+            "--failures-per-1000-node-days, --save-gb-per-second, --restart-minutes and the number "
+            "of devices."
+        )
     # Expected wall time of a segment (interval and save) with exponential failures, each of which
     # costs a restart (Daly, equation 13).
     segment = interval + save

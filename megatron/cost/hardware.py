@@ -4,8 +4,7 @@ Nominal values are those of data sheets. A share is the part of a nominal value 
 reaches. Shares are fitted on the runs that docs/planner.md names, or by tools/calibrate.py.
 """
 
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from megatron.config.yaml_file import compose, get_line, read_items
 from megatron.errors import ConfigError
 from megatron.schedule.communication import Network
 
@@ -98,6 +98,11 @@ class Hardware:
 _ALIASES = {"a100": "a100-80g"}
 """Short names of hardware files."""
 _COUNTS = ("multiprocessors", "ranks_per_node")
+_LEAST = 1e-9
+_MOST = 1e9
+"""No number of a hardware is outside of these, whatever its unit."""
+_MOST_BYTES = 2**20
+"""Larger files are no hardware files."""
 _FOLDER = files("megatron.cost") / "hardware"
 
 
@@ -127,9 +132,22 @@ def load_hardware(name: str) -> Hardware:
             f"{', '.join(list_hardware())}, or the path of a YAML file."
         )
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as failure:
-        raise ConfigError(f"hardware {name}: the file cannot be read: {failure}.") from None
+        # A checkpoint, say, would take minutes to read.
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigError(
+                f"--hardware {name}: the file has more than {_MOST_BYTES:,} bytes; give a YAML "
+                "file of a hardware (docs/planner.md)."
+            )
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"--hardware {name}: the file is not UTF-8 text; give a YAML file of a hardware "
+            "(docs/planner.md)."
+        ) from None
+    except OSError as failure:
+        raise ConfigError(
+            f"--hardware {name}: {failure.strerror}; give a file that can be read."
+        ) from None
     return _parse(text, path.stem)
 
 
@@ -162,59 +180,85 @@ def find_hardware(device_name: str) -> Hardware | None:
 
 def _parse(text: str, name: str) -> Hardware:
     """Return the hardware that a YAML text describes. Its default name is `name`."""
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as failure:
-        # A file that is nested too deeply ends in a RecursionError.
-        raise ConfigError(f"hardware {name}: the file is not valid YAML: {failure}") from None
-    # An empty file is None, and a list is no mapping either.
-    if not isinstance(values, dict):
-        raise ConfigError(f"hardware {name}: the file must be a mapping of names to values.")
-    base = values.pop("base", None)
+    root, broken = compose(text, f"hardware {name}")
+    if broken is not None:
+        raise ConfigError(broken)
+    errors: list[str] = []
+    items = read_items(root, f"hardware {name}", "the file", errors)
+    given = {key.value: node for key, node in items}
+    if errors or not given:
+        raise ConfigError(errors[0] if errors else f"hardware {name}: the file is empty.")
+    base = given.pop("base", None)
     # A file that is copied to a new name should report the new name.
-    values.setdefault("name", name)
-    _check_values(values, name)
-    # `8.0` is a whole number, and counts are used as integers.
-    values |= {key: int(values[key]) for key in _COUNTS if key in values}
+    values: dict[str, Any] = {"name": name}
+    for key, node in given.items():
+        try:
+            values[key] = _read_value(key, node)
+        except ValueError as error:
+            raise ConfigError(f"hardware {name}:{get_line(node)}: {error}") from None
     if base is not None:
-        # A base is always one of the package, so that files cannot refer to each other in a cycle.
-        if base not in list_hardware():
-            raise ConfigError(
-                f"hardware {name}: base {base!r} is not known; use one of "
-                f"{', '.join(list_hardware())}."
-            )
-        return replace(load_hardware(base), **values)
-    try:
-        return Hardware(**values)
-    except TypeError:
-        # `_check_values` has found unknown names, so only missing ones are left.
-        required = [field.name for field in fields(Hardware) if field.name not in values]
+        return replace(_load_base(base, name), **values)
+    required = [field.name for field in fields(Hardware) if field.default is MISSING]
+    missing = [key for key in required if key not in values]
+    if missing:
         raise ConfigError(
             f"hardware {name}: without a base, the file needs each value that has no default; it "
-            f"lacks {', '.join(required)}."
-        ) from None
+            f"lacks {', '.join(missing)}."
+        )
+    return Hardware(**values)
 
 
-def _check_values(values: dict[str, Any], name: str) -> None:
-    known = {field.name for field in fields(Hardware)}
-    for key, value in values.items():
-        if key not in known:
-            raise ConfigError(
-                f"hardware {name}: {key!r} is not a key of a hardware file; use one of "
-                f"{', '.join(sorted(known))}."
-            )
-        if key == "name":
-            if not isinstance(value, str):
-                raise ConfigError(f"hardware {name}: name is {value!r}; it must be a text.")
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # A comparison with NaN is False, so it is refused here as well.
-        if not number or not 0 < value < math.inf:
-            raise ConfigError(
-                f"hardware {name}: {key} is {value!r}; it must be a number above 0 and finite."
-            )
-        if key in _COUNTS and value != int(value):
-            raise ConfigError(f"hardware {name}: {key} is {value}; it must be a whole number.")
-        # A share above 1 would be faster than the data sheet.
-        if key.endswith("_share") and value > 1:
-            raise ConfigError(f"hardware {name}: {key} is {value}; it must not exceed 1.")
+def _load_base(node: yaml.Node, name: str) -> Hardware:
+    """Return the hardware that a file changes.
+
+    A base is always one of the package, so that files cannot refer to each other in a ring.
+    """
+    base = node.value
+    if not isinstance(base, str) or _ALIASES.get(base, base) not in list_hardware():
+        raise ConfigError(
+            f"hardware {name}:{get_line(node)}: the base is not known; use one of "
+            f"{', '.join(list_hardware())}."
+        )
+    return load_hardware(base)
+
+
+def _read_value(key: str, node: yaml.Node) -> float | str:
+    """Return a value of a hardware file.
+
+    The text is read as on the command line. YAML 1.1 would read 4e-6 as text, and 1:30 as 90.
+
+    Raises:
+        ValueError: The key is not known, or the value breaks a rule. The message has both.
+    """
+    known = sorted(field.name for field in fields(Hardware))
+    if key not in known:
+        raise ValueError(f"{key!r} is not a value of a hardware; known are {', '.join(known)}.")
+    text = node.value
+    if not isinstance(text, str):
+        raise ValueError(f"{key} is a list or a mapping; it must be one value.")
+    if key == "name":
+        if not text.isprintable() or not text:
+            raise ValueError(f"name is {text!r}; it must be a printable text.")
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{key} is {text!r}; it must be a number, as in 4e-6.") from None
+    _check_number(key, number)
+    if key in _COUNTS:
+        return int(number)
+    return number
+
+
+def _check_number(key: str, number: float) -> None:
+    """Raise ValueError if a number of a hardware breaks a rule."""
+    least = 1 if key in _COUNTS else _LEAST
+    # Times and rates of such numbers would overflow. A comparison with NaN is False, so it is
+    # refused here as well.
+    if not least <= number <= _MOST:
+        raise ValueError(f"{key} is {number:g}; it must be from {least:g} to {_MOST:g}.")
+    if key in _COUNTS and number != int(number):
+        raise ValueError(f"{key} is {number}; it must be a whole number.")
+    # A share above 1 would be faster than the data sheet.
+    if key.endswith("_share") and number > 1:
+        raise ValueError(f"{key} is {number}; it must not exceed 1.")

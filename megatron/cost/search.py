@@ -4,7 +4,8 @@ The search is exact for the model: a layout is simulated unless its lower bound 
 than the time of enough others.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -40,6 +41,16 @@ class SearchSpace:
     partition: str | None = None
     hsdp: bool | None = None
     """Whether ZeRO stage 3 shards over the ranks of a node only."""
+    pad: Callable[[int], int] | None = None
+    """Returns the padded vocabulary size of a tensor-parallel size. Default: that of `shape`."""
+    accepts: Callable[[RankLayout], bool] | None = None
+    """Returns whether a layout keeps the rules that are not known here. Default: all do."""
+
+    def get_shape(self, tensor: int) -> ModelShape:
+        """Return the shape of the model with this tensor-parallel size."""
+        if self.pad is None:
+            return self.shape
+        return replace(self.shape, padded_vocab_size=self.pad(tensor))
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,9 @@ class SearchResult:
 
 def list_divisors(number: int) -> list[int]:
     """Return the divisors of a number in ascending order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    # Each divisor below the root has a partner above it. The root of a square is its own.
+    return small + [number // divisor for divisor in reversed(small) if divisor**2 != number]
 
 
 def iterate_layouts(space: SearchSpace) -> Iterator[RankLayout]:
@@ -109,11 +122,19 @@ def _iterate_microbatches(
                 micro_batch=micro,
                 virtual=virtual,
                 partition=partition,
-                sequence_parallel=tensor > 1 and space.software.sequence_parallel,
+                sequence_parallel=_shards_sequence(space, tensor),
             )
             # ZeRO and recomputation do not depend on each other.
             for sharded in _iterate_sharding(space, base):
-                yield from _iterate_recomputation(space, sharded)
+                if space.accepts is None or space.accepts(sharded):
+                    yield from _iterate_recomputation(space, sharded)
+
+
+def _shards_sequence(space: SearchSpace, tensor: int) -> bool:
+    """Return whether tensor-parallel ranks also share what lies between the matrix products."""
+    # Each of them needs the same number of tokens.
+    even = space.shape.config.seq_length % tensor == 0
+    return tensor > 1 and even and space.software.sequence_parallel
 
 
 def _list_stage_choices(
@@ -184,11 +205,12 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
     legal = 0
     for layout in iterate_layouts(space):
         try:
+            shape = space.get_shape(layout.tensor)
             prediction = StepPrediction(
-                StepJob(space.shape, layout, space.batch_size, space.software, space.hardware)
+                StepJob(shape, layout, space.batch_size, space.software, space.hardware)
             )
         except ConfigError:
-            # The layers cannot be divided so.
+            # The layers or the vocabulary cannot be divided so.
             continue
         legal += 1
         if prediction.fits:

@@ -86,15 +86,34 @@ class StepPrediction:
     def _fullest(self) -> tuple[RankMemory, ...]:
         """Memory of the ranks that may need most.
 
-        Earlier ranks have more microbatches in flight. So these are the first rank with the
-        embedding, the next one, the first one with most layers, and the last with the logits.
+        Earlier ranks have at least as many microbatches in flight. So of ranks with the same
+        stages, the first one needs most.
         """
         job = self.job
-        layers = count_layers_per_rank(self.stages, job.layout.pipeline)
-        last = job.layout.pipeline - 1
-        ranks = sorted({0, min(1, last), layers.index(max(layers)), last})
+        first: dict[tuple[tuple[int, ...], ...], int] = {}
+        for rank in range(job.layout.pipeline):
+            first.setdefault(self._describe_stages(rank), rank)
         return estimate_memory(
-            job.shape, job.layout, job.software, job.batch_size, stages=self.stages, ranks=ranks
+            job.shape,
+            job.layout,
+            job.software,
+            job.batch_size,
+            stages=self.stages,
+            ranks=list(first.values()),
+        )
+
+    def _describe_stages(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return what determines the memory of a pipeline rank, apart from its position."""
+        share = self.job.layout.layers_recomputed
+        return tuple(
+            (
+                len(stage.layers),
+                # Shares of the layers are not the same in all stages.
+                flops.count_recomputed_layers(stage.layers, share),
+                stage.first,
+                stage.last,
+            )
+            for stage in self.stages[rank :: self.job.layout.pipeline]
         )
 
     @property

@@ -4,6 +4,7 @@ torch looks for CUDA's hooks once, when it is imported. `load_guard` must theref
 process, before torch is imported there. This module imports no torch itself.
 """
 
+import atexit
 import ctypes
 import hashlib
 import importlib.metadata
@@ -52,9 +53,17 @@ def build_guard() -> Path:
             "--dry-run needs a C++ compiler (c++, g++ or clang++) and found none; install one, or "
             "set CXX to its path"
         )
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Compiled under another name first, because two processes may compile at the same time.
-    part = library.with_suffix(f".{os.getpid()}")
+    # Compiled in a folder of its own, because processes of several hosts may compile at the same
+    # time. A compiler that is interrupted leaves nothing.
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+        part = Path(folder) / library.name
+        _compile(compiler, torch_folder, version, part)
+        part.rename(library)
+    return library
+
+
+def _compile(compiler: str, torch_folder: Path, version: str, library: Path) -> None:
+    """Compile the guard. Raise ConfigError if that fails."""
     command = [
         compiler,
         "-std=c++20",
@@ -64,23 +73,20 @@ def build_guard() -> Path:
         f"-I{torch_folder / 'include'}",
         str(_SOURCE),
         "-o",
-        str(part),
+        str(library),
         f"-L{torch_folder / 'lib'}",
         "-lc10",
         "-ltorch_cpu",
         f"-Wl,-rpath,{torch_folder / 'lib'}",
     ]
     # The message of a compiler is shown only if it fails, because torch's headers cause warnings.
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        part.unlink(missing_ok=True)
         reason = (done.stderr.strip() or "no message").splitlines()[0]
         raise ConfigError(
             f"--dry-run: {compiler} could not compile {_SOURCE.name} for torch {version}: "
             f"{reason}; install a compiler that knows C++20, or set CXX to one"
         )
-    part.rename(library)
-    return library
 
 
 def load_guard(library: Path) -> None:
@@ -101,13 +107,16 @@ def _find_torch() -> Path:
 
 def _find_cache() -> Path:
     """Return the folder of compiled guards. Only this user can write to it."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "megatron-3d"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "megatron-3d"
         folder.mkdir(parents=True, exist_ok=True)
-        # On a read-only home, the guard is compiled again by each process.
+        # On a read-only home, the guard is compiled again by each dry run.
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):
+        # A user without an entry in the password file has no home.
         pass
-    return Path(tempfile.mkdtemp(prefix="megatron-3d-"))
+    temporary = tempfile.mkdtemp(prefix="megatron-3d-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return Path(temporary)

@@ -3,10 +3,14 @@
 import logging
 import multiprocessing
 import os
+import signal
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 from megatron.dry_run.cuda_guard import build_guard, load_guard
@@ -63,9 +67,33 @@ def open_pool(workers: int) -> ProcessPoolExecutor:
         workers,
         # A fork would inherit torch, which has looked for CUDA already.
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=load_guard,
+        initializer=_start_worker,
         initargs=(build_guard(),),
     )
+
+
+def _start_worker(library: Path) -> None:
+    """Prepare a process of the pool."""
+    # Ctrl-C reaches all processes of a terminal. The one that was called ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        load_guard(library)
+    except OSError as error:
+        # The pool would print a traceback. It reports that this process has ended.
+        print(f"error: {error}", file=sys.stderr)
+        os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, however that came about.
+
+    Otherwise the processes of a pool whose owner was killed would wait for work permanently.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is not a process of a pool"
+    parent.join()
+    os._exit(1)
 
 
 def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankReport]:
@@ -83,6 +111,7 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
     # The ranks are independent of each other, so each process takes the next one when it is free.
     # Each process takes some seconds to start, so there are no more than there is work.
     workers = min(len(ranks), len(os.sched_getaffinity(0)))
+    others = set(multiprocessing.active_children())
     with open_pool(workers) as pool:
         try:
             return list(
@@ -91,8 +120,14 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"--dry-run: a process of it ended ({error}); the host may be out of memory, so "
-                "give --dry-run-microbatches a smaller number"
+                "give --dry-run-microbatches a smaller number. If that does not help, a compiled "
+                "file may be damaged: remove the folder megatron-3d in ~/.cache"
             ) from error
+        except KeyboardInterrupt:
+            # Leaving the pool would wait for the steps that run.
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            raise
 
 
 def _run_one(task: tuple[Plan, int, int]) -> RankReport:

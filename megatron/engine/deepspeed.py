@@ -127,8 +127,8 @@ class DeepSpeedEngine(EngineBase):
 
     def _initialize(self) -> Any:
         """Return DeepSpeed's engine around this rank's stage."""
-        # DeepSpeed takes the number of its GPU from LOCAL_RANK, at any time. A task that sees one
-        # GPU has number 0, whatever its local rank is. PipelineModule fails without the variable.
+        # DeepSpeed takes the number of its GPU from LOCAL_RANK, at any time. In a task that sees
+        # one GPU, that has number 0, whatever the local rank is. PipelineModule fails without it.
         if self._mesh.device.index is not None:
             os.environ["LOCAL_RANK"] = str(self._mesh.device.index)
         os.environ.setdefault("LOCAL_RANK", "0")

@@ -74,7 +74,7 @@ def attend_packed(
     samples, _, length, _ = query.shape
     # The kernel reads [b s, n/t, d]. This is a copy if there are several samples.
     packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    attend = _load_kernel() if query.is_cuda else attend_one_by_one
+    attend: Callable[..., Tensor] = _load_kernel() if query.is_cuda else attend_one_by_one
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1] and _has_option(attend, "enable_gqa"):
         options["enable_gqa"] = True
@@ -129,13 +129,13 @@ def attend_one_by_one(
     parts = []
     for start, stop in pairwise(bounds):
         # SDPA reads [1, n, tokens, d].
-        heads = [each[None, start:stop].transpose(1, 2) for each in (query, key, value)]
+        q, k, v = (each[None, start:stop].transpose(1, 2) for each in (query, key, value))
         mask = None
         # A mask would keep SDPA from its fused kernel.
         if window_size != (-1, 0):
             mask = _make_mask(stop - start, window_size, query.device)
         context = F.scaled_dot_product_attention(
-            *heads, attn_mask=mask, is_causal=mask is None, enable_gqa=enable_gqa
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=enable_gqa
         )
         parts.append(context[0].transpose(0, 1))
     return torch.cat(parts)

@@ -16,7 +16,8 @@ Example:
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,10 +103,11 @@ def append_event(path: Path, kind: str, iteration: int | None, details: Mapping[
     append_lines(path, [json.dumps(record)])
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: Path, damaged: list[str] | None = None) -> list[Event]:
     """Read a chronicle in the order of the file. Lines that are no event are left out.
 
-    The list is empty if the file does not exist.
+    The list is empty if the file does not exist. `damaged` receives messages, as in
+    `iterate_objects`.
 
     Raises:
         OSError: The file cannot be read.
@@ -113,19 +115,61 @@ def read_events(path: Path) -> list[Event]:
     if not path.is_file():
         return []
     with open(path, "rb") as file:
-        found = [parse_event(parse_object(line)) for line in file]
+        found = [parse_event(record) for record in iterate_objects(path, file, damaged)]
     return [event for event in found if event is not None]
 
 
+def iterate_objects(
+    path: Path, lines: Iterable[bytes], damaged: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object of each line, or an empty one where there is none.
+
+    Args:
+        path: The file, for messages.
+        lines: Its lines.
+        damaged: Receives a message for each line that is no such object.
+    """
+    for number, line in enumerate(lines, 1):
+        record = parse_object(line)
+        if damaged is not None and not record and line.strip():
+            damaged.append(
+                f"{path}:{number} is left out: it is no JSON object, or it has a number that is "
+                "too large; correct or remove the line"
+            )
+        yield record
+
+
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line, or an empty one if the line is torn or something else."""
+    """Return the JSON object of a line, or an empty one if the line is torn or something else.
+
+    An object with a whole number that is too large for a float is something else, too. No program
+    of this package writes one, and each calculation with it would fail.
+    """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        # The check of each number is slow, and few lines have so many digits in a row.
+        if _LONG_NUMBER.search(line):
+            record = json.loads(line, parse_int=_parse_int)
+        else:
+            record = json.loads(line)
+    except (ValueError, OverflowError, RecursionError):
         return {}
     if isinstance(record, dict):
         return record
     return {}
+
+
+_LONG_NUMBER = re.compile(rb"\d{300}")
+
+
+def _parse_int(digits: str) -> int:
+    """Return a whole number.
+
+    Raises:
+        OverflowError: It is too large for a float.
+    """
+    number = int(digits)
+    float(number)
+    return number
 
 
 def parse_time(text: Any) -> datetime | None:

@@ -47,8 +47,35 @@ def test_the_time_is_the_median_of_a_runs_steps(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"global_batch_size": 128, "seconds": 1' + 400 * b"0" + b"}",
+        100_000 * b"[",
+        b"\xff\xfe",
+        b'{"global_batch_size": 128, "sec',
+    ],
+)
+def test_damaged_lines_of_a_run_are_named(tmp_path, capsys, damage):
+    good = json.dumps({"global_batch_size": 128, "seconds": 2.1}).encode() + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(15 * good + damage + b"\n" + good)
+    words = [str(tmp_path / "mine.yaml"), "--base", "a100", "--run", str(tmp_path)]
+    assert calibrate.main([*words, "--world-size", "64", "--", *TRAINING]) == 0
+    printed = capsys.readouterr()
+    assert "2.1 s measured" in printed.out
+    assert "metrics.jsonl:16 is left out" in printed.err
+
+
+@pytest.mark.parametrize("output", ["", "/dev/null", "/"])
+def test_an_output_that_is_no_file_is_refused(capsys, output):
+    words = [output, "--base", "a100", "--seconds", "2.3", "--world-size", "64", "--", *TRAINING]
+    assert calibrate.main(words) == 2
+    assert "is not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "phrase"),
     [
+        (["--seconds", "2.3", "--base", "a100", "--world-size", "0"], "must be at least 1"),
         (["--seconds", "2.3"], "--base is required"),
         (["--seconds", "2.3", "--base", "a100", "--run", "x"], "give one of them"),
         (["--seconds", "0.01", "--base", "a100", "--world-size", "64"], "cannot be explained"),

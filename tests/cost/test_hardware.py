@@ -60,26 +60,65 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [
-        ("base: h100\nranks: 4\n", "'ranks' is not a key"),
-        ("base: h101\n", "base 'h101' is not known"),
+        ("base: h100\nranks: 4\n", "'ranks' is not a value"),
+        ("base: h101\n", "mine:1: the base is not known"),
         ("base: h100\ngemm_share: 1.5\n", "must not exceed 1"),
-        ("base: h100\nwatts: true\n", "must be a number above 0"),
-        ("base: h100\nwatts: -3\n", "must be a number above 0"),
+        ("base: h100\nwatts: true\n", "must be a number"),
+        ("base: h100\nwatts: -3\n", "must be from"),
         ("peak_tflops: 100\n", "lacks memory_gib"),
         ("- h100\n", "must be a mapping"),
-        ("a: [\n", "not valid YAML"),
+        ("a: [\n", "is not YAML"),
         ("base: [h100]\n", "is not known"),
-        ("base: h100\npeak_tflops: .nan\n", "must be a number above 0"),
-        ("base: h100\nname: 3\n", "name is 3"),
+        ("base: h100\npeak_tflops: .nan\n", "must be a number"),
+        ('base: h100\nname: "a\\x1b"\n', "must be a printable text"),
         ("base: h100\nranks_per_node: 2.5\n", "whole number"),
-        ("base: h100\nwatts: 1e3\n", "watts is '1e3'; it must be a number"),
-        ("[" * 5000, "not valid YAML"),
+        ("base: h100\nranks_per_node: 0.5\n", "must be from 1"),
+        ("base: h100\nranks_per_node: 1000000000000\n", "must be from 1 to 1e"),
+        ("base: h100\npeak_tflops: 1" + 400 * "0" + "\n", "mine:2: peak_tflops is inf"),
+        ("base: h100\npeak_tflops: 1" + 5000 * "0" + "\n", "mine:2: peak_tflops is inf"),
+        ("base: h100\nlaunch_seconds: 1e300\n", "must be from"),
+        ("base: h100\nwatts: 2026-13-45\n", "must be a number"),
+        ("base: h100\nwatts: 1:30\n", "must be a number"),
+        ("base: h100\nwatts: !!int x\n", "must be a number"),
+        ("base: h100\nwatts: 1\nwatts: 2\n", "gives 'watts' again"),
+        ("base: h100\nwatts: {a: 1}\n", "must be one value"),
+        ("base: h100\n? [a]\n: 3\n", "a key that is not a word"),
+        ("base: mine\n", "the base is not known"),
+        ("a: " + 3000 * "[", "nested too deeply"),
+        ("", "the file is empty"),
+        ("base: h100\n#" + 2**20 * "x", "more than"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path, text, phrase):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=phrase):
+        load_hardware(str(path))
+
+
+def test_numbers_are_read_as_on_the_command_line(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: a100\nlaunch_seconds: 4e-6\nranks_per_node: 4.0\nwatts: '700'\n")
+    mine = load_hardware(str(path))
+    assert (mine.launch_seconds, mine.watts) == (4e-6, 700)
+    # The search counts with it.
+    assert isinstance(mine.ranks_per_node, int)
+    assert mine.memory_gib == A100.memory_gib
+
+
+def test_a_file_without_a_base_needs_only_what_has_no_default(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("peak_tflops: 100\n")
+    with pytest.raises(ConfigError) as error:
+        load_hardware(str(path))
+    assert "watts" in str(error.value)
+    assert "gemm_share" not in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=r"model.bin: the file is not UTF-8"):
         load_hardware(str(path))
 
 
@@ -183,6 +222,19 @@ def test_the_best_interval_between_saves():
 def test_a_run_that_fails_before_it_can_save_has_little_goodput():
     goodput = estimate_goodput(Reliability(0.01, 600.0, 120.0))
     assert 0 < goodput.useful < 0.01
+
+
+@pytest.mark.parametrize(
+    "reliability",
+    [
+        Reliability(1e-9, 600.0, 60.0),
+        Reliability(8.0, 1e300, 60.0),
+        Reliability(8.0, 600.0, 1e300),
+    ],
+)
+def test_a_run_without_progress_is_an_error(reliability):
+    with pytest.raises(ConfigError, match="makes no progress"):
+        estimate_goodput(reliability)
 
 
 def test_energy_of_bloom():

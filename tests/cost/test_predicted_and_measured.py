@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.cli import load_config
-from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.observe.chronicle import CHRONICLE
 from megatron.operations.chronicle.history import read_history
 from megatron.operations.chronicle.summary import format_text, list_facts
 from megatron.plan import Plan, resolve
@@ -23,8 +23,15 @@ def make_plan(*more: str) -> Plan:
     return plan
 
 
+def write_start(folder: Path, time: str, details: Any) -> None:
+    event = {"time": time, "kind": "start", "iteration": 0, "details": details}
+    with open(folder / CHRONICLE, "a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
 def write_run(folder: Path, start: Any, seconds: list[float]) -> None:
-    append_event(folder / CHRONICLE, "start", 0, {"seconds": 1.0, "devices": 64, **start})
+    before = "2026-01-31T11:59:00+00:00"
+    write_start(folder, before, {"seconds": 1.0, "devices": 64, **start})
     rows = [
         {
             "kind": "train",
@@ -78,3 +85,13 @@ def test_steps_of_another_batch_size_are_not_compared(tmp_path):
     predicted = {"predicted": {"hardware": "h100", "seconds": 1.0, "batch_size": 256}}
     write_run(tmp_path, predicted, [1.0])
     assert dict(list_facts(read_history(tmp_path)))["step"].endswith("not measured yet")
+
+
+def test_steps_before_the_last_start_are_not_compared(tmp_path):
+    """A run may be resumed on more devices, which have another prediction."""
+    predicted = {"hardware": "h100", "seconds": 2.0, "batch_size": 128}
+    write_run(tmp_path, {"predicted": predicted}, [4.0, 4.0, 4.0, 2.0])
+    assert "4 s measured (-50 %)" in dict(list_facts(read_history(tmp_path)))["step"]
+    more = {"predicted": {**predicted, "seconds": 1.0}}
+    write_start(tmp_path, "2026-01-31T12:00:03.5+00:00", more)
+    assert "2 s measured (-50 %)" in dict(list_facts(read_history(tmp_path)))["step"]

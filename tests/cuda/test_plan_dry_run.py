@@ -1,8 +1,13 @@
 """`tools/plan.py --dry-run`: its report, and its errors."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from cuda.conftest import Call
@@ -12,6 +17,7 @@ from megatron.commands import plan
 from megatron.commands.plan_dry_run import format_dry_run
 from megatron.dry_run.process import choose_microbatches, list_rank_kinds
 
+ROOT = Path(__file__).resolve().parents[2]
 ONE_STAGE = shlex.split(GPT + "--num-layers 4 --bf16 --global-batch-size 32")
 SMALL = [*ONE_STAGE, "--pipeline-model-parallel-size", "2"]
 VIRTUAL = "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
@@ -120,4 +126,81 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path, capsys):
     assert plan.main(["--dry-run", "--world-size", "2", *SMALL]) == 2
     assert "unknown option -std=c++20" in capsys.readouterr().err
     # Nothing half-written is left that a later run would load.
-    assert list((tmp_path / "cache").rglob("*.so")) == []
+    assert list((tmp_path / "cache" / "megatron-3d").iterdir()) == []
+
+
+OWNER = """
+import os
+import time
+
+from megatron.dry_run.process import open_pool
+
+if __name__ == "__main__":
+    print(open_pool(1).submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_processes_end_with_a_dry_run_that_is_killed(on_fake_gpu: Call, tmp_path: Path):
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, env=environment
+    ) as owner:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        os.kill(worker, 0)
+        owner.kill()
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            # A process that has ended, but whose new parent has not collected it, is a zombie.
+            if Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z":
+                return
+        except OSError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {worker} is still there")
+
+
+def write_compiler(path: Path) -> Path:
+    """Write a compiler whose libraries are text."""
+    # The library is the argument after -o.
+    path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho library > "$2"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_damaged_guard_is_named(monkeypatch, tmp_path: Path, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(write_compiler(tmp_path / "compiler")))
+    assert plan.main(["--dry-run", "--world-size", "1", *ONE_STAGE]) == 2
+    printed = capfd.readouterr().err
+    assert str(tmp_path / "cache" / "megatron-3d" / "cuda_guard-") in printed
+    assert "file may be damaged" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_home_that_cannot_be_written_leaves_no_folder(tmp_path: Path):
+    """A user without a home compiles into a folder that is removed at the end."""
+    compiler = write_compiler(tmp_path / "compiler")
+    (tmp_path / "temporary").mkdir()
+    code = (
+        "import tempfile; from megatron.dry_run.cuda_guard import build_guard; "
+        "path = build_guard(); print(path, path.read_text(), tempfile.gettempdir())"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CXX": str(compiler),
+        "XDG_CACHE_HOME": "/proc/none",
+        "TMPDIR": str(tmp_path / "temporary"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "temporary" / "megatron-3d-") in done.stdout
+    assert "library" in done.stdout
+    assert list((tmp_path / "temporary").iterdir()) == []

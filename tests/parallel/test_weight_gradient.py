@@ -19,9 +19,10 @@ from megatron.parallel.weight_gradient import add_to_gradient
 
 HALVES = [torch.bfloat16, torch.float16]
 MICROBATCHES = 4
+Layer = ColumnParallelLinear | RowParallelLinear
 
 
-def make_layer(kind: type, dtype: torch.dtype, tp: TensorParallel, *, fused: bool) -> nn.Module:
+def make_layer(kind: type[Layer], dtype: torch.dtype, tp: TensorParallel, *, fused: bool) -> Layer:
     layer = kind(24, 16, bias=True, tp=tp, init=Init.NORMAL).to(dtype)
     generator = torch.Generator().manual_seed(3 + tp.rank)
     for parameter in layer.parameters():
@@ -41,7 +42,7 @@ def make_inputs(dtype: torch.dtype, width: int, seed: int = 0) -> list[Tensor]:
 
 
 def accumulate(
-    layer: nn.Module, inputs: Sequence[Tensor], call: Callable[..., Tensor] | None = None
+    layer: Layer, inputs: Sequence[Tensor], call: Callable[..., Tensor] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Run all microbatches. Return the weight's gradient, and all other gradients and outputs."""
     others: list[Tensor] = []
@@ -50,11 +51,13 @@ def accumulate(
         out.backward(torch.cos(out.detach()))
         assert x.grad is not None
         others += [out.detach(), x.grad]
-    others += [parameter.grad for name, parameter in layer.named_parameters() if name == "bias"]
-    return layer.weight.grad, others
+    assert layer.weight.grad is not None
+    assert layer.bias is not None
+    assert layer.bias.grad is not None
+    return layer.weight.grad, [*others, layer.bias.grad]
 
 
-def compute_exactly(layer: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+def compute_exactly(layer: Layer, inputs: Sequence[Tensor]) -> Tensor:
     """Return the weight's gradient in float64, from the same inputs and output gradients."""
     total = torch.zeros(layer.weight.shape, dtype=torch.float64)
     for x in inputs:
@@ -65,7 +68,7 @@ def compute_exactly(layer: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_gradient_is_closer_to_the_exact_one(dtype: torch.dtype, kind: type) -> None:
+def test_the_gradient_is_closer_to_the_exact_one(dtype: torch.dtype, kind: type[Layer]) -> None:
     errors = []
     results = []
     for fused in (False, True):
@@ -162,6 +165,7 @@ def check_on_ranks(ranks: int, sequence_parallel: bool) -> None:
             assert torch.equal(out, F.linear(entered, layer.weight, layer.bias))
             gradient = torch.cos(out.detach()).flatten(0, 1).float()
             expected = gradient.t() @ entered.flatten(0, 1).float()
+            assert layer.weight.grad is not None
             assert torch.equal(layer.weight.grad, expected)
 
 

@@ -320,6 +320,76 @@ def test_number_that_is_no_time_counts_nothing(tmp_path: Path) -> None:
     assert 0 <= goodput.wall_seconds < 60
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "line"),
+    [
+        (
+            CHRONICLE,
+            2,
+            '{"kind": "start", "time": "2026-01-01T00:00:00+00:00", "details": '
+            '{"predicted": {"seconds": BIG, "hardware": "h100", "batch_size": 16}}}',
+        ),
+        (
+            CHRONICLE,
+            2,
+            '{"kind": "start", "time": "2026-01-01T00:00:00+00:00", "details": '
+            '{"data": [{"share": 1.0, "tokens": BIG}]}}',
+        ),
+        (
+            "metrics.jsonl",
+            3,
+            '{"kind": "train", "iteration": BIG, "time": "2026-01-01T00:00:00+00:00"}',
+        ),
+    ],
+)
+def test_line_with_a_number_that_is_too_large_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, number: int, line: str
+) -> None:
+    time = "2026-01-01T00:00:00+00:00"
+    good = {"kind": "train", "iteration": 1, "time": time, "consumed_tokens": 128, "lm_loss": 2.0}
+    append_event(tmp_path / CHRONICLE, "start", 0, {"data": [{"share": 1.0, "tokens": 128}]})
+    (tmp_path / "metrics.jsonl").write_text(2 * (json.dumps(good) + "\n"))
+    with open(tmp_path / name, "a") as file:
+        file.write(line.replace("BIG", "1" + 400 * "0") + "\n")
+    assert chronicle.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert f"{tmp_path / name}:{number} is left out" in printed.err
+    # The other lines are there.
+    assert "training loss: 2.0000" in printed.out
+    assert "epochs: 1" in printed.out
+
+
+@pytest.mark.parametrize(
+    "predicted",
+    [
+        {"seconds": 1.0, "batch_size": []},
+        {"seconds": math.inf, "batch_size": 16},
+        {"seconds": True, "batch_size": None},
+        {"seconds": "1", "batch_size": 16},
+    ],
+)
+def test_prediction_of_another_form_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], predicted: dict
+) -> None:
+    append_event(tmp_path / CHRONICLE, "start", 0, {"predicted": predicted})
+    assert chronicle.main([str(tmp_path)]) == 0
+    assert "predicted" not in capsys.readouterr().out
+
+
+def test_steps_without_a_time_are_not_compared_with_the_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted = {"seconds": 2.0, "hardware": "h100", "batch_size": 16}
+    append_event(tmp_path / CHRONICLE, "start", 0, {"predicted": predicted})
+    rows = [
+        {"kind": "train", "time": "2100-01-01T00:00:00+00:00", "global_batch_size": 16, **row}
+        for row in ({"iteration": 1, "seconds": 0.0}, {"iteration": 2, "lm_loss": 1.0})
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert chronicle.main([str(tmp_path)]) == 0
+    assert "step: 2 s on h100 predicted, not measured yet" in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_page_of_a_million_iterations_is_below_10_mb(tmp_path: Path) -> None:
     folder = tmp_path / "long"

@@ -1,5 +1,6 @@
 """Tests of tools/plan.py, run with command lines."""
 
+import errno
 import json
 import os
 import re
@@ -568,7 +569,7 @@ def test_few_nodes_need_no_copies(capsys):
 
 def test_a_node_without_ranks_is_refused(capsys):
     assert plan.main([*THOUSAND, "--ranks-per-node", "0"]) == 2
-    assert "--ranks-per-node 0 must be at least 1" in capsys.readouterr().err
+    assert "--ranks-per-node 0 must be from 1" in capsys.readouterr().err
 
 
 SEVEN = shlex.split(
@@ -604,7 +605,7 @@ def test_the_plan_says_whether_a_rank_fits_on_a_device(
 
 def test_a_device_without_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--device-memory-gib", "0", "--", *SEVEN]) == 2
-    assert "--device-memory-gib 0.0 must be above 0" in capsys.readouterr().err
+    assert "--device-memory-gib 0.0 must be from" in capsys.readouterr().err
 
 
 TR11_LIKE = shlex.split(
@@ -649,8 +650,7 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert "a failure every 3,692 hours" in capsys.readouterr().out
 
 
-def test_deepspeed_is_predicted_with_the_stage_that_it_runs(capsys):
-    """It runs stage 0 as stage 1, which shards the optimizer."""
+def test_stage_0_of_deepspeed_has_the_memory_of_stage_1(capsys):
     flags = ["--world-size", "4", "--bf16", "--deepspeed", *SMALL, "--zero-stage"]
     none, first = (as_json(capsys, *flags, stage) for stage in "01")
     assert none["cost"]["memory_bytes_by_kind"] == first["cost"]["memory_bytes_by_kind"]
@@ -687,11 +687,9 @@ def test_the_search_of_a_plan(capsys, tmp_path: Path):
     best = found["fastest"][0]
     assert best["fits"]
     assert best["seconds"] <= found["configured"]["seconds"]
-    # The flags choose the layout that was found: the plan of it has the predicted time.
-    flags = shlex.split(best["flags"])
-    kept = TR11_LIKE[: TR11_LIKE.index("--micro-batch-size")]
-    rest = ["--lr", "6e-5", "--train-samples", "220_000_000"]
-    again = as_json(capsys, *kept, *rest, *flags)["cost"]
+    # The flags choose the layout that was found: the plan of it has the predicted time. They undo
+    # those of the command.
+    again = as_json(capsys, *TR11_LIKE, *shlex.split(best["flags"]))["cost"]
     assert again["seconds_per_iteration"] == pytest.approx(best["seconds"])
     assert max(again["memory_bytes_by_pipeline_rank"]) == pytest.approx(best["peak_bytes"])
 
@@ -750,19 +748,38 @@ def test_explain_says_why_a_layout_loses(capsys):
     assert re.search(r"does not fit: [\d,.]+ GiB too much", capsys.readouterr().out)
 
 
+def test_an_explained_layout_keeps_the_groups_of_the_command(capsys):
+    words = ["--world-size", "16", *SMALL, "--bf16", "--micro-batch-size", "1"]
+    words += ["--sharding-strategy", "hsdp", "--hsdp-shard-size", "4"]
+    for text, expected in (("recompute=full", "on 4"), ("tp=2", "on 4"), ("pp=4,tp=2", "ZeRO 3")):
+        explained = as_json(capsys, "--explain", text, *words)["search"]["explained"]
+        assert explained["layout"].endswith(expected)
+
+
 @pytest.mark.parametrize(
     ("words", "phrase"),
     [
-        (["--explain", "tp=5"], "must divide the 384 devices"),
-        (["--explain", "tp=3,pp=1"], "must divide the 112 attention heads"),
+        (["--explain", "tp=5"], "must divide the number of processes, 384"),
+        (["--explain", "tp=3,pp=1"], "must divide --num-attention-heads 112"),
+        (["--explain", "tp=4,pp=12,tp=8"], "tp is given twice"),
+        (["--explain", "pp=2,virtual=17"], "pp x virtual = 34 must divide"),
+        (["--explain", "pp=1,virtual=2"], "need a pipeline"),
+        (["--explain", "tp=1" + 5000 * "0"], "must be a whole number from 1 to 999,999,999"),
+        (["--json", "--explain", "tp=5"], "must divide the number of processes, 384"),
+        (["--explain", "zero=3", "--deepspeed"], "DeepSpeed's PipelineModule"),
         (["--explain", "tp=1,pp=96"], "must not exceed --num-layers"),
         (["--explain", "dp=5"], "'dp' is not a part of a layout"),
         (["--explain", "tp=x"], "tp is 'x'"),
         (["--explain", "recompute=1/0"], "recompute is '1/0'"),
-        (["--explain", "micro-batch=3"], "must be a multiple of"),
+        (["--explain", "micro-batch=3"], "must be divisible by"),
         (["--explain", "zero=4"], "ZeRO has the stages 0 to 3"),
         (["--hardware", "h101"], "neither a known name nor a file"),
-        (["--pue", "nan"], "must be above 0 and finite"),
+        (["--pue", "nan"], "--pue nan must be from"),
+        (["--restart-minutes", "1e300"], "--restart-minutes 1e+300 must be from"),
+        (["--restart-minutes", "1e9"], "makes no progress"),
+        (["--device-memory-gib", "1e300"], "--device-memory-gib 1e+300 must be from"),
+        (["--ranks-per-node", "10000000000"], "--ranks-per-node 10000000000 must be from"),
+        (["--at", "10000000000000"], "at most 10,000,000 iterations are forecast"),
         (["--trace", "t.json"], "use a smaller --global-batch-size"),
     ],
 )
@@ -790,3 +807,43 @@ def test_trace_and_picture_of_a_step(capsys, tmp_path: Path):
         # Spans of a row must not overlap, or Perfetto nests them.
         assert all(later[0] >= earlier[1] - 1e-3 for earlier, later in pairwise(row))
     assert picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--picture", "--pareto"])
+def test_an_output_that_cannot_be_written_leaves_nothing(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+):
+    words = [*SMALL, "--world-size", "2", "--bf16"]
+    (tmp_path / "file").write_text("old")
+    for path in (tmp_path / "file" / "out.png", Path("/dev/null"), tmp_path):
+        assert plan.main([*words, flag, str(path)]) == 2
+        assert f"{flag} {path}: " in capsys.readouterr().err
+    # A full disk is noticed when the bytes are synced. What was there stays.
+    out = tmp_path / "out.png"
+    out.write_text("old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megatron.durable.os.fsync", fail)
+    assert plan.main([*words, flag, str(out)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert out.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out.png"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--vocab-size", "1" + 400 * "0"),
+        ("--seq-length", "1" + 400 * "0"),
+        ("--micro-batch-size", "1" + 400 * "0"),
+        ("--hidden-size", "4" + 200 * "0"),
+        ("--num-layers", "1" + 20 * "0"),
+        ("--checkpoint-fraction", "1e400"),
+    ],
+)
+def test_a_wild_size_is_an_error_of_the_plan(capsys, flag, value):
+    words = ["--world-size", "1", *SMALL, "--bf16", "--checkpoint-activations", flag, value]
+    assert plan.main(words) == 2
+    assert re.search(rf"error: .*{flag} .* must be", capsys.readouterr().out)

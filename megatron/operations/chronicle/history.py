@@ -10,7 +10,7 @@ kept. The others are those of an abandoned lineage.
 import json
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron.errors import DataError
 from megatron.observe.chronicle import (
     CHRONICLE,
     Event,
-    parse_object,
+    iterate_objects,
     parse_time,
     read_events,
 )
@@ -85,6 +85,8 @@ class RunHistory:
     """Seconds since the epoch at which the watchdog has ended a launch."""
     energy: EnergyUse | None
     """Energy and CO2, or None if codecarbon did not measure them."""
+    damaged: list[str]
+    """A message for each line of these files that was left out. A killed run leaves such lines."""
 
 
 class _MetricsReader:
@@ -96,6 +98,7 @@ class _MetricsReader:
         self.kept = bytearray()
         self.evaluations: list[EvaluationPoint] = []
         self.loop_starts: list[float] = []
+        self.damaged: list[str] = []
 
     def read(self, path: Path, *, is_removed: bool, end: int | None = None) -> None:
         """Read a metrics file. The rows of a part that a rollback removed are not kept.
@@ -109,14 +112,10 @@ class _MetricsReader:
         present: list[int] = []
         first_evaluation = len(self.evaluations)
         last = 0
-        read = 0
         with open(path, "rb") as file:
-            for line in file:
-                read += len(line)
-                # A launch that still runs appends to the file, and counts its own rows.
-                if end is not None and read > end:
-                    break
-                record = parse_object(line)
+            # A launch that still runs appends to the file, and counts its own rows.
+            lines = _take_bytes(file, end)
+            for record in iterate_objects(path, lines, self.damaged):
                 iteration = record.get("iteration")
                 moment = parse_time(record.get("time"))
                 kind = record.get("kind")
@@ -162,6 +161,16 @@ class _MetricsReader:
                 self.evaluations[number] = replace(found, kept=False)
 
 
+def _take_bytes(lines: Iterable[bytes], end: int | None) -> Iterator[bytes]:
+    """Yield the lines that lie in the first `end` bytes. None: all of them."""
+    read = 0
+    for line in lines:
+        read += len(line)
+        if end is not None and read > end:
+            return
+        yield line
+
+
 def _read_number(value: Any) -> float:
     """Return a value of the metrics file as a number. None and other values are nan."""
     try:
@@ -181,14 +190,14 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
         DataError: The folder has neither metrics nor a chronicle.
         OSError: A file cannot be read.
     """
-    events = read_events(folder / CHRONICLE)
+    reader = _MetricsReader()
+    events = read_events(folder / CHRONICLE, reader.damaged)
     metrics = _find_metrics_file(folder, events)
     if not events and not metrics.is_file():
         raise DataError(
             f"{folder} has no metrics.jsonl and no {CHRONICLE}; give the --save folder of a run"
         )
-    interventions = list(_iterate_interventions(folder / INTERVENTIONS))
-    reader = _MetricsReader()
+    interventions = list(_iterate_interventions(folder / INTERVENTIONS, reader.damaged))
     # The parts that rollbacks removed come first, because they are older than the present file.
     for record in interventions:
         for part in _list_removed_parts(folder, record, "metrics"):
@@ -209,6 +218,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
         sorted(reader.loop_starts),
         sorted(path.stat().st_mtime for path in folder.glob(_VERDICTS)),
         read_energy(_list_energy_tables(folder, events, interventions)),
+        reader.damaged,
     )
 
 
@@ -251,12 +261,11 @@ def _find_metrics_file(folder: Path, events: list[Event]) -> Path:
     return folder / "metrics.jsonl"
 
 
-def _iterate_interventions(path: Path) -> Iterator[dict[str, Any]]:
+def _iterate_interventions(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with open(path, "rb") as file:
-        for line in file:
-            record = parse_object(line)
+        for record in iterate_objects(path, file, damaged):
             if record:
                 yield record
 

@@ -1,5 +1,6 @@
 """The report of a run as text. The page has the same lines."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,22 +60,28 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
 def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
     """Return the predicted and the measured seconds of a step, if the last start has them.
 
-    The prediction is that of the final batch size, so only its steps are compared.
+    The prediction is that of the final batch size and of the layout of the last start, so only the
+    steps with this size after this start are compared.
     """
-    starts = [event.details for event in history.events if event.kind == "start"]
-    predicted = starts[-1].get("predicted") if starts else None
+    starts = [event for event in history.events if event.kind == "start"]
+    predicted = starts[-1].details.get("predicted") if starts else None
     if not isinstance(predicted, dict):
         return []
     seconds = predicted.get("seconds")
     # The file may have been edited, and anything may be in it.
-    if not isinstance(seconds, int | float) or not seconds > 0:
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        return []
+    batch_size = predicted.get("batch_size")
+    if not isinstance(batch_size, int | float):
         return []
     text = f"{seconds:.4g} s on {predicted.get('hardware')}"
-    chosen = history.kept & (history.columns["global_batch_size"] == predicted.get("batch_size"))
+    chosen = history.kept & (history.columns["global_batch_size"] == batch_size)
+    chosen &= history.columns["time"] >= starts[-1].time.timestamp()
     measured = history.columns["seconds"][chosen]
+    measured = measured[measured > 0]
     # The first steps compile and allocate. A median leaves them and the saves out.
     if measured.size:
-        median = float(np.nanmedian(measured))
+        median = float(np.median(measured))
         text += f" predicted, {median:.4g} s measured ({100 * (seconds / median - 1):+.0f} %)"
     else:
         text += " predicted, not measured yet"
@@ -89,7 +96,7 @@ def _list_epochs(history: RunHistory, tokens: float) -> list[tuple[str, str]]:
             data = event.details.get("data")
     try:
         epochs = [float(tokens * each["share"] / each["tokens"]) for each in data]
-    except (TypeError, KeyError, ValueError, ZeroDivisionError):
+    except (TypeError, KeyError, ValueError, ZeroDivisionError, OverflowError):
         # An older version did not record the data.
         return []
     if not epochs:
