@@ -75,7 +75,8 @@ def test_a_training_saves_loads_and_evaluates(on_fake_gpu: Call, corpus, tmp_pat
     }
     assert sum(each.size * count for each, count in loaded.items()) == STATE_BYTES
     # Two asynchronous saves copy to pinned memory, and only their threads wait.
-    assert sum_copies(second, "checkpoint/shard_file.py", blocking=True) == 0
+    for file in ("checkpoint/tensor_file.py", "checkpoint/shard_file.py"):
+        assert sum_copies(second, file, blocking=True) == 0
     assert sum_copies(second, "checkpoint/shard_file.py", blocking=False) == 2 * STATE_BYTES
     assert count_waits(second, "checkpoint/shard_file.py") == 2
     # Both use the same memory. Each shard has a multiple of 64 bytes, so no byte is added.
