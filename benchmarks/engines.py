@@ -139,7 +139,7 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
         worlds = {name: launch_engine(name, case, folder) for name in names}
         # All worlds stay active and take turns. A drift of the machine's speed then affects all of
         # them.
-        seconds: dict[str, list[float]] = {name: [] for name in worlds}
+        seconds: dict[EngineName, list[float]] = {name: [] for name in worlds}
         for number in range(arguments.rounds + 1):
             for name, world in worlds.items():
                 took = max(measured.seconds for measured in world.ask("steps", 2))

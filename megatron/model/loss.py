@@ -216,10 +216,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
             # The loss sees real ids only, [n', v/t]. The product may have columns of padding.
-            if in_place:
-                logits = torch.mm(hidden[part], used.t(), out=grad_logits[part])[:, :real]
-            else:
-                logits = F.linear(hidden[part], used)[:, :real].float()
+            product = _compute_logits(hidden[part], used, grad_logits[part], in_place=in_place)
+            logits = product[:, :real].float()
             hit = None if tally is None else _find_hits(logits, local[part], here[part])
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target, hit = _combine(top, total, target, tp, hit)
@@ -267,6 +265,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grads[0]
         scaled = (grad_weight * factor).to(ctx.gradient_dtype)
         return grad_hidden * factor, scaled, None, None, None, None, None, None, None, None
+
+
+def _compute_logits(hidden: Tensor, weight: Tensor, place: Tensor, *, in_place: bool) -> Tensor:
+    """Return hidden [n', h] x weight [columns, h]^T, written into `place` if `in_place` is set."""
+    if in_place:
+        return torch.mm(hidden, weight.t(), out=place)
+    return F.linear(hidden, weight)
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
