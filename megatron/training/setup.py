@@ -47,7 +47,7 @@ from megatron.observe.log_line import (
 from megatron.observe.startup import format_start_table
 from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
-from megatron.parallel.launcher import LaunchedWorld
+from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan import Plan
@@ -57,6 +57,7 @@ from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
 from megatron.training.hf_export import HFExporter
+from megatron.training.host_memory import require_host_memory
 from megatron.training.job import Job, confirm_job
 from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
@@ -226,6 +227,8 @@ def build_engine(
         ConfigError: The configuration asks for DeepSpeed, and it is not installed. Or the memory of
             a host without GPUs is too small.
     """
+    if mesh.device.type == "cpu":
+        require_host_memory(plan, read_ranks_per_node(plan.world_size))
 
     def load() -> Callable[[Plan, Mesh, Timers, Callable[[], None]], Engine]:
         if plan.config.parallel.deepspeed:

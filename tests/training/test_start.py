@@ -90,6 +90,16 @@ def test_a_refusal_is_the_same_on_every_rank(flags: str, message: str, run: Runn
     assert not run.folder.exists()
 
 
+def test_a_model_that_is_too_large_for_the_host_is_refused_before_memory_is_used(run: Runner):
+    """Linux would end the processes later, without a message."""
+    flags = "--num-layers 1000 --hidden-size 65536 --num-attention-heads 512 --zero-stage 1"
+    for outcome in run.outcomes(flags, ranks=2):
+        assert outcome.kind == "ConfigError", outcome.output
+        assert "does not fit into the memory of this host" in str(outcome.error)
+        # 12 bytes for each of 5.154 x 10^13 parameters.
+        assert "need 618 TB" in str(outcome.error)
+
+
 def test_a_rank_with_another_layout_is_named(run: Runner, pool: ProcessPool) -> None:
     commands = [run.argv(""), run.argv("--tensor-model-parallel-size 2")]
     for outcome in pool.run(2, pretrain, PerRank(commands)):

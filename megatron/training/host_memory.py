@@ -1,0 +1,63 @@
+"""The memory of a host without GPUs, checked before anything is allocated."""
+
+import os
+from pathlib import Path
+
+from megatron.byte_size import format_bytes
+from megatron.errors import ConfigError
+from megatron.model import flops
+from megatron.plan import Plan
+
+_MASTER_BYTES = 4
+"""Bytes of a parameter in fp32."""
+
+
+def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
+    """Check that the fp32 weights and the optimizer's states can fit into this host's memory.
+
+    Linux gives memory that it does not have. Without this check it would kill the processes later,
+    without a message. Gradients and activations come on top, so a run that passes may still be too
+    large.
+
+    Args:
+        plan: The plan of the run.
+        ranks_on_host: Number of ranks on this host.
+
+    Raises:
+        ConfigError: They cannot fit, even if each of them exists once.
+    """
+    if plan.config.parallel.deepspeed:
+        # DeepSpeed may keep states on a disk, or in 8 bits.
+        return
+    share = ranks_on_host / plan.world_size
+    needed = share * count_least_bytes(plan)
+    memory = _read_host_memory()
+    if needed <= memory:
+        return
+    raise ConfigError(
+        f"the model does not fit into the memory of this host: the fp32 weights and the states of "
+        f"{plan.config.optimizer.optimizer} of {share:.0%} of its {plan.parameters:,} parameters "
+        f"need {format_bytes(needed)}, and the host has {format_bytes(memory)}, swap included; "
+        f"make it smaller, or divide it over more hosts (tools/plan.py shows what each rank needs)."
+    )
+
+
+def count_least_bytes(plan: Plan) -> int:
+    """Return the bytes of the fp32 weights and of the optimizer's states, each of them once."""
+    matrices = plan.config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape)
+    states = flops.count_state_bytes(plan.config.optimizer.optimizer, plan.parameters, matrices)
+    return _MASTER_BYTES * plan.parameters + states
+
+
+def _read_host_memory() -> int:
+    """Return the bytes of this host's memory and swap."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        # Only Linux has the file.
+        return memory
+    for line in lines:
+        if line.startswith("SwapTotal:"):
+            memory += 1024 * int(line.split()[1])
+    return memory
