@@ -38,6 +38,7 @@ from megatron.data.stream.source import StreamSource
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, ConfigError, DamagedError
+from megatron.model import flops
 from megatron.observe.log_line import (
     format_from_scratch_line,
     format_loaded_checkpoint_line,
@@ -47,7 +48,7 @@ from megatron.observe.log_line import (
 from megatron.observe.startup import format_start_table
 from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
-from megatron.parallel.launcher import LaunchedWorld
+from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan import Plan
@@ -188,7 +189,9 @@ def start_run(
     while True:
         job = confirm_job(loaded, job, ranks, damage, holds_lease=own, say=say)
         check_small_files(job.plan.config, ranks, mesh.describe())
-        for line in format_warnings(job.notes):
+        host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        small = warn_of_small_host(job.plan, mesh.device.type, host_memory)
+        for line in format_warnings([*job.notes, *small]):
             say(line)
         reporter = Reporter(job.plan, mesh, device_name=get_device_name(mesh.device))
         exporter = build_exporter(job, mesh, reporter)
@@ -252,6 +255,37 @@ def build_engine(
             f"parameters alone need {size}; make it smaller, or divide it over more processes "
             f"(tools/plan.py shows what each needs): {error}"
         ) from error
+
+
+def warn_of_small_host(plan: Plan, device_type: str, memory: int) -> list[str]:
+    """Warn if a host without GPUs has less memory than the states of its ranks.
+
+    The system would end a process without a message.
+
+    Args:
+        plan: The plan of the run.
+        device_type: "cpu" or "cuda".
+        memory: Bytes of memory of this host.
+    """
+    if device_type != "cpu" or plan.config.batch.eval_only:
+        return []
+    model = plan.config.model
+    states = flops.count_state_bytes(
+        plan.config.optimizer.optimizer,
+        plan.parameters,
+        model.num_layers * flops.count_layer_matrix_parameters(plan.shape),
+    )
+    half = plan.config.precision.bf16 or plan.config.precision.fp16
+    every = flops.estimate_parameter_memory(plan.parameters, half=half, state_bytes=states).total
+    # Ranks have equal parts at best. Copies of the model need more.
+    needed = every * read_ranks_per_node(plan.world_size) // plan.world_size
+    if needed <= memory:
+        return []
+    return [
+        f"weights, gradients and optimizer states need about {format_bytes(needed)} on this "
+        f"host, which has {format_bytes(memory)}: the system may end this run without a message. "
+        "Use a smaller model or more hosts; tools/plan.py shows what each process needs."
+    ]
 
 
 def load_engine(

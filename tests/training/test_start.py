@@ -10,8 +10,10 @@ from training.runs import SIZES, Runner
 
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import load_config
+from megatron.plan import resolve
 from megatron.training.job import Job, resolve_job, select_checkpoint_config
 from megatron.training.refusals import check_before_torch
+from megatron.training.setup import warn_of_small_host
 
 ARGV = [*SIZES.split(), "--data-path", "/nowhere/corpus"]
 
@@ -187,3 +189,15 @@ def test_rank_that_is_lost_during_the_start_is_named(run: Runner, pool: ProcessP
 def test_folder_that_cannot_be_looked_for_is_left_to_rank_0() -> None:
     # A name of 300 characters is an error of the file system, as a folder without permission is.
     check_before_torch(load_config([*ARGV, "--load", f"/nowhere/{'x' * 300}"]), 2)
+
+
+def test_a_model_that_is_larger_than_the_host_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 2 7B in bf16 has states of 18 bytes for each of its 6.74 x 10^9 parameters."""
+    argv = "--preset llama2-7b --bf16 --train-iters 9 --lr 1e-4 --micro-batch-size 1"
+    plan = resolve(load_config(argv.split()).config, 16)
+    for ranks, needed in (("16", 121.3e9), ("8", 60.6e9)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert warn_of_small_host(plan, "cpu", round(1.01 * needed)) == []
+        (warning,) = warn_of_small_host(plan, "cpu", round(0.99 * needed))
+        assert f"about {needed / 1e9:.3g} GB" in warning
+        assert warn_of_small_host(plan, "cuda", 1) == []
