@@ -2,13 +2,14 @@
 
     python tools/calibrate.py mine.yaml                             # half a minute on this device
     torchrun --nproc-per-node 8 tools/calibrate.py mine.yaml --base h100     # also its links
-    python tools/calibrate.py mine.yaml --base h100 --run RUN --world-size 64 -- <training command>
-    python tools/calibrate.py mine.yaml --base h100 --seconds 12.3 --world-size 64 -- <...>
+    python tools/calibrate.py mine.yaml --base mine.yaml --run RUN --world-size 64 -- <...>
+    python tools/calibrate.py other.yaml --base h100 --seconds 12.3 --world-size 64 -- <...>
 
 The micro-benchmark measures a large matrix product, a copy in memory and, with several ranks, an
 all-reduce. A measured run changes only the share of the peak that matrix products reach, so that
-the predicted step has the measured time.
+the predicted step has the measured time. After '--' follows the training command.
 
+A file that exists is changed only if --base names it. It keeps the values that are not measured.
 The file is used with tools/plan.py --hardware mine.yaml.
 """
 
@@ -74,10 +75,9 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
         DataError: The run has no steps.
         OSError: The file cannot be written.
     """
-    # A wrong name is reported before half a minute of measurements.
-    if options.output.exists() and not options.output.is_file():
-        raise ConfigError(f"{options.output} is not a file; give the hardware file to write.")
+    # A mistake is reported before half a minute of measurements.
     base = None if options.base is None else load_hardware(options.base)
+    _check_output(options)
     if options.run is not None or options.seconds is not None:
         hardware = _fit_run(options, training, base)
     elif training or options.world_size is not None:
@@ -94,6 +94,18 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
         replace_file(options.output, format_hardware(hardware))
         print(f"wrote {options.output}")
     return 0
+
+
+def _check_output(options: CalibrateArguments) -> None:
+    """Raise ConfigError if a file would be lost whose values are not the base of the new one."""
+    output = options.output
+    if not output.exists():
+        return
+    if options.base is None or Path(options.base).resolve() != output.resolve():
+        raise ConfigError(
+            f"{output} exists, and its values would be lost. Give --base {output} to keep those "
+            "that are not measured, or another name for the new file."
+        )
 
 
 def format_hardware(hardware: Hardware) -> str:

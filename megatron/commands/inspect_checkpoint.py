@@ -54,6 +54,13 @@ from megatron.training.state import TrainState
 
 _ITEM = 4
 """Bytes of an fp32 number. Checkpoints store every tensor in fp32."""
+_OF_ROPE_SCALING = (
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_length",
+)
+"""Fields of the model that have no effect without --rope-scaling."""
 
 
 @dataclass(frozen=True)
@@ -325,6 +332,9 @@ def format_overview(found: Mapping[str, Any]) -> list[str]:
         rows.append(("configuration", found["problem"]))
     else:
         shown = {name: value for name, value in found["model"].items() if value is not None}
+        if "rope_scaling" not in shown:
+            # The defaults of its flags would look as if the positions were scaled.
+            shown = {name: value for name, value in shown.items() if name not in _OF_ROPE_SCALING}
         rows += [
             (f"  {name}", f"{value:,}" if type(value) is int else str(value))
             for name, value in shown.items()

@@ -96,7 +96,10 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
     """Return the seconds of a step by what the busiest pipeline rank does."""
     busiest: Seconds = max(prediction.rank_seconds, key=lambda each: each.total)
     # Everything that the rank does not compute is waiting: the bubble, and messages.
-    waiting = max(0.0, prediction.pipeline_seconds - busiest.total)
+    waiting = 0.0
+    # Without a pipeline, the difference would be that of two roundings.
+    if prediction.job.layout.pipeline > 1:
+        waiting = max(0.0, prediction.pipeline_seconds - busiest.total)
     parts = [
         ("matrix products", busiest.gemm),
         ("attention", busiest.attention),

@@ -84,7 +84,7 @@ def _build_communication_json(plan: Plan, hardware: Hardware) -> dict[str, Any] 
         return None
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)
-    best = choose_strategy(estimates, compute)
+    best = choose_strategy(estimates)
     return {
         "hardware": hardware.name,
         "compute_seconds": compute,
@@ -95,6 +95,7 @@ def _build_communication_json(plan: Plan, hardware: Hardware) -> dict[str, Any] 
                 "between_nodes": each.communication.between_nodes,
                 "memory_bytes": each.memory,
                 "fits": each.fits,
+                "step_seconds": each.step_seconds,
             }
             for each in estimates
         },
@@ -438,13 +439,14 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
             _format_row(
                 f"  {each.name}",
                 f"{times.total:>12,.3g}   ({times.inside_nodes:,.3g} inside nodes, "
-                f"{times.between_nodes:,.3g} between them; {each.memory / 1e9:,.1f} GB a rank"
-                f"{fits})",
+                f"{times.between_nodes:,.3g} between them; step {each.step_seconds:,.3g} s; "
+                f"{each.memory / 1e9:,.1f} GB a rank{fits})",
             )
         )
-    best = choose_strategy(estimates, compute)
+    best = choose_strategy(estimates)
     if best is None:
         advice = "none fits in memory: use more tensor or pipeline ranks, or recomputation"
     else:
-        advice = best.flags
+        # --search also changes the micro-batch and the grid.
+        advice = f"{best.flags} (the shortest step of those that fit)"
     return [*lines, _format_row("  recommended", advice)]

@@ -307,6 +307,12 @@ def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> lis
     for name, theirs, ours in _compare(prediction, search):
         lines.append(f"{name:<55}{theirs:>12,.3f}{ours:>12,.3f}{theirs - ours:>+10,.3f}")
     lines.append(explain_difference(prediction, best))
+    layout = prediction.job.layout
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        lines.append(
+            "The search gives each layout with TP --sequence-parallel. Add it to the command to "
+            "explain such a layout."
+        )
     return lines
 
 

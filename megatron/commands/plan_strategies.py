@@ -1,7 +1,8 @@
 """The time that each --sharding-strategy needs for communication, and the one to use.
 
 The formulas are those of `megatron/schedule/communication.py`. docs/sharding.md explains them. They
-are estimates: the padding of rows is left out. Computation and memory are those of `megatron/cost`.
+are estimates: the padding of rows is left out. The step and its memory are those of
+`megatron/cost`.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,6 @@ from megatron.cost.step import StepPrediction, count_step_traffic
 from megatron.plan import Plan
 from megatron.plan_prediction import predict_plan
 from megatron.schedule.communication import CommunicationTime, estimate_time
-
-_NEAR = 1.05
-"""Steps whose times differ by less than this factor count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,8 @@ class StrategyEstimate:
     """Bytes of the rank that needs most: parameters and activations."""
     fits: bool
     """Whether the strategy fits in the memory of a device."""
-
-    def compute_step_seconds(self, compute: float) -> float:
-        """Return the time of a step whose communication overlaps with its computation."""
-        return max(self.communication.total, compute)
+    step_seconds: float
+    """Predicted seconds of a step. Communication that does not overlap is included."""
 
 
 def estimate_compute_seconds(plan: Plan, hardware: Hardware) -> float:
@@ -60,6 +56,7 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
         flags = f"--sharding-strategy hsdp --hsdp-shard-size {node}"
         ways.append((f"hsdp {node}", flags, 3, node))
     ways.append(("ddp", "--sharding-strategy ddp", 0, 1))
+    ways.append(("ZeRO 1", "--zero-stage 1", 1, data))
     if (plan.zero_stage, plan.shard_size) not in {(stage, size) for _, _, stage, size in ways}:
         name = f"ZeRO {plan.zero_stage}"
         flags = f"--zero-stage {plan.zero_stage}"
@@ -70,23 +67,10 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
     return [_estimate(plan, hardware, *way) for way in ways]
 
 
-def choose_strategy(
-    estimates: Sequence[StrategyEstimate], compute: float
-) -> StrategyEstimate | None:
-    """Return the fastest strategy that fits in memory. None if none fits.
-
-    Among those that are about equally fast, it is the one that needs least memory.
-
-    Args:
-        estimates: The strategies.
-        compute: Seconds of computation in a step.
-    """
+def choose_strategy(estimates: Sequence[StrategyEstimate]) -> StrategyEstimate | None:
+    """Return the strategy that fits in memory and has the shortest step. None if none fits."""
     fitting = [each for each in estimates if each.fits]
-    if not fitting:
-        return None
-    best = min(each.compute_step_seconds(compute) for each in fitting)
-    near = [each for each in fitting if each.compute_step_seconds(compute) <= _NEAR * best]
-    return min(near, key=lambda each: each.memory)
+    return min(fitting, key=lambda each: each.step_seconds, default=None)
 
 
 def _estimate(
@@ -104,5 +88,6 @@ def _estimate(
         copies=layout.copies,
         inner_ranks=layout.tensor,
     )
-    memory = round(StepPrediction(job).peak_bytes)
-    return StrategyEstimate(name, flags, time, memory, memory <= hardware.memory_bytes)
+    changed = StepPrediction(job)
+    memory = round(changed.peak_bytes)
+    return StrategyEstimate(name, flags, time, memory, changed.fits, changed.seconds)

@@ -102,8 +102,21 @@ def check_one_training_length(settings: ConfigWithOrigin) -> Iterator[str]:
     if not given and not batch.eval_only:
         yield (
             "the length of training is not given: use --train-iters or --train-samples "
-            "(or --train-time, or --eval-only)."
+            f"(or --train-time, or --eval-only).{_convert_tokens(settings)}"
         )
+
+
+def _convert_tokens(settings: ConfigWithOrigin) -> str:
+    """Return how many samples --train-tokens are. The flag alone does not give the length."""
+    tokens = settings.config.batch.train_tokens
+    length = settings.config.model.seq_length
+    # Other rules report values that are too small.
+    if tokens is None or tokens < length or length < 1:
+        return ""
+    return (
+        f" {settings.describe('batch.train_tokens')} can only end it earlier. The same length "
+        f"is --train-samples {tokens // length} with {length} tokens each."
+    )
 
 
 def check_one_unit_of_progress(settings: ConfigWithOrigin) -> Iterator[str]:

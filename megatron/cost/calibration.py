@@ -8,6 +8,7 @@ from megatron.cost.step import StepJob, StepPrediction
 from megatron.errors import ConfigError
 
 _LOWEST_SHARE = 0.02
+"""A device that reaches less of its nominal speed is faulty, or is another device."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def build_measured_hardware(measured: Measured, base: Hardware | None, name: str
     then that of the ring, or a placeholder with one rank.
 
     Raises:
-        ConfigError: A value is above the nominal one of the base.
+        ConfigError: A value is above the nominal one of the base, or far below it.
     """
     if base is None:
         ring = measured.ring_gb_per_second or 1.0
@@ -69,6 +70,12 @@ def build_measured_hardware(measured: Measured, base: Hardware | None, name: str
             raise ConfigError(
                 f"{key}: the measured value is {share:.2f} times the nominal one of {base.name}, "
                 "so this is another device. Choose another --base."
+            )
+        # A broken link is measured as it is. A laptop is no slow GPU.
+        if share < _LOWEST_SHARE and key in ("gemm_share", "memory_share"):
+            raise ConfigError(
+                f"{key}: the measured value is {share:.2g} of the nominal one of {base.name}, so "
+                "this is another device. Measure on a device of --base, or leave --base out."
             )
     # A flash kernel depends on the same units as the matrix product.
     shares["attention_share"] = base.attention_share * shares["gemm_share"] / base.gemm_share

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from megatron.cost.hardware import Hardware
 from megatron.cost.layout import RankLayout, Software
-from megatron.cost.memory import BALANCED_ENDS
+from megatron.cost.memory import BALANCED_ENDS, build_stages
 from megatron.cost.step import StepJob, StepPrediction
 from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
@@ -144,7 +144,7 @@ def _list_stage_choices(
     partitions = [space.partition or "uniform"]
     if pipeline == 1:
         return [(1, partitions[0])]
-    if space.partition is None:
+    if space.partition is None and _is_changed_by_balanced_ends(space, pipeline):
         partitions.append(BALANCED_ENDS)
     # Stages need not be even without virtual stages.
     choices = [(1, partition) for partition in partitions]
@@ -159,6 +159,14 @@ def _list_stage_choices(
         sizes = list_divisors(layers // pipeline)
         choices += [(size, method) for size in sizes if 1 < size <= _MAX_VIRTUAL]
     return [choice for choice in choices if space.virtual in (None, choice[0])]
+
+
+def _is_changed_by_balanced_ends(space: SearchSpace, pipeline: int) -> bool:
+    """Return whether the stages differ if embedding and output layer count as layers."""
+    layout = RankLayout(tensor=1, pipeline=pipeline, data=1, micro_batch=1)
+    balanced = replace(layout, partition=BALANCED_ENDS)
+    # Equal stages would be listed as two layouts.
+    return build_stages(space.shape, layout) != build_stages(space.shape, balanced)
 
 
 def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayout]:

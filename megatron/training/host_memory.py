@@ -26,8 +26,8 @@ def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
     Raises:
         ConfigError: They cannot fit, even if each of them exists once.
     """
-    if plan.config.parallel.deepspeed:
-        # DeepSpeed may keep states on a disk, or in 8 bits.
+    if plan.config.parallel.deepspeed or plan.config.batch.eval_only:
+        # DeepSpeed may keep states on a disk, or in 8 bits. An evaluation needs none.
         return
     share = ranks_on_host / plan.world_size
     needed = share * count_least_bytes(plan)

@@ -57,6 +57,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"train_samples": 5}, "--train-iters 10 and --train-samples 5 both set the length"),
     ({"train_iters": None}, "use --train-iters or --train-samples"),
+    (
+        {"train_iters": None, "train_tokens": 10**6, "seq_length": 16},
+        "--train-tokens 1000000 can only end it earlier. The same length is --train-samples 62500",
+    ),
     ({"train_time": "3h"}, "--train-iters 10 and --train-time 3h both set the length"),
     ({"train_iters": None, "train_time": "3"}, "--train-time 3: '3' must be a time above 0"),
     ({"eval_interval_time": "0s"}, "--eval-interval-time 0s: '0s' must be a time above 0"),

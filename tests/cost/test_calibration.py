@@ -118,6 +118,30 @@ def test_shares_of_a_base():
         build_measured_hardware(measured, load_hardware("a100-80g"), "mine")
 
 
+@pytest.mark.parametrize(("tflops", "memory", "key"), [(0.07, 2.0, "gemm"), (500, 0.006, "memory")])
+def test_a_laptop_is_no_slow_gpu(tflops, memory, key):
+    measured = Measured(tflops, memory, 16.0, 2, None, 1)
+    with pytest.raises(ConfigError, match=f"{key}_share.*leave --base out"):
+        build_measured_hardware(measured, load_hardware("h100"), "mine")
+
+
+def test_a_file_that_exists_is_changed_only_as_its_own_base(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: a100-80g\nnetwork_gb_per_second: 12.5\n")
+    before = path.read_text()
+    words = ["--seconds", "2.3", "--world-size", "64", "--", *TRAINING]
+    assert calibrate.main([str(path), "--base", "a100-80g", *words]) == 2
+    assert f"--base {path}" in capsys.readouterr().err
+    assert calibrate.main([str(path)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert path.read_text() == before
+    # Its own values are kept, and the share is fitted.
+    assert calibrate.main([str(path), "--base", str(path), *words]) == 0
+    found = load_hardware(str(path))
+    assert found.network_gb_per_second == 12.5
+    assert found.gemm_share < load_hardware("a100-80g").gemm_share
+
+
 def test_devices_are_found_by_their_names():
     for name, expected in (
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),

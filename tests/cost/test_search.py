@@ -9,7 +9,7 @@ from cost.published import make_gpt
 
 from megatron.cost.hardware import load_hardware
 from megatron.cost.layout import SOFTWARE, TRAINER, RankLayout
-from megatron.cost.memory import BALANCED_ENDS
+from megatron.cost.memory import BALANCED_ENDS, build_stages
 from megatron.cost.search import (
     SearchSpace,
     find_pareto_front,
@@ -53,6 +53,22 @@ def test_the_search_over_1024_devices_takes_less_than_10_seconds():
     start = time.process_time()
     assert search_layouts(space).fastest
     assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("layers", [24, 25])
+def test_no_layout_is_listed_twice(layers):
+    """Two methods that divide the layers into the same stages are one layout."""
+    shape = make_gpt(2048, layers, 16, 2048, 51200)
+    space = SearchSpace(shape, 64, 16, load_hardware("a100-80g"), TRAINER)
+    seen = set()
+    methods = set()
+    for layout in iterate_layouts(space):
+        methods.add(layout.partition)
+        stages = build_stages(shape, layout)
+        key = (replace(layout, partition="any"), stages)
+        assert key not in seen
+        seen.add(key)
+    assert methods == {"uniform", BALANCED_ENDS}
 
 
 def test_the_search_finds_what_a_simulation_of_all_layouts_finds():

@@ -113,6 +113,7 @@ def test_text_names_changes_and_interventions(
 ) -> None:
     assert chronicle.main([str(run_folder)]) == 0
     printed = capsys.readouterr().out
+    assert "launches: 3, 1 of them killed or lost" in printed
     assert "goodput:" in printed
     assert "--lr 0.002 -> 0.001" in printed
     assert "reason a spike" in printed

@@ -173,6 +173,15 @@ def test_overview_of_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) ->
     assert read_times_and_sizes(trained) == before
 
 
+def test_text_leaves_out_the_scaling_of_positions_that_a_run_does_not_have(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect_checkpoint.main([str(trained)]) == 0
+    printed = capsys.readouterr().out
+    assert "rotary_base" in printed
+    assert "rope_" not in printed
+
+
 def test_configuration_of_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         inspect(capsys, trained, "--config") == (trained / "global_step4/config.yaml").read_text()

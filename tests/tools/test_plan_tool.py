@@ -523,7 +523,6 @@ def test_on_1024_devices_hsdp_hides_its_communication_and_fsdp_does_not(capsys):
     found = as_json(capsys, *THOUSAND, "--grad-reduce-in-bf16")["communication"]
     assert found["compute_seconds"] == pytest.approx(0.22, abs=0.005)
     seconds = {name: times["seconds"] for name, times in found["strategies"].items()}
-    # The plan's own stage is 1.
     assert list(seconds) == ["fsdp", "hsdp 8", "ddp", "ZeRO 1"]
     assert seconds["fsdp"] == pytest.approx(0.75, abs=0.005)
     assert seconds["hsdp 8"] == pytest.approx(0.21, abs=0.005)
@@ -535,7 +534,7 @@ def test_on_1024_devices_hsdp_hides_its_communication_and_fsdp_does_not(capsys):
 def test_the_configured_groups_are_estimated(capsys):
     flags = "--sharding-strategy hsdp --hsdp-shard-size 16 --tensor-model-parallel-size 2"
     found = as_json(capsys, *THOUSAND, *flags.split())["communication"]
-    assert list(found["strategies"]) == ["fsdp", "hsdp 16", "ddp"]
+    assert list(found["strategies"]) == ["fsdp", "hsdp 16", "ddp", "ZeRO 1"]
     # A group of 16 data-parallel and 2 tensor-parallel ranks is on 4 nodes.
     assert found["strategies"]["hsdp 16"]["inside_nodes"] == 0
 
@@ -560,10 +559,33 @@ def test_text_of_the_strategies(capsys):
     assert "communication" not in capsys.readouterr().out
 
 
+def test_the_recommended_strategy_has_a_short_step(capsys):
+    """With many microbatches, stages 1 and 3 differ by more than what overlaps in one of them."""
+    flags = shlex.split(
+        "--world-size 64 --preset llama2-7b --micro-batch-size 1 --global-batch-size 1024 "
+        "--train-iters 1000 --lr 3e-4 --bf16"
+    )
+    found = as_json(capsys, *flags)["communication"]
+    assert found["recommended"] == "--zero-stage 1"
+    seconds = {name: each["step_seconds"] for name, each in found["strategies"].items()}
+    assert seconds["ZeRO 1"] < seconds["hsdp 8"] < seconds["fsdp"]
+    # The search of all layouts agrees.
+    searched = as_json(capsys, "--search", *flags)["search"]["fastest"][0]
+    assert searched["flags"].endswith("--zero-stage 1")
+    assert searched["seconds"] == pytest.approx(seconds["ZeRO 1"])
+
+
 def test_few_nodes_need_no_copies(capsys):
-    """Communication fits behind the computation, and FSDP needs least memory."""
+    """ZeRO 1 fits, and its communication overlaps better than the all-reduce between copies."""
     flags = ["--seq-length", "4096", "--global-batch-size", "512", "--hardware", "h100"]
     found = as_json(capsys, *THOUSAND, "--world-size", "16", *flags)["communication"]
+    assert found["recommended"] == "--zero-stage 1"
+    # With less memory, the strategies of stage 3 are left.
+    less = [*flags, "--device-memory-gib", "40"]
+    found = as_json(capsys, *THOUSAND, "--world-size", "16", *less)["communication"]
+    assert found["recommended"] == "--sharding-strategy hsdp --hsdp-shard-size 8"
+    less[-1] = "35"
+    found = as_json(capsys, *THOUSAND, "--world-size", "16", *less)["communication"]
     assert found["recommended"] == "--sharding-strategy fsdp"
 
 
@@ -650,6 +672,16 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert "a failure every 3,692 hours" in capsys.readouterr().out
 
 
+def test_one_stage_waits_for_no_other(tmp_path, capsys):
+    """The seconds are sums in different orders, so they differ in the last bit."""
+    mine = tmp_path / "mine.yaml"
+    for share in ("0.7349", "0.7", "0.61"):
+        mine.write_text(f"base: a100-80g\ngemm_share: {share}\n")
+        words = ["--world-size", "64", "--hardware", str(mine), *SEVEN]
+        parts = as_json(capsys, *words, "--global-batch-size", "1024")["cost"]["breakdown_seconds"]
+        assert "pipeline" not in parts
+
+
 def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
     assert plan.main(["--world-size", "1", *SMALL]) == 0
     assert "predicted step" in capsys.readouterr().out
@@ -712,6 +744,11 @@ def test_json_of_explain_has_the_parts_of_both_steps(capsys):
     assert "--sequence-parallel" not in search["configured"]["flags"]
     assert "--sequence-parallel" in search["fastest"][0]["flags"]
     assert as_json(capsys, "--explain", "tp=x", *TR11_LIKE, code=2)["errors"]
+    # The text explains why the two differ.
+    assert plan.main(["--explain", "micro-batch=4", *TR11_LIKE]) == 0
+    assert "Add it to the command" in capsys.readouterr().out
+    assert plan.main(["--explain", "tp=1", *TR11_LIKE]) == 0
+    assert "Add it to the command" not in capsys.readouterr().out
 
 
 def test_explain_keeps_the_groups_of_hsdp(capsys):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
                 if name in event.details
             ]
             break
+    facts += _count_launches(history)
     kept = history.kept
     undone = int((~kept).sum())
     if kept.any():
@@ -55,6 +57,21 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
         facts.append(("energy", f"{history.energy.kilowatt_hours[-1]:.6g} kWh"))
         facts.append(("carbon", f"{history.energy.kilograms[-1]:.6g} kg of CO2 equivalent"))
     return facts
+
+
+def _count_launches(history: RunHistory) -> list[tuple[str, str]]:
+    """Return the number of launches, and how many of them did not record their end."""
+    kinds = [event.kind for event in history.events if event.kind in ("start", "stop")]
+    if "start" not in kinds:
+        return []
+    text = f"{kinds.count('start'):,}"
+    # A process that is killed cannot write a stop.
+    killed = sum(kind == following == "start" for kind, following in pairwise(kinds))
+    if killed:
+        text += f", {killed:,} of them killed or lost"
+    if kinds[-1] == "start":
+        text += ", the last one active or killed"
+    return [("launches", text)]
 
 
 def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
