@@ -97,10 +97,12 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
 
 
 def _check_output(options: CalibrateArguments) -> None:
-    """Raise ConfigError if a file would be lost whose values are not the base of the new one."""
+    """Raise ConfigError if something would be lost that is not the base of the new file."""
     output = options.output
     if not output.exists():
         return
+    if not output.is_file():
+        raise ConfigError(f"{output} is not a file; give the hardware file to write.")
     if options.base is None or Path(options.base).resolve() != output.resolve():
         raise ConfigError(
             f"{output} exists, and its values would be lost. Give --base {output} to keep those "
