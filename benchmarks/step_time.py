@@ -1,4 +1,4 @@
-"""Compare our full training step with bare PyTorch loops, in one process, interleaved.
+"""Compare our full training step with bare PyTorch loops, interleaved.
 
     python benchmarks/step_time.py       CPU: the small shapes of docs/benchmarks.md
     python benchmarks/step_time.py --size 125m --precision bf16
@@ -15,7 +15,9 @@ the loss every step.
 A name with "-compiled" is the same loop with torch.compile. The trainer compiles with its own flag,
 --use-torch-compile. The compiled contestants need a C++ compiler on a CPU.
 
-Rounds are interleaved, so a drift of the machine's speed affects all of them. Medians are quoted.
+Each contestant has a process of its own, as in real use. In a common process they would share the
+memory that the allocator keeps, and the steps of one would make those of another slower. The
+processes take turns, so a drift of the machine's speed affects all of them. Medians are quoted.
 """
 
 import statistics
@@ -24,16 +26,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import tyro
 from plain_gpt import PlainGPT
-from worlds import CORPUS, one_iteration
+from worlds import CORPUS, Case, LaunchedWorld, one_iteration
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.commands.plan_estimates import estimate_memory
 from megatron.config.cli import LoadedConfig, load_config
+from megatron.data.source import TrainSource
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
@@ -46,7 +50,8 @@ from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan, resolve
 from megatron.training.job import agree_on_job
 from megatron.training.run import Run
-from megatron.training.setup import start_run
+from megatron.training.setup import open_data, start_run
+from megatron.training.state import TrainState
 
 # layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape
 SIZES = {
@@ -97,21 +102,19 @@ class Arguments:
     """Rows of the embedding. The corpus has ids below 5000."""
 
 
-def command_line(arguments: Arguments, shape: str, precision: str, folder: str) -> list[str]:
-    """Return the arguments of pretrain_gpt.py for one measurement."""
+def command_line(arguments: Arguments, shape: str, precision: str) -> str:
+    """Return the arguments of pretrain_gpt.py for one measurement, without those of files."""
     layers, hidden, heads, seq, micro, ffn = SIZES[arguments.size]
     text = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
         f"--seq-length {seq} --micro-batch-size {micro} "
         f"--global-batch-size {micro} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 "
         "--attention-dropout 0 --eval-iters 0 "
-        f"--vocab-size {arguments.vocab_size} --log-interval 10 --data-path {CORPUS} "
-        f"--data-cache-path {folder}/cache "
-        f"--tensorboard-dir {folder}/tensorboard --metrics-file {folder}/metrics.jsonl"
+        f"--vocab-size {arguments.vocab_size} --log-interval 10"
     )
     text += f" {LLAMA} --ffn-hidden-size {ffn}" if shape == "llama" else ""
     text += " --bf16" if precision == "bf16" else ""
-    return text.split()
+    return text
 
 
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
@@ -123,20 +126,63 @@ def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     return run
 
 
-def next_tokens(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the next real batch as (tokens, labels), each [b, s]."""
-    assert run.sources.train is not None
-    batch = run.sources.train.read_batch(run.plan.batch_size.final)[0]
-    return batch.tokens.to(device), batch.labels.to(device)
+class ContestantRank:
+    """The process of a contestant. It answers commands, as `worlds.Rank` does."""
+
+    def __init__(self, argv: list[str], *, name: Contestant) -> None:
+        """Build the contestant for the run that `argv` describes."""
+        self._device = choose_device(0)
+        if name.removesuffix(COMPILED) == "trainer":
+            flags = ["--use-torch-compile"] if name.endswith(COMPILED) else []
+            run = build_trainer(load_config([*argv, *flags]), self._device)
+            self._step = lambda: one_iteration(run)
+        else:
+            self._step = build_step(name, open_batches(argv, self._device), self._device)
+
+    def steps(self, count: int) -> tuple[float, int]:
+        """Return the seconds of a step, and the peak bytes of GPU memory."""
+        if self._device.type == "cuda":
+            # Kernels run asynchronously. The clock may start only after those of earlier steps.
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for _ in range(count):
+            self._step()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / count
+        return seconds, torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
 
 
-def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Batches:
+    """The data that the trainer reads, for the other loops."""
+
+    plan: Plan
+    source: TrainSource
+    device: torch.device
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next real batch as (tokens, labels), each [b, s]."""
+        batch = self.source.read_batch(self.plan.batch_size.final)[0]
+        return batch.tokens.to(self.device), batch.labels.to(self.device)
+
+
+def open_batches(argv: list[str], device: torch.device) -> Batches:
+    """Open the data of the run that `argv` describes."""
+    plan = agree_on_job(load_config(argv), Ranks(), lambda line: None).plan
+    source = open_data(plan, build_mesh(Grid(1, 1, 1), device), TrainState()).train
+    assert source is not None
+    return Batches(plan, source, device)
+
+
+def bare_step(batches: Batches, device: torch.device) -> Callable[[], None]:
     """Return a step of our model with as few lines around it as possible.
 
     The arithmetic is the trainer's, with fp32 masters of bf16 weights.
     """
-    half = run.plan.config.precision.bf16
-    model = GPT(run.plan.shape, TensorParallel(), RandomStreams(0, device)).to(
+    half = batches.plan.config.precision.bf16
+    model = GPT(batches.plan.shape, TensorParallel(), RandomStreams(0, device)).to(
         device, torch.bfloat16 if half else torch.float32
     )
     for name, parameter in model.named_parameters():
@@ -151,7 +197,7 @@ def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True)
 
     def step() -> None:
-        tokens, labels = next_tokens(run, device)
+        tokens, labels = batches.read()
         loss = model(None, Inputs(tokens, labels))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -218,16 +264,17 @@ def build_plain_model(plan: Plan) -> torch.nn.Module:
 
 
 def loop_step(
-    run: Run, device: torch.device, model: torch.nn.Module, *, compiled: bool
+    batches: Batches, device: torch.device, model: torch.nn.Module, *, compiled: bool
 ) -> Callable[[], None]:
     """Return a step of a model that returns its loss, in a bare loop."""
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     compute_loss = torch.compile(model) if compiled else model
+    half = batches.plan.config.precision.bf16
 
     def step() -> None:
-        tokens, labels = next_tokens(run, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=run.plan.config.precision.bf16):
+        tokens, labels = batches.read()
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
             loss = compute_loss(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -238,41 +285,29 @@ def loop_step(
     return step
 
 
-def build_step(
-    name: str, arguments: Arguments, shape: str, precision: str, run: Run, folder: str
-) -> Callable[[], None]:
-    """Return one training step of a contestant. `run` is the trainer's, and gives the data."""
-    device = choose_device(0)
-    compiled = name.endswith(COMPILED)
+def build_step(name: Contestant, batches: Batches, device: torch.device) -> Callable[[], None]:
+    """Return one training step of a contestant other than the trainer."""
     kind = name.removesuffix(COMPILED)
     if kind == "bare":
-        return bare_step(run, device)
-    if kind == "trainer":
-        if not compiled:
-            return lambda: one_iteration(run)
-        argv = command_line(arguments, shape, precision, f"{folder}/compiled")
-        other = build_trainer(load_config([*argv, "--use-torch-compile"]), device)
-        return lambda: one_iteration(other)
-    model = HuggingFaceLoss(run.plan, shape) if kind == "hf" else build_plain_model(run.plan)
-    return loop_step(run, device, model, compiled=compiled)
+        return bare_step(batches, device)
+    plan = batches.plan
+    shape = "llama" if plan.config.model.glu_activation else "gpt2"
+    model = HuggingFaceLoss(plan, shape) if kind == "hf" else build_plain_model(plan)
+    return loop_step(batches, device, model, compiled=name.endswith(COMPILED))
 
 
 def choose_fitting(names: list[Contestant], plan: Plan, memory_bytes: int) -> list[Contestant]:
     """Return the first contestants that fit on a device together, and print which do not.
 
-    All of them hold their weights and optimizer from the start. Their activations take turns. The
-    first one needs the trainer's run besides its own model, unless it is the trainer.
+    All of them hold their weights and optimizer from the start. Their activations take turns.
     """
     needed = estimate_memory(plan)
     one = needed["rank"]["total"]
     fitting: list[Contestant] = []
-    # The trainer is built for its data and its plan, also if it does not take part.
-    models = 1
     for name in names:
-        more = models + (name != "trainer")
+        more = len(fitting) + 1
         if more * one + needed["activations"] <= _USABLE * memory_bytes:
             fitting.append(name)
-            models = more
             continue
         print(
             f"SKIPPED: {name}: {more} models of this size need "
@@ -285,36 +320,31 @@ def choose_fitting(names: list[Contestant], plan: Plan, memory_bytes: int) -> li
 def measure(arguments: Arguments, shape: str, precision: str) -> None:
     """Measure all contestants in one shape and precision, and print their rows."""
     device = choose_device(0)
+    flags = command_line(arguments, shape, precision)
+    plan = resolve(load_config([*flags.split(), "--data-path", str(CORPUS)]).config, 1)
+    names = [n for n in arguments.contestants if shape == "gpt2" or not n.startswith("plain")]
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        names = choose_fitting(names, plan, memory_bytes)
+    if not names:
+        return
+    case = Case(f"{shape} {precision}", flags, threads=torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
-        loaded = load_config(command_line(arguments, shape, precision, folder))
-        names = [n for n in arguments.contestants if shape == "gpt2" or not n.startswith("plain")]
-        if device.type == "cuda":
-            memory_bytes = torch.cuda.get_device_properties(device).total_memory
-            names = choose_fitting(names, resolve(loaded.config, 1), memory_bytes)
-        if not names:
-            return
-        run = build_trainer(loaded, device)
-        steps = {name: build_step(name, arguments, shape, precision, run, folder) for name in names}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        worlds = {
+            name: LaunchedWorld(case, folder, partial(ContestantRank, name=name)) for name in names
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in worlds}
         memory: dict[str, float] = {}
         # Round 0 warms up and is not counted.
         for round_number in range(arguments.rounds + 1):
-            for name, step in steps.items():
-                if device.type == "cuda":
-                    # Kernels run asynchronously. The timer may start only after the kernels of
-                    # the previous contestant have finished.
-                    torch.cuda.synchronize()
-                    torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
-                for _ in range(arguments.steps):
-                    step()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                    memory[name] = torch.cuda.max_memory_allocated() / 2**30
+            for name, world in worlds.items():
+                ((took, peak),) = world.ask("steps", arguments.steps)
+                memory[name] = peak / 2**30
                 if round_number:
-                    seconds[name].append((time.perf_counter() - start) / arguments.steps)
-        run.reporter.close()
-    print_rows(run.plan, shape, precision, seconds, memory, device)
+                    seconds[name].append(took)
+        for world in worlds.values():
+            world.close()
+    print_rows(plan, shape, precision, seconds, memory, device)
 
 
 def print_rows(
@@ -343,7 +373,7 @@ def print_rows(
             row += f"   {statistics.median(ratios):.3f} of bare"
         row += f"   {rate * flops / 1e12:.2f} TFLOPs"
         row += f"   MFU {rate * flops / 1e12 / peak:.3f}" if peak else ""
-        row += f"   {memory[name]:.1f} GiB" if memory else ""
+        row += f"   {memory[name]:.1f} GiB" if device.type == "cuda" else ""
         print(row, flush=True)
 
 

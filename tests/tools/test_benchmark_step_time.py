@@ -34,8 +34,8 @@ def test_contestants_that_do_not_fit_are_left_out(
     size: str, fitting: list[str], step_time: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = step_time.Arguments(size=size)
-    argv = step_time.command_line(arguments, "llama", "bf16", "/tmp/none")
-    plan = resolve(load_config(argv).config, 1)
+    flags = step_time.command_line(arguments, "llama", "bf16")
+    plan = resolve(load_config([*flags.split(), "--data-path", "/tmp/none"]).config, 1)
     names = ["trainer", "bare", "hf"]
     assert step_time.choose_fitting(names, plan, 80 * 10**9) == fitting
     shown = capsys.readouterr().out
