@@ -117,9 +117,9 @@ class PlanArguments:
     first and last data-parallel rank). The report then also has peak memory by kind, collectives,
     and where the host waits for the GPU. It needs a C++ compiler (docs/dry_run.md)."""
     dry_run_microbatches: int | None = None
-    """Microbatches of the dry run. Default: the pipeline size plus 1, or plus 2 with ZeRO 2. Twice the
-    pipeline size if its stages are interleaved. All of a step with looped BFS. The default is never
-    more than a step has."""
+    """Microbatches of the dry run. Default: the pipeline size plus 1, or plus 2 with ZeRO 2. Twice
+    the pipeline size if its stages are interleaved. All of a step with looped BFS. The default is
+    never more than a step has."""
     search: bool = False
     """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
     memory, and where each loses time to the first one."""
