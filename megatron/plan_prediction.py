@@ -129,7 +129,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
 
 
 def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
-    """Return a function that says whether the trainer accepts a layout of the plan's model.
+    """Return a function that returns whether the trainer accepts a layout of the plan's model.
 
     The layout must divide the model and the final batch.
     """

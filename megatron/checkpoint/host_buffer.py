@@ -72,7 +72,7 @@ class HostBuffer:
     def _pin(self) -> None:
         """Pin the memory, or note why that fails. Copies to memory that is not pinned work too."""
         # The driver holds a lock while it pins, and the kernels of the training wait for that lock.
-        # If each page has its memory already, this takes less time.
+        # Pinning takes less time if the pages have physical memory already.
         self._memory[:: mmap.PAGESIZE] = 0
         address = self._memory.data_ptr()
         cudart = torch.cuda.cudart()
@@ -95,7 +95,7 @@ def _align(size: int) -> int:
 
 
 def _allocate(size: int) -> Tensor:
-    """Return uint8[size] of memory pages that hold nothing else."""
+    """Return uint8[size] on memory pages of its own."""
     try:
         # Without these flags, Python asks for memory that child processes share.
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -75,7 +75,7 @@ _ASSUMED = {
     "pue": 1e-9,
     "carbon_intensity": 1e-9,
 }
-"""What is assumed about the cluster -> its smallest value. Costs of wilder ones would overflow."""
+"""What is assumed about the cluster -> its smallest value. Smaller or huge ones would overflow."""
 _MOST_ASSUMED = 1e9
 _MOST_FORECAST = 10_000_000
 """Iterations of a forecast. More of them would take minutes."""
@@ -117,8 +117,9 @@ class PlanArguments:
     first and last data-parallel rank). The report then also has peak memory by kind, collectives,
     and where the host waits for the GPU. It needs a C++ compiler (docs/dry_run.md)."""
     dry_run_microbatches: int | None = None
-    """Microbatches of the dry run. Default: one more than the pipeline has stages, or twice the
-    pipeline size if its stages are interleaved, but never more than a step has."""
+    """Microbatches of the dry run. Default: the pipeline size plus 1, or plus 2 with ZeRO 2. Twice
+    the pipeline size if its stages are interleaved. All of a step with looped BFS. The default is
+    never more than a step has."""
     search: bool = False
     """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
     memory, and where each loses time to the first one."""

@@ -71,7 +71,8 @@ def build_measured_hardware(measured: Measured, base: Hardware | None, name: str
                 f"{key}: the measured value is {share:.2f} times the nominal one of {base.name}, "
                 "so this is another device. Choose another --base."
             )
-        # A broken link is measured as it is. A laptop is no slow GPU.
+        # A slow network is measured as it is, but so slow a product is that of another device, such
+        # as a CPU.
         if share < _LOWEST_SHARE and key in ("gemm_share", "memory_share"):
             raise ConfigError(
                 f"{key}: the measured value is {share:.2g} of the nominal one of {base.name}, so "

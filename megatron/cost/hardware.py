@@ -41,7 +41,7 @@ class Hardware:
     """Power limit of a device."""
     fp32_tflops: float | None = None
     """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
-    does not use TF32 unless it is told to."""
+    does not use TF32 unless it is turned on."""
     gemm_share: float = 0.78
     """Share of the peak that a large matrix product reaches, without losses at its edges."""
     attention_share: float = 0.5
@@ -211,7 +211,7 @@ def _parse(text: str, name: str) -> Hardware:
 def _load_base(node: yaml.Node, name: str) -> Hardware:
     """Return the hardware that a file changes.
 
-    A base is always one of the package, so that files cannot refer to each other in a ring.
+    A base is always one of the package, so that files cannot form a cycle of bases.
     """
     base = node.value
     if not isinstance(base, str) or _ALIASES.get(base, base) not in list_hardware():

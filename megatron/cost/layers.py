@@ -1,8 +1,8 @@
 """The time of one transformer layer, of the embedding and of the output layer on one rank.
 
-Notation: T tokens of a microbatch on this rank, h hidden size, f feed-forward size, q = a d and
-k = g d widths of queries and keys, t tensor-parallel size. Widths are in elements. An element has 2
-bytes, or 4 in fp32.
+Notation: T tokens of a microbatch on this rank, h hidden size, f feed-forward size, a heads of
+width d, g query groups, q = a d and k = g d widths of queries and keys, t tensor-parallel size.
+Widths are in elements. An element has 2 bytes, or 4 in fp32.
 """
 
 from collections.abc import Sequence

@@ -41,10 +41,10 @@ class RankMemory:
     activations: float
     """What the microbatches in flight keep for their backward passes."""
     working: float
-    """Activations of one layer while it is computed again. For this trainer, also the gradients
-    that its backward pass computes, or what the loss computes."""
+    """Activations of one layer while it is computed again. For this trainer, what the loss or the
+    backward pass of a layer needs: activations and gradients."""
     logits: float
-    """Logits of other trainers than this one."""
+    """Logits of other trainers. Those of this one are part of `working`."""
     buffers: float
     """Gathered weights and gradients, and messages between stages."""
     fixed: float

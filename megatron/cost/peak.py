@@ -28,7 +28,7 @@ class StepPoint:
     """Bytes at one point of a step, without what a rank always holds."""
 
     weights: float = 0.0
-    """Weights that the model computes with, if they are no master weights."""
+    """Weights that the model computes with, unless they are the master weights."""
     gradients: float = 0.0
     activations: float = 0.0
     """What microbatches in flight keep, apart from the layer that is computed."""
@@ -49,7 +49,7 @@ class _Pass:
 
     stage: Stage
     number: int
-    """Number among those of the rank in a step, from 1."""
+    """Its number among the backward passes of the rank in a step, from 1."""
     accumulated: bool
     """Whether all gradients exist from earlier microbatches."""
 
@@ -191,7 +191,7 @@ class _RankPeak:
 
     def list_points(self) -> Iterator[StepPoint]:
         """Yield the points that may need most memory."""
-        # All stages of a rank have had a backward pass before the later one.
+        # Before the backward pass `later`, every stage of the rank has had one.
         bfs = self._schedule.name == "looped BFS"
         round_size = self._schedule.microbatches if bfs else self._layout.pipeline
         later = (len(self._stages) - 1) * round_size + 2

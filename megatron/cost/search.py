@@ -68,7 +68,8 @@ class SearchResult:
 def list_divisors(number: int) -> list[int]:
     """Return the divisors of a number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    # Each divisor below the root has a partner above it. The root of a square is its own.
+    # Each divisor below the square root has a cofactor above it. The root of a square is its own
+    # cofactor.
     return small + [number // divisor for divisor in reversed(small) if divisor**2 != number]
 
 
@@ -131,8 +132,8 @@ def _iterate_microbatches(
 
 
 def _shards_sequence(space: SearchSpace, tensor: int) -> bool:
-    """Return whether tensor-parallel ranks also share what lies between the matrix products."""
-    # Each of them needs the same number of tokens.
+    """Return whether tensor-parallel ranks use sequence parallelism."""
+    # Each rank needs the same number of tokens.
     even = space.shape.config.seq_length % tensor == 0
     return tensor > 1 and even and space.software.sequence_parallel
 

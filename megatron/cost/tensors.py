@@ -1,11 +1,12 @@
 """The tensors that this trainer holds for one microbatch, counted from its modules.
 
-`megatron.cost.peak` puts them together to the peak of a step. The modules are those of
+`megatron.cost.peak` adds them up to the peak of a step. The modules are those of
 `megatron.model`. Each formula here names what it counts, so that a change of a module has one place
 to follow. `tests/cuda/test_predicted_memory.py` compares the sums with steps on fake GPUs.
 
-Notation: T = s b tokens of a microbatch, h hidden size, f feed-forward size, q = a d and k = g d
-widths of queries and keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
+Notation: T = s b tokens of a microbatch, h hidden size, f feed-forward size, a heads of width d, g
+query groups, q = a d and k = g d widths of queries and keys, v padded vocabulary, t tensor-parallel
+size. All results are bytes.
 """
 
 from collections.abc import Iterable
@@ -54,7 +55,7 @@ class TensorSizes:
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
     after_backward: float
-    """What is left of it at the end of the layer: the gradient of its input, and the gradients of
+    """What of this is left at the end of the layer: the gradient of its input, and the gradients of
     weights that FSDP2 has not accumulated yet."""
     embedding: float
     """What the embedding keeps."""
@@ -134,7 +135,7 @@ def _choose_input(stream: float, layout: RankLayout) -> float:
 
 
 def _find_highest(steps: Iterable[tuple[float, float]]) -> float:
-    """Return the most that exists, where each step allocates the first and frees the second."""
+    """Return the most bytes that exist during steps of (allocated bytes, bytes freed then)."""
     held = 0.0
     highest = 0.0
     for allocated, freed in steps:
@@ -300,7 +301,7 @@ class _Tensors:
     @cached_property
     def _weights(self) -> tuple[float, float, float, float]:
         """Gradients of the matrices: qkv, output, MLP input and output, in this order."""
-        # Activations and matrices have the same widths, so a width is divided by the tokens.
+        # An activation [T, width] belongs to a matrix [h, width] of the same dtype.
         h = self._config.hidden_size
         qkv, context, inner = (
             size * h / self._tokens for size in (self._q + 2 * self._k, self._q, self._f)
@@ -379,8 +380,8 @@ class _Tensors:
             both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
             yield both, both
         yield projected, self._projected + self._core + 2 * self._q + again
-        # Queries and keys, and values, are slices of the projection. The gradient of each is
-        # written to a tensor of the size of the projection, and these are added up.
+        # The gradients of queries, keys and values are joined to that of the projection. Two more
+        # tensors of its size are counted for this.
         yield 2 * projected, 2 * projected
 
     def _list_entry_steps(

@@ -1,8 +1,9 @@
 """torch.compile on the fake GPU: all of it except for the kernels.
 
-Functions are traced, their backward pass is made, and both are divided between what is kept and
-what is computed again. Inductor lowers both graphs to the operations that Triton would turn into
-kernels. Triton needs a real GPU, so the graphs' operators run one by one instead.
+Functions are traced, and their backward graphs are derived. The partitioner of torch chooses what
+the forward graph keeps and what the backward graph computes again. Inductor lowers both graphs to
+the operations that Triton would turn into kernels. Triton needs a real GPU, so the graphs'
+operators run one by one instead.
 
 This module imports Inductor, which takes seconds. It is imported when a function is compiled.
 """

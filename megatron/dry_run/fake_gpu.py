@@ -402,7 +402,7 @@ def _find_answer(func: Any, args: tuple[Any, ...]) -> bool | None:
 
 
 def _names_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator is told to use the GPU, as factories are.
+    """Return whether the arguments of an operator name the GPU, as those of factories do.
 
     Raises:
         RuntimeError: The GPU has a number that does not exist, as CUDA raises it.

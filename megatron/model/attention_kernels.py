@@ -30,12 +30,12 @@ _REFUSALS = ("No available kernel", "No viable backend")
 
 
 def use_attention_kernels(names: Sequence[str]) -> AbstractContextManager[Any]:
-    """Return a context in which SDPA uses only these kernels, the first of them that it can use.
+    """Return a context in which SDPA uses the first of these kernels that can compute its input.
 
     The choice is global. So the context has to be around each call, in a recomputation too.
 
     Args:
-        names: Keys of `_BACKENDS`. Without any, the choice is PyTorch's.
+        names: Keys of `_BACKENDS`. If it is empty, PyTorch chooses.
     """
     if not names:
         return nullcontext()
@@ -53,14 +53,14 @@ def require_attention_kernels(
     """Check that SDPA has a kernel among these for each layer, by a call with its sizes.
 
     Args:
-        names: Keys of `_BACKENDS`. Without any, there is nothing to check.
+        names: Keys of `_BACKENDS`. If it is empty, nothing is checked.
         shape: Sizes of the model.
         tensor_parallel_size: t.
         dtype: The dtype of queries and keys.
         device: Where the model computes.
 
     Raises:
-        ConfigError: There is none. The message has the reasons that torch gives.
+        ConfigError: None of them can compute a layer. The message has torch's reasons.
     """
     # Unfused attention takes every input, and would need the most memory here.
     if not names or "unfused" in names:

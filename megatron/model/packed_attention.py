@@ -78,7 +78,7 @@ def attend_packed(
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1] and _has_option(attend, "enable_gqa"):
         options["enable_gqa"] = True
-    # The kernel counts the keys before the query. -1 is all of them, and no later key is seen.
+    # The window is (keys before the query, keys after it). -1 means all of them.
     before = -1 if window is None else window - 1
     context = attend(
         *packed,
@@ -104,7 +104,7 @@ def attend_one_by_one(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute what torch's `varlen_attn` does, one sequence after the other.
+    """Compute the same as torch's `varlen_attn`, one sequence after the other.
 
     It is the reference for the kernel, with the same interface, and runs on any device and in any
     dtype. It reads the bounds on the host, so on a GPU the host would wait.

@@ -1,11 +1,12 @@
 """Weight gradients that matrix products add up in fp32, without rounding to 16 bits in between.
 
 A weight in 16 bits gets its gradient from a product of two 16-bit matrices. Autograd rounds each
-microbatch's product to 16 bits before it adds it to the fp32 gradient. The product is added up in
-fp32 in any case, so here it goes straight to the gradient. Megatron-LM calls this gradient
-accumulation fusion.
+microbatch's product to 16 bits before it adds it to the fp32 gradient. The terms of the
+product are summed in fp32 in any case, so here they are added to the gradient directly. Megatron-LM
+calls this gradient accumulation fusion.
 
-The invariant: `weight.grad` is what autograd would make of the same product, but for the rounding.
+The invariant: except for the rounding, `weight.grad` is what autograd would make of the same
+product.
 """
 
 import torch

@@ -15,9 +15,9 @@ _MASTER_BYTES = 4
 def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
     """Check that the fp32 weights and the optimizer's states can fit into this host's memory.
 
-    Linux gives memory that it does not have. Without this check it would kill the processes later,
-    without a message. Gradients and activations come on top, so a run that passes may still be too
-    large.
+    Linux lets processes allocate more memory than the host has, and kills them without a message
+    when they use it. Gradients and activations need memory too, so a run that passes this check may
+    still be too large.
 
     Args:
         plan: The plan of the run.
