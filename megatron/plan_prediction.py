@@ -175,6 +175,8 @@ def change_layout(config: Config, layout: RankLayout) -> Config:
         recompute_attention_core=layout.recompute == "selective",
         partition_activations=layout.partition_inputs,
         checkpoint_in_cpu=layout.host_inputs,
+        # They are kept in the recomputation of layers only.
+        checkpoint_keep_operators=config.recompute.checkpoint_keep_operators if full else (),
     )
     # Without recomputation the fraction has no effect.
     if full and Fraction(recompute.checkpoint_fraction) != layout.recomputed_share:

@@ -101,6 +101,9 @@ def _allocate(size: int) -> Tensor:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{format_bytes(size)} for the copy of the shards: {error}") from error
+    # A child process must not share these pages. A write to a shared page may move it, and the GPU
+    # would go on to write to the old place.
+    pages.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

@@ -72,7 +72,8 @@ def format_flags(plan: Plan, layout: RankLayout) -> str:
         if field.is_bool:
             words.append(field.flag if value else field.negative_flag)
         else:
-            words += [field.flag, shlex.quote(str(value))]
+            # The command line reads None as an empty list.
+            words += [field.flag, shlex.quote("None" if value == () else str(value))]
     return " ".join(words)
 
 

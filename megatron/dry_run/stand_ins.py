@@ -333,7 +333,8 @@ def _replace_attention() -> None:
                 {
                     # These two kernels take grouped queries as they are.
                     "FLASH_ATTENTION": attn_mask is None and half,
-                    "CUDNN_ATTENTION": half,
+                    # It refuses a single key.
+                    "CUDNN_ATTENTION": half and key.shape[2] > 1,
                     "EFFICIENT_ATTENTION": not enable_gqa,
                     # Without fusion, everything is possible.
                     "MATH": True,

@@ -74,6 +74,7 @@ class EngineBase(ABC):
             tensor_parallel_size=mesh.grid.tensor,
             dtype=self._dtype,
             device=mesh.device,
+            by_document=plan.config.data.reset_attention_mask,
         )
         self._loss_scale: LossScale | None = None
         if plan.config.precision.fp16:

@@ -9,6 +9,7 @@ s: sequence, g: query groups, n: heads, d: head width, t: tensor-parallel size.
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,8 +50,9 @@ def require_attention_kernels(
     tensor_parallel_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    by_document: bool,
 ) -> None:
-    """Check that SDPA has a kernel among these for each layer, by a call with its sizes.
+    """Check that SDPA has a kernel among these for each layer, by calls with its sizes.
 
     Args:
         names: Keys of `_BACKENDS`. If it is empty, nothing is checked.
@@ -58,6 +60,8 @@ def require_attention_kernels(
         tensor_parallel_size: t.
         dtype: The dtype of queries and keys.
         device: Where the model computes.
+        by_document: Whether there is a call for each document, which may have a single token. Not
+            every kernel takes that.
 
     Raises:
         ConfigError: None of them can compute a layer. The message has torch's reasons.
@@ -66,12 +70,15 @@ def require_attention_kernels(
     if not names or "unfused" in names:
         return
     config = shape.config
-    length = config.seq_length
+    lengths = [config.seq_length]
+    if by_document:
+        lengths.append(1)
     # The heads of a rank that share a key. Other groups make no difference.
     heads = config.num_attention_heads // max(shape.query_groups, tensor_parallel_size)
     windows = {shape.describe_layer(layer).window for layer in range(config.num_layers)}
     # Layers differ only in whether they need a bias.
-    for biased in sorted({_needs_bias(shape, window) for window in windows}):
+    biases = sorted({_needs_bias(shape, window) for window in windows})
+    for biased, length in product(biases, lengths):
         query, key, value = (
             torch.zeros((1, n, length, shape.head_dim), dtype=dtype, device=device)
             for n in (heads, 1, 1)
@@ -97,7 +104,7 @@ def require_attention_kernels(
                 if not any(text in str(failure) for text in _REFUSALS):
                     raise
                 raise ConfigError(
-                    _describe_refusal(names, shape, biased, dtype, device, reasons)
+                    _describe_refusal(names, shape, biased, length, dtype, device, reasons)
                 ) from failure
 
 
@@ -112,12 +119,15 @@ def _describe_refusal(
     names: Sequence[str],
     shape: ModelShape,
     biased: bool,
+    length: int,
     dtype: torch.dtype,
     device: torch.device,
     reasons: Sequence[warnings.WarningMessage],
 ) -> str:
     """Return the message for kernels that cannot compute a layer."""
     bias = "a bias (ALiBi or a sliding window)" if biased else "no bias"
+    if length == 1:
+        bias += ", in a document of one token"
     # torch ends each reason with the place in its source.
     given = [str(reason.message).partition(" (Triggered internally")[0] for reason in reasons]
     why = " ".join(dict.fromkeys(given)) or "this PyTorch has none of them for this device."

@@ -68,16 +68,18 @@ def read_launcher_world(
     return LaunchedWorld(size, _read_number(environment, "LOCAL_RANK", local_rank_flag or 0))
 
 
-def read_ranks_per_node(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
+def read_ranks_per_node(
+    world_size: int, environment: Mapping[str, str] = os.environ, *, unknown: int | None = None
+) -> int:
     """Return the number of ranks on this rank's node.
 
     It is LOCAL_WORLD_SIZE, which torchrun sets. Without it, it is the number of tasks on the first
-    node of the Slurm step, such as the 4 of "4(x2),3". Without both, all ranks count as one node.
-    The number is at most the number of ranks.
+    node of the Slurm step, such as the 4 of "4(x2),3". The number is at most the number of ranks.
 
     Args:
         world_size: Number of ranks.
         environment: The environment variables.
+        unknown: The result without both variables. Default: all ranks are on one node.
 
     Raises:
         LayoutError: LOCAL_WORLD_SIZE is not a whole number.
@@ -85,7 +87,12 @@ def read_ranks_per_node(world_size: int, environment: Mapping[str, str] = os.env
     size = _read_number(environment, "LOCAL_WORLD_SIZE", 0)
     if size < 1:
         tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        size = world_size if tasks is None else int(tasks.group())
+        if tasks is not None:
+            size = int(tasks.group())
+        elif unknown is not None:
+            size = unknown
+        else:
+            size = world_size
     return max(1, min(size, world_size))
 
 

@@ -228,7 +228,8 @@ def build_engine(
             a host without GPUs is too small.
     """
     if mesh.device.type == "cpu":
-        require_host_memory(plan, read_ranks_per_node(plan.world_size))
+        # Some launchers do not tell how many ranks a host has. There is at least this one.
+        require_host_memory(plan, read_ranks_per_node(plan.world_size, unknown=1))
 
     def load() -> Callable[[Plan, Mesh, Timers, Callable[[], None]], Engine]:
         if plan.config.parallel.deepspeed:

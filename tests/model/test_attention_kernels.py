@@ -109,7 +109,12 @@ def test_without_a_choice_torch_is_left_alone() -> None:
 def require(names: tuple[str, ...], **parts: Any) -> None:
     shape = ModelShape(tiny_config(**parts), VOCAB, 128)
     require_attention_kernels(
-        names, shape, tensor_parallel_size=1, dtype=torch.bfloat16, device=CPU
+        names,
+        shape,
+        tensor_parallel_size=1,
+        dtype=torch.bfloat16,
+        device=CPU,
+        by_document=True,
     )
 
 
@@ -149,14 +154,18 @@ def test_an_impossible_choice_is_refused_with_the_reason(
 
 
 def test_each_kind_of_layer_is_tried() -> None:
-    """A model with a sliding window in some layers has attention with and without a bias."""
+    """A sliding window in some layers is a bias. A document may have one token."""
     parts = {"num_layers": 4, "sliding_window": 6, "full_attention_layers": "1::2"}
     with mock.patch.object(
         F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
     ) as attend:
         require(("flash",), **parts)
-    biases = [call.kwargs["attn_mask"] is not None for call in attend.call_args_list]
-    assert biases == [False, True]
+    tried = [
+        (call.kwargs["attn_mask"] is not None, call.args[1].shape[2])
+        for call in attend.call_args_list
+    ]
+    length = tiny_config(**parts).seq_length
+    assert tried == [(False, length), (False, 1), (True, length), (True, 1)]
 
 
 def test_another_error_of_the_kernel_is_not_hidden() -> None:

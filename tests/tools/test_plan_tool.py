@@ -731,6 +731,15 @@ def test_deepspeed_is_predicted_with_the_stage_that_it_runs(capsys):
     assert "8 data; ZeRO 1" in capsys.readouterr().out
 
 
+def test_the_flags_of_the_search_undo_kept_operators(capsys):
+    """They are kept in the recomputation of layers only, and are an error without it."""
+    words = [*TR11_LIKE, "--checkpoint-activations", "--checkpoint-keep-operators", "matmul"]
+    found = as_json(capsys, "--search", *words)["search"]["fastest"]
+    plain = next(each for each in found if "--no-checkpoint-activations" in each["flags"])
+    again = as_json(capsys, *words, *shlex.split(plain["flags"]))["cost"]
+    assert again["seconds_per_iteration"] == pytest.approx(plain["seconds"])
+
+
 def test_json_of_explain_has_the_parts_of_both_steps(capsys):
     found = as_json(capsys, "--explain", "tp=8,pp=6,micro-batch=4,recompute=full", *TR11_LIKE)
     search = found["search"]
