@@ -215,9 +215,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
-            # The loss sees real ids only, [n', v/t]. The product may have columns of padding.
-            product = _compute_logits(hidden[part], used, grad_logits[part], in_place=in_place)
-            logits = product[:, :real].float()
+            place = grad_logits[part] if in_place else None
+            logits = _compute_logits(hidden[part], used, real, place)
             hit = None if tally is None else _find_hits(logits, local[part], here[part])
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target, hit = _combine(top, total, target, tp, hit)
@@ -267,11 +266,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * factor, scaled, None, None, None, None, None, None, None, None
 
 
-def _compute_logits(hidden: Tensor, weight: Tensor, place: Tensor, *, in_place: bool) -> Tensor:
-    """Return hidden [n', h] x weight [columns, h]^T, written into `place` if `in_place` is set."""
-    if in_place:
-        return torch.mm(hidden, weight.t(), out=place)
-    return F.linear(hidden, weight)
+def _compute_logits(hidden: Tensor, weight: Tensor, real: int, place: Tensor | None) -> Tensor:
+    """Return the logits of real ids, [n', real] in fp32.
+
+    Args:
+        hidden: [n', h].
+        weight: [columns, h]. Columns after the real ones are padding, which the loss does not see.
+        real: Number of real ids.
+        place: [n', columns] in fp32, where the logits are written. None: a tensor of their own.
+    """
+    if place is not None:
+        return torch.mm(hidden, weight.t(), out=place)[:, :real]
+    # Here the product in the compute dtype is freed.
+    return F.linear(hidden, weight)[:, :real].float()
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import threading
 
 import pytest
 import xxhash
@@ -124,8 +125,16 @@ def test_a_large_file_is_read_in_the_background_only(file, tmp_path, monkeypatch
 def test_a_file_that_vanishes_is_a_note_and_not_a_problem(file, tmp_path, monkeypatch, background):
     monkeypatch.setattr(content, "SMALL_BYTES", 10)
     digests = ContentDigests(background)
-    background.submit("first", lambda: file.unlink())
+    requested = threading.Event()
+
+    def remove() -> None:
+        requested.wait(30)
+        file.unlink()
+
+    # The file must still exist when it is requested.
+    background.submit("first", remove)
     digests.request(file, tmp_path / "cache")
+    requested.set()
     assert background.wait(30)
     assert background.problems() == []
     (note,) = background.take_notes()
