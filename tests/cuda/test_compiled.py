@@ -44,7 +44,16 @@ def run_compiled(case: Case) -> tuple[RankReport, list[str]]:
     return report, lowered
 
 
-@pytest.mark.parametrize("name", ["TP", "TP, recomputed", "SP, ZeRO 1, fp16", "ZeRO 3, TP"])
+# The short suite compiles two of them, because each compilation takes seconds.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("TP", marks=pytest.mark.full),
+        "TP, recomputed",
+        pytest.param("SP, ZeRO 1, fp16", marks=pytest.mark.full),
+        "ZeRO 3, TP",
+    ],
+)
 def test_a_compiled_step_sends_the_messages_of_the_formula(name: str, on_fake_gpu: Call):
     case, layout = FORMULAS[name]
     report, lowered = on_fake_gpu(run_compiled, case)
