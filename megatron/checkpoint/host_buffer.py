@@ -103,7 +103,9 @@ def _allocate(size: int) -> Tensor:
         raise MemoryError(f"{format_bytes(size)} for the copy of the shards: {error}") from error
     # A child process must not share these pages. A write to a shared page may move it, and the GPU
     # would go on to write to the old place.
-    pages.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # Only Linux has it, and only Linux has GPUs.
+        pages.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

@@ -1,6 +1,5 @@
 """The memory of a host without GPUs, checked before anything is allocated."""
 
-import os
 from pathlib import Path
 
 from megatron.byte_size import format_bytes
@@ -32,7 +31,7 @@ def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
     share = ranks_on_host / plan.world_size
     needed = share * count_least_bytes(plan)
     memory = _read_host_memory()
-    if needed <= memory:
+    if memory is None or needed <= memory:
         return
     raise ConfigError(
         f"the model does not fit into the memory of this host: the fp32 weights and the states of "
@@ -49,15 +48,14 @@ def count_least_bytes(plan: Plan) -> int:
     return _MASTER_BYTES * plan.parameters + states
 
 
-def _read_host_memory() -> int:
-    """Return the bytes of this host's memory and swap."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _read_host_memory() -> int | None:
+    """Return the bytes of this host's memory and swap. None on systems other than Linux.
+
+    macOS makes more swap when it is needed, so no model is certainly too large there.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        # Only Linux has the file.
-        return memory
-    for line in lines:
-        if line.startswith("SwapTotal:"):
-            memory += 1024 * int(line.split()[1])
-    return memory
+        return None
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return 1024 * (kib["MemTotal"] + kib["SwapTotal"])

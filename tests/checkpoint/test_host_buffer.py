@@ -2,6 +2,7 @@
 
 import errno
 import mmap
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,23 @@ def test_each_part_begins_at_a_multiple_of_64_bytes(allocated: list[int]) -> Non
         assert part.dtype == tensors[key].dtype
         part.copy_(tensors[key])
     assert all(torch.equal(part, tensors[key]) for key, part in parts.items())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has /proc")
+def test_a_child_process_does_not_get_the_memory() -> None:
+    """A write to a page that a child shares could move it away from under the GPU."""
+    part = HostBuffer().divide(make_tensors(1000))["0"]
+    address = part.data_ptr()
+    # "dc": the mapping is not copied by fork.
+    flags = ""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds is not None:
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "dc" in flags.split()
 
 
 def test_the_memory_is_used_again_until_it_is_too_small(allocated: list[int]) -> None:
