@@ -104,7 +104,7 @@ def _allocate(size: int) -> Tensor:
     # A child process must not share these pages. A write to a shared page may move it, and the GPU
     # would go on to write to the old place.
     if hasattr(mmap, "MADV_DONTFORK"):
-        # Only Linux has it, and only Linux has GPUs.
+        # Only Linux has it. The trainer uses GPUs on Linux only.
         pages.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(pages, dtype=torch.uint8)
 

@@ -380,8 +380,8 @@ class _Tensors:
             both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
             yield both, both
         yield projected, self._projected + self._core + 2 * self._q + again
-        # The gradients of queries, keys and values are joined to that of the projection. Two more
-        # tensors of its size are counted for this.
+        # The gradients of queries, keys and values are joined to that of the projection. This takes
+        # at most two more tensors of its size: the gradients before the rotation, and the result.
         yield 2 * projected, 2 * projected
 
     def _list_entry_steps(
