@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
+from megatron.parallel.gloo_shards import can_send_directly, gather_shards, reduce_shards
 from megatron.parallel.mesh import CommTimer, DataSharding
 
 
@@ -45,6 +46,9 @@ class _TimedAllGather(DefaultAllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         with self._comm_timer():
+            if can_send_directly(input_tensor, group):
+                gather_shards(output_tensor, input_tensor, group)
+                return None
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
@@ -67,8 +71,12 @@ class _TimedReduceScatter(DefaultReduceScatter):
         # The cast here changes only what is sent.
         sent = input_tensor.to(self._dtype)
         received = output_tensor.to(self._dtype)
+        work = None
         with self._comm_timer():
-            work = super().__call__(received, sent, group, op, async_op)
+            if can_send_directly(sent, group):
+                reduce_shards(received, sent, group, op)
+            else:
+                work = super().__call__(received, sent, group, op, async_op)
         if received is not output_tensor:
             output_tensor.copy_(received)
         return work

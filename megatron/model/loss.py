@@ -1,9 +1,9 @@
 """Next-token cross entropy over a vocabulary that is sharded over the tensor-parallel ranks.
 
-Every engine uses this loss. The output projection is part of it. Logits are computed for a few rows
-at a time and turned into their own gradient while they are in the cache. Only their gradient is
-kept, one [n, v/t] matrix in the compute dtype, until the projection's gradient is computed. A loss
-on complete logits keeps several such matrices in fp32.
+Every engine uses this loss. The output projection is part of it. Logits are computed for a chunk of
+rows at a time and turned into their own gradient. Only their gradient is kept, one [n, v/t] matrix
+in the compute dtype, until the projection's gradient is computed. A loss on complete logits keeps
+several such matrices in fp32.
 
 Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over the
 ranks one after the other. Here each rank sends its own maximum, sum and target logit in one
@@ -30,8 +30,12 @@ from megatron.model.tally import Tally
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
 
-_CHUNK_BYTES_CPU = 4 << 20
-"""Largest size of a chunk's fp32 logits, in bytes. They fit into the cache."""
+_CHUNK_BYTES_CPU = 64 << 20
+"""Largest size of a chunk's fp32 logits, in bytes.
+
+A product reads the complete output matrix for each chunk. With GPT-2's vocabulary of 50,257 ids,
+chunks that fit into the cache have 20 rows, and then a step of the loss takes twice as long.
+"""
 _CHUNK_BYTES_GPU = 256 << 20
 """The same on a GPU. It keeps the device busy, and is small compared with its memory."""
 
