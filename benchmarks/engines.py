@@ -8,7 +8,8 @@
 
 The bare loop has the fewest lines that train our own model in the same arithmetic. It has AdamW
 (fused), clipping, and reads the loss every step. On two processes it uses PyTorch's
-DistributedDataParallel. Contestants take turns, and the first round warms up. Medians are quoted.
+DistributedDataParallel. `bare_start.py` is the bare loop of a start. Contestants take turns, and
+the first round warms up. Medians are quoted.
 """
 
 import os
@@ -169,12 +170,12 @@ def measure_start(arguments: Arguments, folder: str) -> None:
     """Measure the time from the command to the log line of the first iteration."""
     print(
         "\n### Start\n\nSeconds from `torchrun` to the first iteration of a tiny model. "
-        "The bare loop imports torch, joins the process group, and trains one matrix in "
-        "DistributedDataParallel."
+        "The bare loop imports torch, joins the process group, and trains one matrix, with FSDP2 "
+        "on several ranks (`benchmarks/bare_start.py`)."
     )
     shape = shape_flags(2, 128, 64, 1, 8).split()
     rows = []
-    for processes in (1, 2) if arguments.quick else (1, 8):
+    for processes in (1, 2) if arguments.quick else (1, 2, 8):
         pipeline = (
             ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"]
             if processes == 8
@@ -194,7 +195,7 @@ def measure_start(arguments: Arguments, folder: str) -> None:
         all_commands = {
             "native": training,
             "DeepSpeed": [*training, DEEPSPEED],
-            "bare loop": ["benchmarks/engines.py", "bare"],
+            "bare loop": ["benchmarks/bare_start.py"],
         }
         commands = {name: all_commands[name] for name in arguments.engine}
         seconds: dict[str, list[float]] = {name: [] for name in commands}
@@ -229,26 +230,8 @@ def _seconds_to_first_iteration(command: list[str]) -> float:
     return found
 
 
-def bare_start() -> None:
-    """Do the least that a rank needs before its first step."""
-    gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    model = DistributedDataParallel(torch.nn.Linear(128, 128).to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.randn(4, 128, device=device)).sum().backward()
-    optimizer.step()
-    if dist.get_rank() == 0:
-        print(" iteration 1", flush=True)
-    dist.destroy_process_group()
-
-
 def main() -> None:
-    """Run the benchmark, or one rank of the bare start."""
-    # torchrun starts this file again as the bare contestant.
-    if sys.argv[1:] == ["bare"]:
-        bare_start()
-        return
+    """Run the benchmark."""
     arguments = tyro.cli(Arguments, description=__doc__)
     # The worlds set their own number of threads. More threads in each process would compete for
     # cores.

@@ -226,13 +226,17 @@ def _get_value(given: Mapping[str, ValueWithOrigin], dotted: str) -> Any:
     return None
 
 
-def load_yaml(text: str) -> Config:
+def load_yaml(text: str, *, fast: bool = False) -> Config:
     """Return the configuration that `dump_yaml` wrote.
+
+    Args:
+        text: The text.
+        fast: See `read_text`.
 
     Raises:
         ConfigError: the text is not YAML, or has an unknown key, a wrong value or a missing field.
     """
-    contents = read_text(text, "<yaml>")
+    contents = read_text(text, "<yaml>", fast=fast)
     given, errors = _read_preset(contents.preset)
     given |= contents.given
     # A text that cannot be parsed gives no values, so each required field would be reported as

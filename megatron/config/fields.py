@@ -45,7 +45,6 @@ class Field:
     """Whether None is allowed."""
     default: typing.Any
     """The default, or `dataclasses.MISSING` for a required field."""
-    doc: str
     declared_range: Range | None
     """The range beside the type, if there is one."""
     spec: PrimitiveConstructorSpec[typing.Any] = dataclasses.field(repr=False, compare=False)
@@ -59,6 +58,11 @@ class Field:
     def name(self) -> str:
         """The field's name within its group, as in `hidden_size`."""
         return self.dotted.partition(".")[2]
+
+    @property
+    def doc(self) -> str:
+        """What the field means, for --help."""
+        return _read_attribute_docs(list_groups()[self.group]).get(self.name, "")
 
     @property
     def flag(self) -> str:
@@ -153,11 +157,10 @@ def all_fields() -> dict[str, Field]:
     """Return every field by its dotted name, in the order of declaration."""
     table = {}
     for group, cls in list_groups().items():
-        docs = _read_attribute_docs(cls)
         types_ = typing.get_type_hints(cls, include_extras=True)
         for item in dataclasses.fields(cls):
             table[f"{group}.{item.name}"] = _make_field(
-                f"{group}.{item.name}", types_[item.name], item, docs.get(item.name, "")
+                f"{group}.{item.name}", types_[item.name], item
             )
     # Flags do not name their group. Two fields with one name, or a field named `no_x` for a boolean
     # `x`, would make a flag ambiguous.
@@ -219,9 +222,7 @@ def _describe_type(annotation: typing.Any) -> str:
     return _EXPECTED[annotation]
 
 
-def _make_field(
-    dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.Any]", doc: str
-) -> Field:
+def _make_field(dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.Any]") -> Field:
     """Build the `Field` of one dataclass field from its type hint."""
     declared_range = None
     if typing.get_origin(hint) is typing.Annotated:
@@ -245,12 +246,14 @@ def _make_field(
     # A field has a default or a factory for it, never both.
     if item.default_factory is not dataclasses.MISSING:
         default = item.default_factory()
-    return Field(dotted, annotation, optional, default, doc, declared_range, spec)
+    return Field(dotted, annotation, optional, default, declared_range, spec)
 
 
+@functools.cache
 def _read_attribute_docs(cls: type) -> dict[str, str]:
     """Return the string literal below each attribute of a dataclass, by the attribute's name."""
-    # Python does not keep these literals at run time. They are read from the source instead.
+    # Python does not keep these literals at run time. They are read from the source instead, which
+    # takes a while. A rank that trains does not need them.
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}

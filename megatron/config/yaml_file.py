@@ -52,12 +52,16 @@ def read_file(path: str) -> YamlContents:
     return read_text(text, path)
 
 
-def read_text(text: str, name: str) -> YamlContents:
+def read_text(text: str, name: str, *, fast: bool = False) -> YamlContents:
     """Return the same as `read_file`, for text.
 
-    `name` replaces the file's name in origins and messages.
+    Args:
+        text: The text.
+        name: Replaces the file's name in origins and messages.
+        fast: Use libyaml if PyYAML has it. A text that is nested too deeply ends the process there,
+            so the text must come from `dump_yaml` and not from a file.
     """
-    root, broken = compose(text, name)
+    root, broken = compose(text, name, fast=fast)
     if broken is not None:
         return YamlContents(errors=[broken])
     contents = YamlContents()
@@ -105,13 +109,17 @@ def _read_preset_name(node: yaml.Node, name: str, contents: YamlContents) -> Non
         contents.preset = ValueWithOrigin(node.value, f"{name}:{get_line(node)}")
 
 
-def compose(text: str, name: str) -> tuple[yaml.Node | None, str | None]:
+def compose(text: str, name: str, *, fast: bool = False) -> tuple[yaml.Node | None, str | None]:
     """Return the tree of a YAML text, or None and a message if it is not YAML.
 
-    No object is constructed, so no text can run code. Each scalar keeps its text and line.
+    No object is constructed, so no text can run code. Each scalar keeps its text and line. See
+    `read_text` for the arguments.
     """
+    loader: Any = yaml.SafeLoader
+    if fast:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader), None
+        return yaml.compose(text, Loader=loader), None
     except yaml.MarkedYAMLError as error:
         if error.problem_mark:
             line = error.problem_mark.line + 1

@@ -74,7 +74,7 @@ class Job:
     @classmethod
     def from_json(cls, record: dict[str, Any], world_size: int) -> "Job":
         """Return the job that `to_json` described. Nothing is read from files."""
-        config = load_yaml(record["config"])
+        config = load_yaml(record["config"], fast=True)
         checkpoint = restore_checkpoint(record["checkpoint"])
         state = build_starting_state(checkpoint, config)
         # Every other number of the plan follows from these. Rank 0 has printed its warnings.

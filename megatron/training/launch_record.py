@@ -10,11 +10,9 @@ import torch
 from megatron.code_version import get_code_version
 from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
-from megatron.cost.hardware import find_hardware
 from megatron.data.epochs import measure_training_data
 from megatron.observe.timers import EVALUATE, SAVE
 from megatron.plan import Plan
-from megatron.plan_prediction import can_be_predicted, predict_plan
 from megatron.training.exits import StopReason
 from megatron.training.loop import train
 from megatron.training.run import Run
@@ -33,7 +31,8 @@ def train_and_record(run: Run, start_seconds: float) -> None:
     Raises:
         MegatronError: See `train`.
     """
-    run.reporter.record("start", describe_start(run, start_seconds), run.state.iteration)
+    if run.reporter.has_chronicle:
+        run.reporter.record("start", describe_start(run, start_seconds), run.state.iteration)
     try:
         stop = train(run)
     except BaseException as error:
@@ -82,6 +81,10 @@ def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:
 
 def describe_prediction(plan: Plan, device_name: str) -> dict[str, Any]:
     """Return what the model of cost predicts for a step. Empty if it does not know the device."""
+    # Only the rank that writes the chronicle needs them. Each rank would take time to import them.
+    from megatron.cost.hardware import find_hardware
+    from megatron.plan_prediction import can_be_predicted, predict_plan
+
     hardware = find_hardware(device_name)
     if hardware is None or not can_be_predicted(plan, hardware):
         return {}

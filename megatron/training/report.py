@@ -209,6 +209,11 @@ class Reporter:
             if text and not prefix:
                 self.record("alert", {"text": text})
 
+    @property
+    def has_chronicle(self) -> bool:
+        """Whether this rank writes the chronicle."""
+        return self._chronicle is not None
+
     def record(self, kind: str, details: Mapping[str, Any], iteration: int | None = None) -> None:
         """Record an event in the chronicle. See `Event`.
 
