@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.byte_size import format_bytes
+from megatron.meminfo import read_available_memory
 
 _ALIGNMENT = 64
 """Each shard begins at a multiple of this many bytes, which is a line of the CPU's cache."""
@@ -96,6 +97,13 @@ def _align(size: int) -> int:
 
 def _allocate(size: int) -> Tensor:
     """Return uint8[size] on memory pages of its own."""
+    # Linux gives out more memory than it has. It would end the run when the pages are written to.
+    available = read_available_memory()
+    if available is not None and size > available:
+        raise MemoryError(
+            f"{format_bytes(size)} for the copy of the shards, and the host has "
+            f"{format_bytes(available)} left"
+        )
     try:
         # Without these flags, Python asks for memory that child processes share.
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,9 +1,8 @@
 """The memory of a host without GPUs, checked before anything is allocated."""
 
-from pathlib import Path
-
 from megatron.byte_size import format_bytes
 from megatron.errors import ConfigError
+from megatron.meminfo import read_total_memory
 from megatron.model import flops
 from megatron.plan import Plan
 
@@ -30,7 +29,7 @@ def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
         return
     share = ranks_on_host / plan.world_size
     needed = share * count_least_bytes(plan)
-    memory = _read_host_memory()
+    memory = read_total_memory()
     if memory is None or needed <= memory:
         return
     raise ConfigError(
@@ -46,16 +45,3 @@ def count_least_bytes(plan: Plan) -> int:
     matrices = plan.config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape)
     states = flops.count_state_bytes(plan.config.optimizer.optimizer, plan.parameters, matrices)
     return _MASTER_BYTES * plan.parameters + states
-
-
-def _read_host_memory() -> int | None:
-    """Return the bytes of this host's memory and swap. None on systems other than Linux.
-
-    macOS makes more swap when it is needed, so no model is certainly too large there.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return 1024 * (kib["MemTotal"] + kib["SwapTotal"])

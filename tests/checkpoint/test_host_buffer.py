@@ -110,20 +110,31 @@ def test_an_asynchronous_save_writes_the_same_bytes(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.parametrize("overcommitted", [False, True])
 def test_too_little_memory_fails_the_save_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overcommitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Linux refuses memory, or it gives out more than it has and ends the run when it is used."""
+
     def refuse(number: int, size: int, **options: int) -> mmap.mmap:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 1 kB\nSwapTotal: 9 kB\nSwapFree: 2 kB\n")
     messages: list[str] = []
-    saver = Saver(tmp_path, CheckpointConfig(async_save=True), say=messages.append)
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    saver = Saver(root, CheckpointConfig(async_save=True), say=messages.append)
     with monkeypatch.context() as patched:
-        patched.setattr(host_buffer.mmap, "mmap", refuse)
+        if overcommitted:
+            patched.setattr("megatron.meminfo._MEMINFO", meminfo)
+        else:
+            patched.setattr(host_buffer.mmap, "mmap", refuse)
         saver.begin(CheckpointContents(1, None, {}, ""), make_shards())
         saver.complete()
     assert saver.saved_iteration is None
     assert "not enough memory of the host" in messages[0]
+    assert ("the host has 3.07 kB left" in messages[0]) == overcommitted
     saver.begin(CheckpointContents(1, None, {}, ""), make_shards())
     saver.complete()
     assert saver.saved_iteration == 1
