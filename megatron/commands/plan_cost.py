@@ -181,6 +181,13 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _format_days(days: float) -> str:
+    """Return a duration in days, or in hours if it is shorter than a day."""
+    if days < 1:
+        return f"{_format_number(24 * days)} hours"
+    return f"{_format_number(days)} days"
+
+
 def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
 
@@ -236,8 +243,8 @@ def _format_run(
         lines.append(
             _format_row(
                 "predicted run",
-                f"{_format_number(run.days)} days, {_format_number(run.days_with_failures)} with "
-                f"failures; {run.footprint.device_hours:,.0f} GPU-hours, "
+                f"{_format_days(run.days)}, {_format_days(run.days_with_failures)} with failures; "
+                f"{run.footprint.device_hours:,.0f} GPU-hours, "
                 f"{_format_number(run.footprint.megawatt_hours)} MWh, "
                 f"{_format_number(run.footprint.tonnes)} t CO2e",
             )

@@ -1,8 +1,8 @@
 """Draw a run's loss curve with training loss, validation losses and learning rate.
 
-The source is a metrics file (JSON lines) or a log with Megatron's lines. The output is a PNG, or
-the format that its suffix names. A run that was resumed or rolled back gives one curve. Iterations
-that were trained again appear once.
+The source is the --save folder of a run, a metrics file (JSON lines) or a log with Megatron's
+lines. The output is a PNG, or the format that its suffix names. A run that was resumed or rolled
+back gives one curve. Iterations that were trained again appear once.
 """
 
 import math
@@ -32,7 +32,7 @@ class PlotLoss:
     """Draw the loss curve of a run."""
 
     source: Annotated[Path, tyro.conf.Positional]
-    """metrics.jsonl of a run, or its log."""
+    """The --save folder of a run, its metrics.jsonl, or its log."""
     output: Path = Path("loss.png")
     """The picture to write."""
     title: str | None = None
@@ -68,15 +68,16 @@ class Curves:
 
 
 def read_curves(source: Path) -> Curves:
-    """Read the curves from a metrics file or a log.
+    """Read the curves from a run's folder, a metrics file or a log.
 
     Raises:
         DataError: The file does not exist or has no loss in it.
     """
+    if source.is_dir():
+        source /= "metrics.jsonl"
     if not source.is_file():
         raise DataError(
-            f"{source} is not a file; give the metrics.jsonl of a run (in its --save folder) or "
-            "its log"
+            f"{source} is not a file; give the --save folder of a run, its metrics.jsonl or its log"
         )
     if source.suffix == ".jsonl":
         curves = _read_metrics_curves(source)

@@ -19,6 +19,11 @@ part=""
 folder=gpu-report
 while (($#)); do
     case "$1" in
+    --help | -h)
+        # The comment at the top, without the line that names the interpreter.
+        awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' tests/gpu/first_hour.sh
+        exit 0
+        ;;
     --part) part="${2:-}" ;;
     --report) folder="${2:-}" ;;
     *)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import plot_loss
+from megatron.errors import DataError
 from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.report import IterationReport
@@ -54,6 +55,14 @@ def test_iterations_before_a_resume_are_replaced(source: Path) -> None:
     assert curves.train == ([1, 2, 3, 4, 5], [6.0, 5.0, 4.0, 3.5, 3.25])
     assert curves.validation == {"validation": ([3, 5], [4.0, 3.25])}
     assert curves.learning_rate == ([1, 2, 3, 4, 5], [1e-3] * 5)
+
+
+def test_the_folder_of_a_run_has_its_metrics(source: Path, tmp_path: Path) -> None:
+    if source.suffix == ".jsonl":
+        assert plot_loss.read_curves(tmp_path) == plot_loss.read_curves(source)
+    else:
+        with pytest.raises(DataError, match=r"metrics.jsonl is not a file; give the --save folder"):
+            plot_loss.read_curves(tmp_path)
 
 
 def test_output_is_a_png(source: Path, tmp_path: Path) -> None:

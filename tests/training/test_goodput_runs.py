@@ -32,7 +32,7 @@ from megatron.operations.monitor import status
 from megatron.operations.monitor.queue import QueuedJob
 from megatron.operations.monitor.status import WatchedRun, check_run
 
-LINE = re.compile(r"^goodput: (\d+\.\d)% of (\d+\.\d\d) hours", re.MULTILINE)
+LINE = re.compile(r"^goodput: (\d+\.\d)% of ([\d.]+ \w+(?: \d+ \w+)?)", re.MULTILINE)
 
 
 def check_log(output: str, folder: Path, launches: int) -> Goodput:
@@ -126,7 +126,7 @@ def test_hang_queue_and_start_are_told_apart(hung: Path) -> None:
     assert goodput.seconds[OTHER] == pytest.approx(0)
     assert goodput.wall_seconds == pytest.approx(1202 - 995)
     line = format_goodput(goodput)
-    assert line.startswith("goodput: 5.8% of 0.06 hours (between launches 48.3%, hangs 29.0%")
+    assert line.startswith("goodput: 5.8% of 3 min 27 s (between launches 48.3%, hangs 29.0%")
 
 
 def test_status_has_the_goodput(

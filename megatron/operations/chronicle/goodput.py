@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.operations.chronicle.history import RunHistory
+from megatron.schedule.clock import format_duration
 
 KEPT = "steps that were kept"
 UNDONE = "steps that were undone"
@@ -122,7 +123,7 @@ def format_goodput(goodput: Goodput) -> str:
         for cause in goodput.seconds
         if cause != KEPT and (share := goodput.compute_share(cause)) >= _SMALLEST_SHARE
     }
-    line = f"goodput: {goodput.share:.1%} of {goodput.wall_seconds / 3600:.2f} hours"
+    line = f"goodput: {goodput.share:.1%} of {format_duration(goodput.wall_seconds)}"
     if not lost:
         return line
     causes = sorted(lost, key=lambda cause: lost[cause], reverse=True)

@@ -21,6 +21,7 @@ from megatron.observe.chronicle import Event
 from megatron.operations.chronicle.goodput import compute_goodput
 from megatron.operations.chronicle.history import Column, RunHistory
 from megatron.operations.chronicle.summary import describe_events, list_facts, list_goodput
+from megatron.schedule.clock import format_duration
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -474,10 +475,10 @@ def _format_tables(history: RunHistory) -> str:
         f"<p>{count:,} earlier events of the kind {html.escape(kind)} are left out.</p>"
         for kind, count in left_out.items()
     )
-    hours = goodput.wall_seconds / 3600
     return (
         f"<h2>{html.escape(str(history.folder))}</h2><table>{facts}</table>"
-        f"<h3>Goodput {goodput.share:.1%} of {hours:.2f} hours</h3><table>{causes}</table>"
+        f"<h3>Goodput {goodput.share:.1%} of {format_duration(goodput.wall_seconds)}</h3>"
+        f"<table>{causes}</table>"
         f"<h3>Events</h3>{shortened}<table><tr><th>time</th><th>iteration</th><th>kind</th>"
         f"<th>details</th></tr>{events}</table>"
     )

@@ -10,6 +10,7 @@ import numpy as np
 from megatron.observe.chronicle import Event
 from megatron.operations.chronicle.goodput import compute_goodput
 from megatron.operations.chronicle.history import RunHistory
+from megatron.schedule.clock import format_duration
 
 _SHOWN_OF_START = (
     "version",
@@ -196,7 +197,7 @@ def format_text(history: RunHistory) -> str:
     lines = [str(history.folder), ""]
     lines += [f"  {name}: {value}" for name, value in list_facts(history)]
     goodput = compute_goodput(history)
-    lines += ["", f"  goodput: {goodput.share:.1%} of {goodput.wall_seconds / 3600:.2f} hours"]
+    lines += ["", f"  goodput: {goodput.share:.1%} of {format_duration(goodput.wall_seconds)}"]
     lines += [
         f"    {share:6.1%}  {seconds:12.1f} s  {cause}"
         for cause, seconds, share in list_goodput(history)
