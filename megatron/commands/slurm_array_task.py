@@ -21,7 +21,7 @@ the training writes to the main log. What follows depends on how the training en
   are left, this array task is requeued.
 - --check-nodes found a bad host, or a host hung twice: an alert is sent. A spare node replaces it
   (--train-nodes), or this array task is requeued. It and the pending ones exclude that host.
-- Several starts in a row trained nothing: an alert is sent, and pending array tasks are cancelled.
+- Several starts in a row saved nothing: an alert is sent, and pending array tasks are cancelled.
 
 Alerts go to the main log and to the outlets in ALERT_MAIL_TO, ALERT_SMTP and ALERT_WEBHOOK.
 

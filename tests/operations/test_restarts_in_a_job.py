@@ -127,7 +127,7 @@ def test_restarts_that_train_nothing_are_failed_starts(slurm: Path) -> None:
     job = FakeJob(slurm, [CRASH] * 5)
     assert job.run() == TaskOutcome.CRASH_LOOP
     assert len(job.steps()) == 3
-    assert "3 starts in a row trained nothing" in job.alerts[-1]
+    assert "3 starts in a row saved nothing" in job.alerts[-1]
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
     tiny.wait_for_end(job)
     log = tiny.main_log()
     assert "ALERT" in log
-    assert "3 starts in a row trained nothing after iteration 0" in log
+    assert "3 starts in a row saved nothing after iteration 0" in log
     assert len(tiny.attempts()) == 4
     assert f"the pending tasks of array {job} are cancelled: crash loop" in log
     assert not (tiny.folder / "tiny-logs" / "logs" / "metrics.jsonl").exists()

@@ -109,7 +109,7 @@ def _find_obstacle(array_task: ArrayTask, attempt: attempts.Attempt) -> StartEnd
         f"{past.attempt.nodes}: {past.outcome or 'no recorded end'}" for past in failed
     )
     text = (
-        f"{len(failed)} starts in a row trained nothing after iteration {attempt.iteration} "
+        f"{len(failed)} starts in a row saved nothing after iteration {attempt.iteration} "
         f"({outcomes})"
     )
     array_task.alert(
