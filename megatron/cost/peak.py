@@ -139,15 +139,12 @@ class _RankPeak:
         again = flops.count_recomputed_layers(layers, self._layout.layers_recomputed)
         if self._windowed is self._tensors:
             tensors = self._tensors
-            kept = tensors.layer_input + tensors.kept_results
-            return again * kept + (len(layers) - again) * tensors.layer
+            return again * tensors.recomputed_layer + (len(layers) - again) * tensors.layer
         return sum(map(self._measure_kept, layers))
 
     def _measure_kept(self, layer: int) -> float:
         tensors = self._get_tensors(layer)
-        if self._is_recomputed(layer):
-            return tensors.layer_input + tensors.kept_results
-        return tensors.layer
+        return tensors.recomputed_layer if self._is_recomputed(layer) else tensors.layer
 
     def _sum_visit(self, stage: Stage) -> float:
         """Return what a microbatch keeps of a stage between its two passes."""
@@ -262,11 +259,11 @@ class _RankPeak:
             # The gradient that the stage received is held until the end of its backward pass.
             left += self._tensors.stream
         tensors = self._get_tensors(layer)
+        unread = tensors.unread_result if self._is_recomputed(layer) else 0
         yield replace(
             point,
             activations=left,
-            working=tensors.in_backward
-            + (tensors.unread_result if self._is_recomputed(layer) else 0),
+            working=tensors.in_backward + unread,
             # The weights of this layer, those of the next one as they arrive, and the gradients of
             # the layer before as they are sent.
             buffers=point.buffers + 2 * gathered + (reduced if done else 0),

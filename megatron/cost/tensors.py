@@ -49,10 +49,8 @@ class TensorSizes:
     """The hidden states between two layers, or this rank's slice of them."""
     layer: float
     """What a layer keeps for its backward pass, with its input."""
-    layer_input: float
-    """What a recomputed layer keeps of its input."""
-    kept_results: float
-    """What a recomputed layer keeps of the results of operators."""
+    recomputed_layer: float
+    """What a recomputed layer keeps: its input, and results of operators."""
     in_backward: float
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
@@ -119,8 +117,7 @@ def _measure(
     return TensorSizes(
         stream=tensors.x,
         layer=tensors.layer,
-        layer_input=_choose_input(tensors.x, layout),
-        kept_results=tensors.kept_results,
+        recomputed_layer=_choose_input(tensors.x, layout) + tensors.kept_results,
         in_backward=_find_highest(tensors.list_backward_steps()),
         unread_result=tensors.unread_result,
         after_backward=2 * tensors.x + tensors.pending_gradients,

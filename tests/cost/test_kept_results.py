@@ -50,14 +50,14 @@ def measure(
 )
 def test_results_that_a_layer_keeps(kept, bytes_of_a_token):
     found = measure(make_shape(), kept_operators=kept)
-    assert found.kept_results == bytes_of_a_token * TOKENS
-    assert found.layer_input == 2 * H * TOKENS
+    assert found.recomputed_layer == (2 * H + bytes_of_a_token) * TOKENS
 
 
 def test_tensor_parallel_ranks_keep_complete_partial_sums():
     layout = RankLayout(tensor=4, sequence_parallel=True)
     found = measure(make_shape(), layout, kept_operators=("matmul",))
-    assert found.kept_results == 2 * (3 * H / 4 + 2 * F / 4 + 2 * H) * TOKENS
+    # Its input is sharded.
+    assert found.recomputed_layer == 2 * (H / 4 + 3 * H / 4 + 2 * F / 4 + 2 * H) * TOKENS
 
 
 def test_attention_without_a_kernel_is_two_products():
@@ -65,10 +65,14 @@ def test_attention_without_a_kernel_is_two_products():
     shape = make_shape(groups=8)
     products = 2 * (H + 2 * H / 4 + 2 * F + 2 * H) * TOKENS
     core = 4 * HEADS * TOKENS * TOKENS + 4 * H * TOKENS
-    kept = measure(shape, kept_operators=BOTH, windowed=True).kept_results
-    assert kept == products + core
-    assert measure(shape, kept_operators=("attention",), windowed=True).kept_results == 0
-    assert measure(shape, kept_operators=("matmul",)).kept_results == products
+
+    def count(*kept: str, windowed: bool = True) -> float:
+        found = measure(shape, kept_operators=kept, windowed=windowed)
+        return found.recomputed_layer - 2 * H * TOKENS
+
+    assert count(*BOTH) == count("matmul") == products + core
+    assert count("attention") == 0
+    assert count("matmul", windowed=False) == products
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,11 @@ MORE = {
     "fused gradients, one GPU, one microbatch": Job(f"{LLAMA} {FUSED} --global-batch-size 1", 1),
     "fused gradients, ZeRO 2": Job(f"{LLAMA} --zero-stage 2 {FUSED}"),
     "fused gradients, one microbatch": Job(f"{LLAMA} --zero-stage 3 --global-batch-size 8 {FUSED}"),
-    "fused gradients, fp16": Job(f"{GPT.replace('--bf16', '--fp16')} {FUSED}", 1),
+    "fused gradients, fp16, large vocabulary": Job(
+        f"{LLAMA.replace('--bf16', '--fp16')} --vocab-size 128256 --hidden-size 2048 "
+        f"--num-attention-heads 16 --num-query-groups 16 --micro-batch-size 4 {FUSED}",
+        1,
+    ),
     "fused gradients, uneven stages": Job(
         f"{GPT} --pipeline-model-parallel-size 4 {FUSED}", 8, (0, 1, 3)
     ),
