@@ -5,6 +5,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from cost.published import make_gpt, make_llama
@@ -31,7 +32,7 @@ def measure(
     *,
     holds: bool = False,
     windowed: bool = False,
-    **software: object,
+    **software: Any,
 ) -> TensorSizes:
     chosen: Software = replace(TRAINER, **software)
     return measure_tensors(shape, layout or RankLayout(), chosen, holds=holds, windowed=windowed)

@@ -104,8 +104,9 @@ JOBS = {
 }
 MORE = {
     "kept operators": Job(f"{LLAMA} --num-layers 16 --micro-batch-size 4 {KEPT} matmul attention"),
-    "kept attention, a third of the layers": Job(
-        f"{GPT} --micro-batch-size 8 {KEPT} attention --checkpoint-fraction 1/3"
+    "kept attention": Job(f"{GPT} --micro-batch-size 8 {KEPT} attention"),
+    "kept operators of a third of the layers": Job(
+        f"{GPT} --micro-batch-size 8 {KEPT} matmul attention --checkpoint-fraction 1/3"
     ),
     "kept operators, stages, ALiBi": Job(
         f"{ALIBI} --bf16 {KEPT} matmul attention --pipeline-model-parallel-size 2", 4, (0, 1)
@@ -150,6 +151,8 @@ LARGE = {
     "7B, ZeRO 1": Job(f"{LLAMA} --num-layers 32"),
     "7B, ZeRO 2": Job(f"{LLAMA} --num-layers 32 --zero-stage 2"),
     "7B, ZeRO 3": Job(f"{LLAMA} --num-layers 32 --zero-stage 3"),
+    "7B, ZeRO 1, kept operators": Job(f"{LLAMA} --num-layers 32 {KEPT} matmul attention"),
+    "7B, ZeRO 2, fused gradients": Job(f"{LLAMA} --num-layers 32 --zero-stage 2 {FUSED}"),
     "7B, interleaved": Job(
         f"{LLAMA} --num-layers 32 --pipeline-model-parallel-size 4 "
         "--num-layers-per-virtual-pipeline-stage 2",
