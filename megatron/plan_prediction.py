@@ -41,6 +41,8 @@ def describe_software(plan: Plan) -> Software:
         half=config.precision.bf16 or config.precision.fp16,
         fp16=config.precision.fp16,
         fp32_residual=config.precision.fp32_residual_connection,
+        kept_operators=config.recompute.checkpoint_keep_operators,
+        fused_gradients=config.kernels.gradient_accumulation_fusion,
         optimizer=config.optimizer.optimizer,
     )
 

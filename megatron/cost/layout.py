@@ -133,6 +133,12 @@ class Software:
     """Whether the half precision is fp16, in which some gradients are in fp32."""
     fp32_residual: bool = False
     """Whether the residual stream is in fp32."""
+    kept_operators: tuple[str, ...] = ()
+    """Operators whose results full recomputation keeps: matmul, attention or both. Only the memory
+    of this trainer is counted so."""
+    fused_gradients: bool = False
+    """Whether matrix products add to the weights' gradients in fp32. Only the memory of this
+    trainer is counted so."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     held_logit_bytes: int = 8

@@ -100,6 +100,8 @@ class _RankPeak:
         self._passes = schedule.microbatches * len(stages)
         """Backward passes of the step."""
         self._value = 2 if software.half else 4
+        self._gradient_value = 4 if software.fused_gradients else self._value
+        """Bytes of an element of a gradient that FSDP2 holds."""
         self._half = software.half
         self._fsdp = layout.data * layout.context > 1
         """Whether FSDP2 holds the parameters. One data-parallel rank needs none."""
@@ -108,8 +110,9 @@ class _RankPeak:
         """Whether weights are gathered for each layer, and dropped again."""
         # Stages 0 and 1 reduce gradients after the last microbatch, and the others after each one.
         self._reduces_each = self._fsdp and (layout.zero_stage >= 2 or schedule.microbatches == 1)
-        # In fp32, autograd adds a gradient to the sum at once, if the sum is kept.
-        self._holds = self._fsdp and (self._half or self._reduces_each)
+        # A gradient in fp32 is added to the sum at once, if the sum is kept.
+        in_fp32 = not self._half or software.fused_gradients
+        self._holds = self._fsdp and (not in_fp32 or self._reduces_each)
         """Whether FSDP2 holds gradients as autograd computes them."""
         self._tensors = measure_tensors(shape, layout, software, holds=self._holds)
         self._windowed = self._tensors
@@ -135,12 +138,13 @@ class _RankPeak:
         """Return what layers keep of one microbatch."""
         again = flops.count_recomputed_layers(layers, self._layout.layers_recomputed)
         if self._windowed is self._tensors:
-            return again * self._tensors.layer_input + (len(layers) - again) * self._tensors.layer
+            tensors = self._tensors
+            return again * tensors.recomputed_layer + (len(layers) - again) * tensors.layer
         return sum(map(self._measure_kept, layers))
 
     def _measure_kept(self, layer: int) -> float:
         tensors = self._get_tensors(layer)
-        return tensors.layer_input if self._is_recomputed(layer) else tensors.layer
+        return tensors.recomputed_layer if self._is_recomputed(layer) else tensors.layer
 
     def _sum_visit(self, stage: Stage) -> float:
         """Return what a microbatch keeps of a stage between its two passes."""
@@ -255,10 +259,11 @@ class _RankPeak:
             # The gradient that the stage received is held until the end of its backward pass.
             left += self._tensors.stream
         tensors = self._get_tensors(layer)
+        unread = tensors.unread_result if self._is_recomputed(layer) else 0
         yield replace(
             point,
             activations=left,
-            working=tensors.in_backward,
+            working=tensors.in_backward + unread,
             # The weights of this layer, those of the next one as they arrive, and the gradients of
             # the layer before as they are sent.
             buffers=point.buffers + 2 * gathered + (reduced if done else 0),
@@ -279,7 +284,7 @@ class _RankPeak:
         outside = self._count_outside(stage)
         gradients = point.gradients - (self._tensors.loss_gradient if stage.last else 0)
         if self._holds:
-            gradients += self._value * outside
+            gradients += self._gradient_value * outside
         if not each.accumulated and not self._reduces_each:
             # The sum over microbatches starts here.
             gradients += 4 * outside
@@ -290,9 +295,10 @@ class _RankPeak:
             # The gradient of the table is the one that FSDP2 holds, unless it is added to that of
             # the output matrix.
             tied = not self._shape.config.untie_embeddings_and_output_weights
-            if self._holds and not (tied and stage.last):
+            held = self._holds and self._gradient_value == self._value
+            if held and not (tied and stage.last):
                 working -= self._tensors.table_gradient
-            if not self._fsdp and self._half and each.accumulated:
+            if not self._holds and self._half and each.accumulated:
                 # Autograd converts the gradient to fp32, which has twice the bytes.
                 working += 2 * self._tensors.table_gradient
         yield replace(point, gradients=gradients, activations=before, working=working)

@@ -49,11 +49,14 @@ class TensorSizes:
     """The hidden states between two layers, or this rank's slice of them."""
     layer: float
     """What a layer keeps for its backward pass, with its input."""
-    layer_input: float
-    """What a recomputed layer keeps."""
+    recomputed_layer: float
+    """What a recomputed layer keeps: its input, and results of operators."""
     in_backward: float
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
+    unread_result: float
+    """What exists besides in the backward pass of a recomputed layer: a result that it keeps and
+    does not read again."""
     after_backward: float
     """What of this is left at the end of the layer: the gradient of its input, and the gradients of
     weights that FSDP2 has not accumulated yet."""
@@ -89,7 +92,8 @@ def measure_tensors(
     Args:
         shape: Sizes of the model.
         layout: The layout.
-        software: The trainer. Only its precision matters here.
+        software: The trainer. Its precision matters here, the operators that it keeps, and whether
+            products add to gradients.
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
     """
@@ -113,8 +117,9 @@ def _measure(
     return TensorSizes(
         stream=tensors.x,
         layer=tensors.layer,
-        layer_input=_choose_input(tensors.x, layout),
+        recomputed_layer=_choose_input(tensors.x, layout) + tensors.kept_results,
         in_backward=_find_highest(tensors.list_backward_steps()),
+        unread_result=tensors.unread_result,
         after_backward=2 * tensors.x + tensors.pending_gradients,
         embedding=tensors.embedding,
         embedding_backward=2 * tensors.whole + tensors.value * tensors.output_matrix,
@@ -123,7 +128,7 @@ def _measure(
         loss_kept=tensors.x + tensors.whole + tensors.output_gradient,
         loss_forward=tensors.loss_forward,
         loss_backward=tensors.loss_backward,
-        loss_gradient=tensors.value * tensors.output_matrix if tensors.holds else 0,
+        loss_gradient=tensors.gradient_value * tensors.output_matrix if tensors.holds else 0,
     )
 
 
@@ -162,6 +167,10 @@ class _Tensors:
         self._fp16 = software.fp16
         self._half = software.half
         self._selective = layout.recompute == "selective"
+        self._kept_operators = software.kept_operators
+        self._fused = software.fused_gradients
+        # The projection to queries, keys and values has two weights if ranks share query groups.
+        self._fused_projection = self._fused and shape.query_groups >= layout.tensor
         self._sequence_parallel = layout.sequence_parallel
         self._t = layout.tensor
         self._heads = config.num_attention_heads // layout.tensor
@@ -169,6 +178,8 @@ class _Tensors:
         self._tokens = config.seq_length * layout.micro_batch
         self.holds = holds
         self.value = 2 if software.half else 4
+        self.gradient_value = 4 if software.fused_gradients else self.value
+        """Bytes of an element of a weight's gradient that FSDP2 holds."""
         self._kernel = choose_kernel(shape, half=software.half, windowed=windowed)
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
@@ -270,6 +281,34 @@ class _Tensors:
         return 2 * self._f
 
     @cached_property
+    def kept_results(self) -> float:
+        """Results of operators that a recomputed layer keeps. See `megatron.model.recompute`."""
+        size = 0.0
+        if "matmul" in self._kept_operators:
+            halves = 2 if self._config.glu_activation else 1
+            # The projections, and what both row-parallel products return before they are added up.
+            size += self._q + 2 * self._k + halves * self._f + 2 * self.whole
+        if "matmul" in self._kept_operators and self._kernel == "none":
+            # Logits and results of attention are products in fp32.
+            square = self._heads * self._tokens * self._config.seq_length
+            size += 4 * square + self._q * 4 / self.value
+        if "attention" in self._kept_operators and self._kernel != "none":
+            size += self._q + self._core
+        return size
+
+    @cached_property
+    def unread_result(self) -> float:
+        """The result of a layer's last product, if nothing after it keeps a tensor.
+
+        The recomputation ends before this product then, so torch drops its result only after the
+        backward pass of the layer. A fused product tells torch what it keeps after it has run.
+        """
+        read = self._fused or self._mask or self._config.norm_placement == "output"
+        if "matmul" not in self._kept_operators or read:
+            return 0.0
+        return self.whole
+
+    @cached_property
     def embedding(self) -> float:
         """What the embedding keeps."""
         size = self._mask
@@ -313,15 +352,23 @@ class _Tensors:
     def pending_gradients(self) -> float:
         """Gradients of a layer's weights that stay until the end of the layer."""
         # Otherwise autograd adds each of them to the fp32 sum immediately.
-        return sum(self._weights) if self.holds else 0.0
+        size = sum(self._weights) if self.holds else 0.0
+        return size * self.gradient_value / self.value
 
-    def _compute_weight(self, size: float) -> tuple[float, float]:
-        """Return what the gradient of a matrix allocates, and what is freed right after."""
-        if self.holds:
-            return size, 0.0
-        # The sum is in fp32, so a gradient in half precision is converted first.
+    def _compute_weight(self, size: float, *, fused: bool) -> tuple[float, float]:
+        """Return what the gradient of a matrix allocates, and what is freed right after.
+
+        Args:
+            size: Bytes of the gradient in the dtype of the matrix.
+            fused: Whether the product itself adds to the gradient in fp32.
+        """
+        # Otherwise a gradient in half precision is converted before it is added to a sum in fp32.
         converted = 2 * size if self._half else 0.0
-        return size + converted, size + converted
+        if fused:
+            return (converted, 0.0) if self.holds else (0.0, 0.0)
+        if not self.holds:
+            return size + converted, size + converted
+        return (size + converted, size) if self._fused else (size, 0.0)
 
     def list_backward_steps(self) -> Iterable[tuple[float, float]]:
         """Yield what each step of the backward pass of a layer allocates, and what it then frees.
@@ -333,14 +380,16 @@ class _Tensors:
         yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
         yield from self._list_output_steps()
         yield from self._list_core_steps()
-        yield from self._list_entry_steps(1, self._q + 2 * self._k, self._weights[0])
+        projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
+        yield from self._list_entry_steps(1, self._q + 2 * self._k, projected)
         yield from self._list_norm_steps(kept=self.x)
 
     def _list_mlp_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the layer's output to that of the MLP's input."""
         gated = self._config.glu_activation is not None
         dropped = self._n if self._mask else 0.0
-        down = self._compute_weight(self._weights[3])
+        down = self._compute_weight(self._weights[3], fused=self._fused)
+        up = self._compute_weight(self._weights[2], fused=self._fused)
         yield dropped, self._mask
         # The gradient of the last product's input takes the place of that input.
         yield self._gathered, 0.0
@@ -349,10 +398,10 @@ class _Tensors:
             # Gradients of both factors. Then the one of the gate passes its activation function.
             yield 2 * self._f, self._mlp - self._f
             yield self._f, 2 * self._f
-            yield from self._list_entry_steps(2, 2 * self._f, self._weights[2])
+            yield from self._list_entry_steps(2, 2 * self._f, up)
         else:
             yield self._f, self._mlp
-            yield from self._list_entry_steps(1, self._f, self._weights[2])
+            yield from self._list_entry_steps(1, self._f, up)
 
     def _list_norm_steps(self, kept: float) -> Iterable[tuple[float, float]]:
         """Yield the steps of a norm that keeps its input, and of the residual connection."""
@@ -363,7 +412,7 @@ class _Tensors:
     def _list_output_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps of the dropout after attention and of the output projection."""
         dropped = self._n if self._mask else 0.0
-        weight = self._compute_weight(self._weights[1])
+        weight = self._compute_weight(self._weights[1], fused=self._fused)
         yield dropped + self._gathered, self._mask
         copies = self._context_copies - self._q
         yield self._q + weight[0], weight[1] + dropped + self._gathered + copies
@@ -385,20 +434,20 @@ class _Tensors:
         yield 2 * projected, 2 * projected
 
     def _list_entry_steps(
-        self, matrices: int, gradients: float, weights: float
+        self, matrices: int, gradients: float, weights: tuple[float, float]
     ) -> Iterable[tuple[float, float]]:
         """Yield the steps of the products that read the same input.
 
         Args:
             matrices: Number of products.
             gradients: Bytes of the gradients of their results.
-            weights: Bytes of the gradients of their matrices.
+            weights: Bytes that the gradients of their matrices allocate, and that are then freed.
         """
         # The second product is added to the first one.
         yield self._gathered + matrices * self.whole, (matrices - 1) * self.whole
         if self._sequence_parallel:
             yield self._n, self.whole
-        allocated, freed = self._compute_weight(weights)
+        allocated, freed = weights
         yield allocated, freed + gradients + self._gathered + self._n
 
     # -- embedding and loss -----------------------------------------------------------------------
@@ -406,7 +455,7 @@ class _Tensors:
     @cached_property
     def output_gradient(self) -> float:
         """The gradient of the output matrix that the loss keeps. In fp16 it is in fp32."""
-        return (4 if self._fp16 else self.value) * self.output_matrix
+        return (4 if self._fp16 else self.gradient_value) * self.output_matrix
 
     @cached_property
     def loss_forward(self) -> float:
@@ -425,18 +474,24 @@ class _Tensors:
         if not self._half:
             # In fp32 they are in the place of their gradient.
             computed = last = 0
-        # In fp16 the product makes an fp32 matrix, which is copied.
-        gradient = self.output_gradient * (2 if self._fp16 else 1)
+        # The product makes an fp32 matrix in fp16 and with fused gradients, and this is copied.
+        gradient = self.output_gradient * (2 if self._fp16 or self._fused else 1)
         return held + max(computed, last + gradient)
 
     @cached_property
     def loss_backward(self) -> float:
         """Most that exists in the backward pass of the loss."""
         # The gradients of the hidden states and of the matrix are multiplied by the loss's factor.
-        scaled = self.output_gradient
-        if self._fp16:
-            scaled += self.value * self.output_matrix
-        elif self._half and not self.holds:
-            # Autograd's sum is in fp32.
-            scaled += 4 * self.output_matrix
+        scaled = self.output_gradient + self._converted_output_gradient
         return self.x + 2 * self.whole + self.output_gradient + scaled
+
+    @property
+    def _converted_output_gradient(self) -> float:
+        """The gradient of the output matrix in the dtype that is wanted, if that is another one."""
+        # A fused gradient is in fp32, and so is the sum.
+        if self._fused:
+            return 0.0
+        if self._fp16:
+            return self.value * self.output_matrix
+        # Autograd's sum is in fp32.
+        return 4 * self.output_matrix if self._half and not self.holds else 0.0

@@ -31,6 +31,8 @@ GROUPED = (
     RUN + "--preset llama3-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 "
     "--vocab-size 32000 "
 )
+KEPT = "--checkpoint-activations --checkpoint-keep-operators "
+FUSED = "--gradient-accumulation-fusion"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,44 @@ JOBS = {
     "fp32": Job(GPT.replace("--bf16", ""), 1),
     "fp32, sharded, ALiBi": Job(ALIBI),
     "fp32, grouped queries": Job(GROUPED),
+    "kept operators, sequence parallelism": Job(
+        f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8 "
+        f"--micro-batch-size 4 {KEPT} matmul attention"
+    ),
+    "fused gradients": Job(f"{LLAMA} {FUSED}"),
+    "fused gradients, kept products, ZeRO 3": Job(
+        f"{LLAMA} --zero-stage 3 --micro-batch-size 2 {FUSED} {KEPT} matmul"
+    ),
+}
+MORE = {
+    "kept operators": Job(f"{LLAMA} --num-layers 16 --micro-batch-size 4 {KEPT} matmul attention"),
+    "kept attention": Job(f"{GPT} --micro-batch-size 8 {KEPT} attention"),
+    "kept operators of a third of the layers": Job(
+        f"{GPT} --micro-batch-size 8 {KEPT} matmul attention --checkpoint-fraction 1/3"
+    ),
+    "kept operators, stages, ALiBi": Job(
+        f"{ALIBI} --bf16 {KEPT} matmul attention --pipeline-model-parallel-size 2", 4, (0, 1)
+    ),
+    "kept products without a kernel of attention": Job(
+        f"{GROUPED} --bf16 --sliding-window 512 {KEPT} matmul"
+    ),
+    "kept operators, fp32": Job(f"{GPT.replace('--bf16', '')} {KEPT} matmul attention", 1),
+    "fused gradients, one GPU": Job(f"{LLAMA} {FUSED}", 1),
+    "fused gradients, one GPU, one microbatch": Job(f"{LLAMA} {FUSED} --global-batch-size 1", 1),
+    "fused gradients, ZeRO 2": Job(f"{LLAMA} --zero-stage 2 {FUSED}"),
+    "fused gradients, one microbatch": Job(f"{LLAMA} --zero-stage 3 --global-batch-size 8 {FUSED}"),
+    "fused gradients, fp16, large vocabulary": Job(
+        f"{LLAMA.replace('--bf16', '--fp16')} --vocab-size 128256 --hidden-size 2048 "
+        f"--num-attention-heads 16 --num-query-groups 16 --micro-batch-size 4 {FUSED}",
+        1,
+    ),
+    "fused gradients, uneven stages": Job(
+        f"{GPT} --pipeline-model-parallel-size 4 {FUSED}", 8, (0, 1, 3)
+    ),
+    "fused gradients, ranks that share query groups": Job(
+        f"{GROUPED} --bf16 --num-query-groups 2 --tensor-model-parallel-size 4 --zero-stage 3 "
+        f"{FUSED}"
+    ),
 }
 LARGE = {
     "tr11-176B": Job(
@@ -111,6 +151,8 @@ LARGE = {
     "7B, ZeRO 1": Job(f"{LLAMA} --num-layers 32"),
     "7B, ZeRO 2": Job(f"{LLAMA} --num-layers 32 --zero-stage 2"),
     "7B, ZeRO 3": Job(f"{LLAMA} --num-layers 32 --zero-stage 3"),
+    "7B, ZeRO 1, kept operators": Job(f"{LLAMA} --num-layers 32 {KEPT} matmul attention"),
+    "7B, ZeRO 2, fused gradients": Job(f"{LLAMA} --num-layers 32 --zero-stage 2 {FUSED}"),
     "7B, interleaved": Job(
         f"{LLAMA} --num-layers 32 --pipeline-model-parallel-size 4 "
         "--num-layers-per-virtual-pipeline-stage 2",
@@ -138,6 +180,12 @@ def check(job: Job, on_fake_gpu: Call) -> None:
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_predicted_tensors_are_those_of_a_step(job: Job, on_fake_gpu: Call):
+    check(job, on_fake_gpu)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", MORE.values(), ids=MORE)
+def test_predicted_tensors_of_kept_operators_and_fused_gradients(job: Job, on_fake_gpu: Call):
     check(job, on_fake_gpu)
 
 
