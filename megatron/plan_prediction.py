@@ -56,6 +56,7 @@ def describe_layout(plan: Plan) -> RankLayout:
     elif plan.config.recompute.recompute_attention_core:
         recompute = "selective"
     share = get_recomputed_share(plan)
+    several = parallel.tensor_model_parallel_size > 1
     method = "uniform"
     if plan.stages_per_rank == 1 and parallel.pp_partition_method is not None:
         method = parallel.pp_partition_method
@@ -68,13 +69,15 @@ def describe_layout(plan: Plan) -> RankLayout:
         virtual=plan.stages_per_rank,
         recompute=recompute,
         recomputed_share=share or Fraction(1),
-        sequence_parallel=parallel.sequence_parallel,
+        # They shard over the tensor-parallel ranks, and have no effect with one.
+        sequence_parallel=parallel.sequence_parallel and several,
         zero_stage=plan.zero_stage,
         shard=plan.shard_size,
         # Virtual stages have equal sizes, whatever the method.
         partition=method,
         # With sequence parallelism, a rank has only its part of the input already.
         partition_inputs=plan.config.recompute.partition_activations
+        and several
         and not parallel.sequence_parallel,
         host_inputs=plan.config.recompute.checkpoint_in_cpu,
     )

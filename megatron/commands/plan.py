@@ -125,7 +125,7 @@ class PlanArguments:
     memory, and where each loses time to the first one."""
     explain: str | None = None
     """Print why a layout is slower than the fastest one, as in
-    tp=8,pp=6,micro-batch=4,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
+    tp=8,pp=6,micro-batch=2,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
     recompute. What is not given is as in the training command. Also searches."""
     pareto: Path | None = None
     """Draw time against memory of all layouts that fit into this file. Also searches."""

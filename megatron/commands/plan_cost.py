@@ -157,6 +157,7 @@ def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[st
             f"{prediction.seconds:,.3g} s on {hardware.name}, at batch size "
             f"{plan.batch_size.final:,}",
         ),
+        *_format_precision(plan, hardware),
         *_format_breakdown(prediction),
         _format_row(
             "  speed",
@@ -190,6 +191,18 @@ def _format_days(days: float) -> str:
 
 def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
+
+
+def _format_precision(plan: Plan, hardware: Hardware) -> list[str]:
+    """Return a row about a format that the device does not compute in."""
+    if hardware.has_bf16 or not plan.config.precision.bf16:
+        return []
+    return [
+        _format_row(
+            "  precision",
+            f"{hardware.name} does not compute in bf16. The times are those of --fp16; give it",
+        )
+    ]
 
 
 def _format_breakdown(prediction: StepPrediction) -> list[str]:

@@ -425,11 +425,13 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
         return []
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)
+    tensor = plan.config.parallel.tensor_model_parallel_size > 1
     lines = [
         _format_row(
             "communication, s",
             f"about, in a step, on {hardware.name} (nodes of {hardware.ranks_per_node}); "
-            f"computation takes {compute:,.3g}",
+            f"computation{' and tensor parallelism' if tensor else ''} take "
+            f"{compute:,.3g}; links inside and between nodes work at the same time",
         )
     ]
     for each in estimates:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config.fields import all_fields, flatten
 from megatron.cost.hardware import Hardware
+from megatron.cost.layers import Seconds
 from megatron.cost.layout import RankLayout
 from megatron.cost.search import SearchResult, find_pareto_front, search_layouts
 from megatron.cost.step import StepPrediction
@@ -23,6 +24,7 @@ from megatron.plan_prediction import (
     describe_software,
     predict_plan,
 )
+from megatron.plural import format_count
 
 _SHOWN = 10
 _SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")
@@ -128,7 +130,10 @@ def format_search(search: PlannedSearch) -> list[str]:
         f"{'s/iteration':>12} {'GiB':>6} {'MFU, %':>7}  layout, and what it loses to the fastest",
     ]
     if not found.fastest:
-        lines.append("none fits: use more devices, or devices with more memory")
+        lines.append(
+            f"none fits: use more than {format_count(search.plan.world_size, 'device')} "
+            "(--world-size), or devices with more memory"
+        )
         return [*lines, "the layout that is given:", _format_candidate(search.configured)]
     # Each one is compared with the first.
     best = found.fastest[0]
@@ -147,7 +152,7 @@ def format_search(search: PlannedSearch) -> list[str]:
 
 
 def _format_candidate(prediction: StepPrediction) -> str:
-    mfu = prediction.compute_tflops(hardware=False) / prediction.job.hardware.peak_tflops
+    mfu = prediction.compute_mfu(causal=False)
     return (
         f"{prediction.seconds:>12,.3f} {prediction.peak_bytes / 2**30:>6.1f} {100 * mfu:>7.1f}  "
         f"{prediction.job.layout.describe()}"
@@ -183,11 +188,12 @@ def _list_costs(prediction: StepPrediction) -> list[tuple[str, float]]:
     """Return the seconds of a step in parts that can be compared between layouts."""
     busiest = max(prediction.rank_seconds, key=lambda each: each.total)
     m = prediction.schedule.microbatches
-    recomputed = _sum_recomputed(prediction)
+    # The passes without the recomputation.
+    passes = _remove_recomputation(prediction)
     return [
-        ("recomputation", recomputed),
-        ("matrix products", busiest.gemm + busiest.attention - recomputed),
-        ("memory-bound kernels", busiest.pointwise),
+        ("recomputation", _sum_kernels(busiest) - _sum_kernels(passes)),
+        ("matrix products and attention", passes.gemm + passes.attention),
+        ("other kernels", passes.pointwise),
         ("tensor-parallel communication", busiest.tensor),
         (
             f"bubble and messages of the pipeline ({m} microbatches)",
@@ -198,20 +204,21 @@ def _list_costs(prediction: StepPrediction) -> list[tuple[str, float]]:
     ]
 
 
-def _sum_recomputed(prediction: StepPrediction) -> float:
-    """Return the seconds of matrix products and attention that recomputation adds."""
+def _sum_kernels(seconds: Seconds) -> float:
+    return seconds.gemm + seconds.attention + seconds.pointwise
+
+
+def _remove_recomputation(prediction: StepPrediction) -> Seconds:
+    """Return the seconds of the busiest rank in the same layout without recomputation."""
     job = prediction.job
-    if job.layout.recompute == "none":
-        return 0.0
-    # The difference to the same layout without recomputation.
-    without = StepPrediction(replace(job, layout=replace(job.layout, recompute="none")))
-    busiest = max(prediction.rank_seconds, key=lambda each: each.total)
-    same = max(without.rank_seconds, key=lambda each: each.total)
-    return busiest.gemm + busiest.attention - same.gemm - same.attention
+    layout = replace(job.layout, recompute="none")
+    return max(
+        StepPrediction(replace(job, layout=layout)).rank_seconds, key=lambda each: each.total
+    )
 
 
 def predict_explained(text: str, plan: Plan, hardware: Hardware) -> StepPrediction:
-    """Predict a step in the layout that a text such as "tp=8,pp=6,micro-batch=4" describes.
+    """Predict a step in the layout that a text such as "tp=8,pp=6,micro-batch=2" describes.
 
     What it does not give is as in the plan. The data-parallel size follows from the number of
     devices.
@@ -282,7 +289,7 @@ def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout
     if key not in _EXPLAINED:
         raise ConfigError(
             f"--explain {text}: {key!r} is not a part of a layout; use "
-            f"{', '.join(_EXPLAINED)} and recompute, as in tp=8,pp=6,micro-batch=4."
+            f"{', '.join(_EXPLAINED)} and recompute, as in tp=8,pp=6,micro-batch=2."
         )
     lowest = 0 if key == "zero" else 1
     digits = value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS
@@ -306,7 +313,9 @@ def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> lis
     lines += ["the fastest:", _format_candidate(best)]
     lines.append(f"{'seconds of a step':<55}{'explained':>12}{'fastest':>12}{'lost':>10}")
     for name, theirs, ours in _compare(prediction, search):
-        lines.append(f"{name:<55}{theirs:>12,.3f}{ours:>12,.3f}{theirs - ours:>+10,.3f}")
+        # A difference of -0.0001 would be shown as -0.000.
+        lost = round(theirs - ours, 3) + 0.0
+        lines.append(f"{name:<55}{theirs:>12,.3f}{ours:>12,.3f}{lost:>+10,.3f}")
     lines.append(explain_difference(prediction, best))
     layout = prediction.job.layout
     if layout.tensor > 1 and not layout.sequence_parallel:

@@ -39,6 +39,8 @@ class Hardware:
     """Nominal bandwidth of a device to other nodes, in one direction."""
     watts: float
     """Power limit of a device."""
+    has_bf16: bool = True
+    """Whether the device computes in bf16. It is written true or false."""
     fp32_tflops: float | None = None
     """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
     does not use TF32 unless it is turned on."""
@@ -215,14 +217,15 @@ def _load_base(node: yaml.Node, name: str) -> Hardware:
     """
     base = node.value
     if not isinstance(base, str) or _ALIASES.get(base, base) not in list_hardware():
+        shown = f" {base}" if isinstance(base, str) else ""
         raise ConfigError(
-            f"hardware {name}:{get_line(node)}: the base is not known; use one of "
+            f"hardware {name}:{get_line(node)}: the base{shown} is not known; use one of "
             f"{', '.join(list_hardware())}."
         )
     return load_hardware(base)
 
 
-def _read_value(key: str, node: yaml.Node) -> float | str:
+def _read_value(key: str, node: yaml.Node) -> float | str | bool:
     """Return a value of a hardware file.
 
     The text is read as on the command line. YAML 1.1 would read 4e-6 as text, and 1:30 as 90.
@@ -240,6 +243,10 @@ def _read_value(key: str, node: yaml.Node) -> float | str:
         if not text.isprintable() or not text:
             raise ValueError(f"name is {text!r}; it must be a printable text.")
         return text
+    if key == "has_bf16":
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{key} is {text!r}; it must be true or false.")
+        return text.lower() == "true"
     try:
         number = float(text)
     except ValueError:

@@ -22,6 +22,9 @@ GRAMMAR = (
     "as in 'train: 0.7 0:0.95 data/en, 0.3 0:0.95 data/fr'"
 )
 
+_MANY = 10**15
+"""A number of documents of which every share that is not 0 has some."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SplitPart:
@@ -45,6 +48,12 @@ class SplitPart:
         # --split gives all three pieces at once.
         bounds = compute_split_bounds(self.split, count)
         return bounds[self.piece], bounds[self.piece + 1]
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether the split gives nothing to this part, as the last number of 95,5,0."""
+        first, last = self.select_documents(_MANY)
+        return first == last
 
 
 @dataclasses.dataclass(frozen=True)

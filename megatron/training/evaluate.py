@@ -31,6 +31,7 @@ def evaluate_validation(run: Run) -> None:
     # Evaluation uses the final batch size even during ramp-up, so that each evaluation covers the
     # same number of samples.
     run.state.consumed_valid_samples += batch.eval_iters * run.plan.batch_size.final
+    run.state.validated_at = run.state.iteration
 
 
 def evaluate_test(run: Run) -> None:

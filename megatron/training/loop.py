@@ -48,7 +48,7 @@ def train(run: Run) -> StopReason:
     first = run.state.iteration
     try:
         with run.profiler:
-            stop, evaluated_at = train_until_stop(run)
+            stop = train_until_stop(run)
         if stop == StopReason.ROLLBACK:
             return stop
         # If no iteration was trained or skipped, there is nothing new to save.
@@ -67,7 +67,13 @@ def train(run: Run) -> StopReason:
         if is_finished(plan, state):
             run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
         return stop
-    if evaluated_at != state.iteration:
+    if state.validated_at == state.iteration == first:
+        # Another validation would read other samples, and its result would replace the first one.
+        run.reporter.say(
+            f"the validation of iteration {first} is in the log of an earlier start; "
+            "tools/evaluate.py evaluates the checkpoint again"
+        )
+    elif state.validated_at != state.iteration:
         # This evaluation comes after the save, so the last checkpoint does not have the validation
         # samples that it reads. A run that is continued later with more iterations then evaluates
         # the same samples as a run that was never interrupted.
@@ -82,11 +88,11 @@ def train(run: Run) -> StopReason:
     return stop
 
 
-def train_until_stop(run: Run) -> tuple[StopReason, int]:
+def train_until_stop(run: Run) -> StopReason:
     """Iterate and save when due, until the end or a reason to stop.
 
     Returns:
-        The reason to stop, and the iteration of the last validation (-1 if there was none).
+        The reason to stop.
 
     Raises:
         TrainingError: See `train`.
@@ -96,7 +102,6 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
     plan = run.plan
     state = run.state
     stop = StopReason.NONE
-    evaluated_at = -1
     run.clock.start()
     run.step_clock.start()
     run.reporter.start(state.iteration)
@@ -117,7 +122,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
                 train_iteration(run)
         # The run goes back, so nothing of this iteration is kept.
         if run.rollback is not None:
-            return StopReason.ROLLBACK, evaluated_at
+            return StopReason.ROLLBACK
         run.clock.finish_step()
         state.elapsed_seconds = run.clock.read()
         check_nan_iterations(plan, state)
@@ -132,7 +137,6 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         ):
             with run.step_clock.pause():
                 evaluate_validation(run)
-            evaluated_at = state.iteration
         if skipped is None and is_due(
             plan.config.batch.eval_tasks_interval, before, state.iteration
         ):
@@ -146,7 +150,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         stop = decide(run, before)
         if run.exporter is not None:
             run.exporter.poll()
-    return stop, evaluated_at
+    return stop
 
 
 def decide(run: Run, before: int) -> StopReason:

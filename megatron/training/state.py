@@ -20,6 +20,7 @@ _ADDED_LATER = {
     "used_train_time",
     "costs",
     "spike_guard",
+    "validated_at",
 }
 """Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
 
@@ -41,6 +42,8 @@ class TrainState:
     warmup_tokens: int = 0
     """`lr_tokens` at the end of warm-up, for decay by tokens."""
     consumed_valid_samples: int = 0
+    validated_at: int = -1
+    """Iteration of the last validation that `consumed_valid_samples` includes. -1: none known."""
     nan_iterations_in_a_row: int = 0
     applied_steps: int = 0
     """Steps that changed the weights. It is 0 after a checkpoint of format 2, which lacks it."""

@@ -61,7 +61,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     ("text", "phrase"),
     [
         ("base: h100\nranks: 4\n", "'ranks' is not a value"),
-        ("base: h101\n", "mine:1: the base is not known"),
+        ("base: h101\n", "mine:1: the base h101 is not known"),
         ("base: h100\ngemm_share: 1.5\n", "must not exceed 1"),
         ("base: h100\nwatts: true\n", "must be a number"),
         ("base: h100\nwatts: -3\n", "must be from"),
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("base: h100\nwatts: 1\nwatts: 2\n", "gives 'watts' again"),
         ("base: h100\nwatts: {a: 1}\n", "must be one value"),
         ("base: h100\n? [a]\n: 3\n", "a key that is not a word"),
-        ("base: mine\n", "the base is not known"),
+        ("base: mine\n", "the base mine is not known"),
         ("a: " + 3000 * "[", "nested too deeply"),
         ("", "the file is empty"),
         ("base: h100\n#" + 2**20 * "x", "more than"),

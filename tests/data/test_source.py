@@ -288,10 +288,16 @@ def test_missing_training_data_are_an_error_and_missing_validation_data_a_note(b
         build(data_path=())
     with pytest.raises(DataError, match="leaves no document for training"):
         build(split="0,1,0")
-    sources = build(split="1,0,0")
+    sources = build(split="1,0,0", test_samples=8)
     assert sources.valid == {}
-    assert "leaves no document" in sources.take_notes()[0]
+    # The test set is not asked for, so there is no note about it.
+    notes = sources.take_notes()
+    assert [note.partition(":")[0] for note in notes] == ["validation"]
+    assert "leaves no document" in notes[0]
     assert sources.take_notes() == []
+    # A share that is too small for a document is reported for the test set too.
+    notes = build(split="1,0,0.0000001", test_samples=8).take_notes()
+    assert [note.partition(":")[0] for note in notes] == ["validation", "test"]
 
 
 def test_data_that_are_too_small_or_missing_are_refused(build):

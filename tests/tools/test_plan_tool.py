@@ -741,9 +741,9 @@ def test_the_flags_of_the_search_undo_kept_operators(capsys):
 
 
 def test_json_of_explain_has_the_parts_of_both_steps(capsys):
-    found = as_json(capsys, "--explain", "tp=8,pp=6,micro-batch=4,recompute=full", *TR11_LIKE)
+    found = as_json(capsys, "--explain", "tp=8,pp=6,micro-batch=2,recompute=full", *TR11_LIKE)
     search = found["search"]
-    assert "TP 8 PP 6 DP 8 micro-batch 4 full" in search["explained"]["layout"]
+    assert "TP 8 PP 6 DP 8 micro-batch 2 full" in search["explained"]["layout"]
     parts = search["seconds_by_part"]
     assert sum(parts["explained"].values()) == pytest.approx(search["explained"]["seconds"])
     assert sum(parts["fastest"].values()) == pytest.approx(search["fastest"][0]["seconds"])
@@ -777,10 +777,46 @@ def test_json_of_a_trace_that_is_too_long_is_one_document(capsys):
     assert "use a smaller" in as_json(capsys, *words, code=2)["errors"][0]
 
 
-def test_explain_says_why_a_layout_loses(capsys):
-    assert plan.main(["--explain", "tp=8,pp=6,micro-batch=4,recompute=full", *TR11_LIKE]) == 0
+def test_mfu_of_the_search_is_that_of_the_plan(capsys):
+    """In fp32 it refers to the peak of fp32."""
+    words = ["--world-size", "8", "--hardware", "a100", *SMALL]
+    assert plan.main(["--search", *words]) == 0
     text = capsys.readouterr().out
-    assert "TP 8 PP 6 DP 8 micro-batch 4 full recomputation" in text
+    mfu = re.search(r"MFU +([\d.]+) % with full", text)
+    candidate = text[text.index("the layout that is given:") :].splitlines()[1].split()
+    assert mfu is not None
+    assert candidate[2] == mfu[1]
+
+
+def test_bf16_on_a_device_without_it_is_reported(capsys, tmp_path):
+    for name, reported in (("v100-32g", True), ("a100", False)):
+        for precision in ("--bf16", "--fp16"):
+            assert plan.main(["--world-size", "8", "--hardware", name, *SMALL, precision]) == 0
+            printed = "does not compute in bf16" in capsys.readouterr().out
+            assert printed == (reported and precision == "--bf16")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: v100-32g\nhas_bf16: true\n")
+    assert plan.main(["--world-size", "8", "--hardware", str(mine), *SMALL, "--bf16"]) == 0
+    assert "does not compute in bf16" not in capsys.readouterr().out
+    mine.write_text("base: v100-32g\nhas_bf16: 1\n")
+    assert plan.main(["--world-size", "8", "--hardware", str(mine), *SMALL, "--bf16"]) == 2
+    assert "has_bf16 is '1'; it must be true or false" in capsys.readouterr().err
+
+
+def test_flags_of_tensor_ranks_change_nothing_for_one(capsys):
+    """They shard over the tensor-parallel ranks."""
+    words = ["--world-size", "8", "--bf16", "--checkpoint-activations", *SMALL]
+    alone = as_json(capsys, *words)["cost"]
+    for flag in ("--sequence-parallel", "--partition-activations"):
+        changed = as_json(capsys, *words, flag)["cost"]
+        assert changed["memory_bytes_by_kind"] == alone["memory_bytes_by_kind"]
+        assert changed["seconds_per_iteration"] == alone["seconds_per_iteration"]
+
+
+def test_explain_says_why_a_layout_loses(capsys):
+    assert plan.main(["--explain", "tp=8,pp=6,micro-batch=2,recompute=full", *TR11_LIKE]) == 0
+    text = capsys.readouterr().out
+    assert "TP 8 PP 6 DP 8 micro-batch 2 full recomputation" in text
     assert re.search(r"recomputation +[\d.]+ +[\d.]+ +\+[\d.]+", text)
     assert re.search(r"tensor-parallel communication \+[\d.]+ s", text)
     assert plan.main(["--explain", "tp=2,pp=3,micro-batch=4,recompute=none", *TR11_LIKE]) == 0

@@ -129,6 +129,16 @@ def test_hang_queue_and_start_are_told_apart(hung: Path) -> None:
     assert line.startswith("goodput: 5.8% of 3 min 27 s (between launches 48.3%, hangs 29.0%")
 
 
+def test_alert_before_the_start_belongs_to_the_new_launch(hung: Path) -> None:
+    """A warning about the configuration comes before the event of the start."""
+    before = compute_goodput(read_history(hung))
+    event = {"kind": "alert", "iteration": 0, "details": {"message": "5.2 epochs"}}
+    moment = datetime.fromtimestamp(1189.9, UTC).isoformat(timespec="milliseconds")
+    with open(hung / "chronicle.jsonl", "a") as file:
+        file.write(json.dumps({"time": moment, **event}) + "\n")
+    assert compute_goodput(read_history(hung)) == before
+
+
 def test_status_has_the_goodput(
     hung: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ def test_a_new_users_session_on_a_laptop(tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone")
     blocks = read_blocks()
     assert [block.mark for block in blocks].count("interrupt") == 1
-    checkpoints = clone / "runs" / "laptop"
+    checkpoints = clone / "first" / "run"
     outputs = list[str]()
     stopped = 0
     for block in blocks:

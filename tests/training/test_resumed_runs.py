@@ -1,5 +1,7 @@
 """Parts of a checkpoint that a launch loads, and parts that it replaces."""
 
+import re
+
 import pytest
 from training.runs import Runner
 
@@ -12,6 +14,26 @@ def test_finetune_loads_only_the_weights(run: Runner, other: Runner) -> None:
     assert entries[0]["consumed_samples"] == 4
     assert entries[0]["learning_rate"] == pytest.approx(1e-3)  # no schedule to agree with
     assert entries[0]["lm_loss"] < run.losses()[1] - 0.05  # trained weights on the first batch
+
+
+def test_a_finished_run_is_not_validated_again(run: Runner) -> None:
+    """Another validation would read other samples, and the run would get another result."""
+    flags = "--train-iters 4 --split 8,1,1 --eval-interval 2 --eval-iters 1 --save-interval 4"
+    output = run(flags)
+    assert output.count("validation loss at iteration 4") == 1
+    first = [entry["validation"] for entry in run.metrics() if "validation" in entry]
+    again = run(flags)
+    assert "the validation of iteration 4 is in the log of an earlier start" in again
+    assert "validation loss at iteration 4" not in again
+    assert [e["validation"] for e in run.metrics() if "validation" in e] == first
+    # A larger number of iterations continues as usual.
+    assert "validation loss at iteration 6" in run(f"{flags} --train-iters 6")
+
+
+def test_a_validation_after_the_last_save_is_repeated_on_the_same_samples(run: Runner) -> None:
+    flags = "--train-iters 3 --split 8,1,1 --eval-interval 2 --eval-iters 1 --save-interval 3"
+    pattern = re.compile(r"validation loss at iteration 3 .*")
+    assert pattern.findall(run(flags)) == pattern.findall(run(flags))
 
 
 def test_no_load_optim_starts_with_moments_of_zero(run: Runner, other: Runner) -> None:

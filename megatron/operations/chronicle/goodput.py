@@ -151,6 +151,11 @@ def list_launches(history: RunHistory) -> list[_Launch]:
     else:
         known = history.loop_starts
         details = [{}] * len(known)
+    # A launch may report a problem before its event "start", which has the seconds until then.
+    begins = [
+        at - _read_seconds(described.get("seconds"))
+        for at, described in zip(known, details, strict=True)
+    ]
     records = _list_record_times(history)
     loop_starts = np.array(history.loop_starts)
     launches = []
@@ -158,12 +163,13 @@ def list_launches(history: RunHistory) -> list[_Launch]:
     for number, (at, described) in enumerate(zip(known, details, strict=True)):
         following = known[number + 1] if number + 1 < len(known) else np.inf
         # A record belongs to the launch that was active at its time.
-        own = records[(records >= at) & (records < following)]
+        end_of_records = begins[number + 1] if number + 1 < len(begins) else np.inf
+        own = records[(records >= begins[number]) & (records < end_of_records)]
         end = float(own.max(initial=at))
         loops = loop_starts[(loop_starts >= at) & (loop_starts < following)]
         # A launch that never reached its loop has only a start.
         loop_start = float(loops.min(initial=end))
-        begin = at - _read_seconds(described.get("seconds"))
+        begin = begins[number]
         # The first launch of a Slurm job began with the job. The time before that is the queue.
         job = _read_seconds(described.get("job_started"))
         if earlier_end <= job < begin and job > 0:
