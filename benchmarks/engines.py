@@ -7,8 +7,8 @@
     python benchmarks/engines.py --quick         check that it runs; the numbers mean nothing
 
 The bare loop has the fewest lines that train our own model in the same arithmetic. It has AdamW
-(fused), clipping, and reads the loss every step. On two processes it uses PyTorch's
-DistributedDataParallel. `bare_start.py` is the bare loop of a start. Contestants take turns, and
+(fused), clipping, and reads the loss every step. For step times on two processes, it uses
+PyTorch's DistributedDataParallel. For a start, it is `bare_start.py`. Contestants take turns, and
 the first round warms up. Medians are quoted.
 """
 
@@ -195,11 +195,11 @@ def measure_start(arguments: Arguments, folder: str) -> None:
         all_commands = {
             "native": training,
             "DeepSpeed": [*training, DEEPSPEED],
-            "bare loop": ["benchmarks/bare_start.py"],
+            "bare loop": ["benchmarks/bare_start.py", *pipeline[:1]],
         }
         commands = {name: all_commands[name] for name in arguments.engine}
         seconds: dict[str, list[float]] = {name: [] for name in commands}
-        for number in range((1 if arguments.quick else 3) + 1):
+        for number in range(arguments.rounds + 1):
             for name, command in commands.items():
                 took = _seconds_to_first_iteration(
                     ["torchrun", "--standalone", "--nproc-per-node", str(processes), *command]

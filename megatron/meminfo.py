@@ -6,15 +6,15 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def read_total_memory() -> int | None:
-    """Return the bytes of this host's memory and swap. None on systems other than Linux.
+    """Return the bytes of this host's memory and swap. None if the system does not report it.
 
-    macOS makes more swap when it is needed, so no number is certainly too large there.
+    macOS makes more swap when it is needed, so there is no fixed limit to compare with.
     """
     return _add("MemTotal", "SwapTotal")
 
 
 def read_available_memory() -> int | None:
-    """Return the bytes that can still be allocated, swap included. None on other systems."""
+    """Return the bytes that can still be allocated, swap included. None if it is not known."""
     return _add("MemAvailable", "SwapFree")
 
 
@@ -23,5 +23,8 @@ def _add(*names: str) -> int | None:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return 1024 * sum(kib[name] for name in names)
+    kib = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    # Old kernels and some containers lack lines.
+    if not all(kib.get(name) for name in names):
+        return None
+    return 1024 * sum(int(kib[name][0]) for name in names)

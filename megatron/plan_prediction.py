@@ -69,7 +69,7 @@ def describe_layout(plan: Plan) -> RankLayout:
         virtual=plan.stages_per_rank,
         recompute=recompute,
         recomputed_share=share or Fraction(1),
-        # They shard over the tensor-parallel ranks, and have no effect with one.
+        # Both have no effect on a single tensor-parallel rank.
         sequence_parallel=parallel.sequence_parallel and several,
         zero_stage=plan.zero_stage,
         shard=plan.shard_size,

@@ -97,12 +97,13 @@ def _align(size: int) -> int:
 
 def _allocate(size: int) -> Tensor:
     """Return uint8[size] on memory pages of its own."""
-    # Linux gives out more memory than it has. It would end the run when the pages are written to.
+    # Linux allocates more memory than the host has, and ends the run when the pages are written.
+    # Each rank checks its own part only, and a limit of the job's cgroup is not seen.
     available = read_available_memory()
     if available is not None and size > available:
         raise MemoryError(
             f"{format_bytes(size)} for the copy of the shards, and the host has "
-            f"{format_bytes(available)} left"
+            f"{format_bytes(available)} left; leave out --async-save, or use more hosts"
         )
     try:
         # Without these flags, Python asks for memory that child processes share.

@@ -200,7 +200,7 @@ def _format_precision(plan: Plan, hardware: Hardware) -> list[str]:
     return [
         _format_row(
             "  precision",
-            f"{hardware.name} does not compute in bf16. The times are those of --fp16; give it",
+            f"{hardware.name} does not compute in bf16. The times are those of --fp16. Use --fp16",
         )
     ]
 

@@ -430,7 +430,7 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
         _format_row(
             "communication, s",
             f"about, in a step, on {hardware.name} (nodes of {hardware.ranks_per_node}); "
-            f"computation{' and tensor parallelism' if tensor else ''} take "
+            f"computation {'and tensor parallelism take' if tensor else 'takes'} "
             f"{compute:,.3g}; links inside and between nodes work at the same time",
         )
     ]

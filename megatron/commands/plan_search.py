@@ -241,8 +241,14 @@ def predict_explained(text: str, plan: Plan, hardware: Hardware) -> StepPredicti
 
 def _parse_layout(text: str, plan: Plan) -> RankLayout:
     """Return the layout that a text describes. Only its virtual stages are checked."""
-    # The plan gives what the text leaves out.
-    layout = describe_layout(plan)
+    # The plan gives what the text leaves out. It also gives what has no effect without tensor
+    # parallelism, because the text may ask for that.
+    sequence_parallel = plan.config.parallel.sequence_parallel
+    layout = replace(
+        describe_layout(plan),
+        sequence_parallel=sequence_parallel,
+        partition_inputs=plan.config.recompute.partition_activations and not sequence_parallel,
+    )
     keys = set()
     for part in text.replace(" ", "").split(","):
         key, _, value = part.partition("=")

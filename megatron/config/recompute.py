@@ -19,8 +19,8 @@ class RecomputeConfig:
     model: 1 for all, 1/3 for the second of every three. They are the layers of fms-fsdp's rule."""
     checkpoint_keep_operators: tuple[str, ...] = ()
     """Operators whose results --checkpoint-activations keeps instead of computing them again:
-    matmul, attention or both. They take most of the computing time. The planner's peak memory
-    includes their results. Its time is that of recomputing them."""
+    matmul, attention or both. These operators take most of the computing time. The planner's
+    peak memory includes their results, but its time assumes that they are computed again."""
     recompute_attention_core: bool = False
     """Recompute only the scores and their product with the values. This saves memory where
     attention has no flash kernel (https://arxiv.org/abs/2205.05198, section 5)."""

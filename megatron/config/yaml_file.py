@@ -5,6 +5,7 @@ line, so that 1e-4, 1:30 and NO mean what they look like. YAML 1.1 reads them as
 of base 60, and as false. No tag is ever executed.
 """
 
+import contextlib
 import dataclasses
 import difflib
 from pathlib import Path
@@ -58,8 +59,8 @@ def read_text(text: str, name: str, *, fast: bool = False) -> YamlContents:
     Args:
         text: The text.
         name: Replaces the file's name in origins and messages.
-        fast: Use libyaml if PyYAML has it. A text that is nested too deeply ends the process there,
-            so the text must come from `dump_yaml` and not from a file.
+        fast: Use libyaml if PyYAML has it. libyaml ends the process on a text that is nested too
+            deeply, so the text must come from `dump_yaml` and not from a file.
     """
     root, broken = compose(text, name, fast=fast)
     if broken is not None:
@@ -115,11 +116,12 @@ def compose(text: str, name: str, *, fast: bool = False) -> tuple[yaml.Node | No
     No object is constructed, so no text can run code. Each scalar keeps its text and line. See
     `read_text` for the arguments.
     """
-    loader: Any = yaml.SafeLoader
-    if fast:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if fast and hasattr(yaml, "CSafeLoader"):
+        # libyaml refuses some texts that PyYAML writes, such as a path that is not UTF-8.
+        with contextlib.suppress(yaml.YAMLError):
+            return yaml.compose(text, Loader=yaml.CSafeLoader), None
     try:
-        return yaml.compose(text, Loader=loader), None
+        return yaml.compose(text, Loader=yaml.SafeLoader), None
     except yaml.MarkedYAMLError as error:
         if error.problem_mark:
             line = error.problem_mark.line + 1

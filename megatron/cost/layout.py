@@ -135,10 +135,10 @@ class Software:
     """Whether the residual stream is in fp32."""
     kept_operators: tuple[str, ...] = ()
     """Operators whose results full recomputation keeps: matmul, attention or both. Only the memory
-    of this trainer is counted so."""
+    model of this trainer uses it."""
     fused_gradients: bool = False
-    """Whether matrix products add to the weights' gradients in fp32. Only the memory of this
-    trainer is counted so."""
+    """Whether matrix products add to the weights' gradients in fp32. Only the memory model of
+    this trainer uses it."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     held_logit_bytes: int = 8

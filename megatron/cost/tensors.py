@@ -55,7 +55,7 @@ class TensorSizes:
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
     unread_result: float
-    """What exists besides in the backward pass of a recomputed layer: a result that it keeps and
+    """What also exists in the backward pass of a recomputed layer: a result that it keeps and
     does not read again."""
     after_backward: float
     """What of this is left at the end of the layer: the gradient of its input, and the gradients of
@@ -92,8 +92,7 @@ def measure_tensors(
     Args:
         shape: Sizes of the model.
         layout: The layout.
-        software: The trainer. Its precision matters here, the operators that it keeps, and whether
-            products add to gradients.
+        software: The trainer. Only its precision, `kept_operators` and `fused_gradients` are used.
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
     """
@@ -487,7 +486,7 @@ class _Tensors:
 
     @property
     def _converted_output_gradient(self) -> float:
-        """The gradient of the output matrix in the dtype that is wanted, if that is another one."""
+        """The gradient of the output matrix after its conversion. 0 if it is not converted."""
         # A fused gradient is in fp32, and so is the sum.
         if self._fused:
             return 0.0

@@ -222,7 +222,7 @@ def open_mixture(
             check_large_enough(part.prefix, (first, last), tokens, seq_length)
             samples += (tokens - 1) // seq_length
             found.append((part, (first, last), data.compute_fingerprint()))
-        # Many runs need no test at the end. A run without validation should know it.
+        # Many runs need no test set, so a share of 0 is not noted for it.
         elif mixture.name != "test" or not part.is_unused:
             registry.notes.append(
                 f"{mixture.name}: the split {part.split} leaves no document of {part.prefix} "

@@ -23,7 +23,7 @@ GRAMMAR = (
 )
 
 _MANY = 10**15
-"""A number of documents of which every share that is not 0 has some."""
+"""A number of documents so large that each share above 0 gets some."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.parallel.gloo_shards import can_send_directly, gather_shards, reduce_shards
+from megatron.parallel.gloo_shards import gather_shards, has_faster_collectives, reduce_shards
 from megatron.parallel.mesh import CommTimer, DataSharding
 
 
@@ -46,7 +46,7 @@ class _TimedAllGather(DefaultAllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         with self._comm_timer():
-            if can_send_directly(input_tensor, group):
+            if has_faster_collectives(input_tensor, group):
                 gather_shards(output_tensor, input_tensor, group)
                 return None
             return super().__call__(output_tensor, input_tensor, group, async_op)
@@ -73,7 +73,7 @@ class _TimedReduceScatter(DefaultReduceScatter):
         received = output_tensor.to(self._dtype)
         work = None
         with self._comm_timer():
-            if can_send_directly(sent, group):
+            if has_faster_collectives(sent, group):
                 reduce_shards(received, sent, group, op)
             else:
                 work = super().__call__(received, sent, group, op, async_op)

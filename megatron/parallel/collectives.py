@@ -26,6 +26,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from megatron.parallel.mesh import CommTimer, TensorParallel
+from megatron.parallel.waiting import wait_for
 
 # torch 2.13 renamed these functions and logs a warning if the old names are used.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,7 +100,7 @@ class PendingTensor:
         """
         if self.work is not None:
             with self.comm_timer():
-                self.work.wait()
+                wait_for(self.work)
         return self.tensor
 
 

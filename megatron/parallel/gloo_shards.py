@@ -1,9 +1,9 @@
-"""All-gather and reduce-scatter of ZeRO's shards between processes on CPUs, by direct messages.
+"""All-gather and reduce-scatter of ZeRO's shards between processes on CPUs, by faster collectives.
 
 gloo's reduce-scatter is an all-reduce of which each rank keeps a part, and its all-gather copies
-every part once more. Both take about twice the time of the messages here, in which each rank sends
-every other rank only what that rank needs. `docs/benchmarks.md` has the numbers. NCCL needs none of
-this.
+every part once more. Both take about twice the time of the collectives here, in which each rank
+gets only what it needs. `docs/decisions/040-collectives-of-shards-on-cpus.md` has the numbers. NCCL
+needs none of this.
 
 The ranks' terms are added in the order of the ranks, so all elements are summed in one fixed order.
 """
@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_GATHER = 1
-_SCATTER = 2
-"""Tags of the messages. A rank that skips a collective must not receive a message of the next."""
+from megatron.parallel.waiting import wait_for
 
 
-def can_send_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+def has_faster_collectives(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether the functions of this module apply to a tensor and a group."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == dist.Backend.GLOO
 
@@ -30,16 +28,18 @@ def gather_shards(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> 
         shard: [k], this rank's shard.
         group: A group of gloo.
     """
-    size, rank = group.size(), group.rank()
-    parts = gathered.view(size, -1)
-    works = []
-    for distance in range(1, size):
-        before, after = (rank - distance) % size, (rank + distance) % size
-        works.append(dist.irecv(parts[before], group=group, group_src=before, tag=_GATHER))
-        works.append(dist.isend(shard, group=group, group_dst=after, tag=_GATHER))
-    if parts[rank].data_ptr() != shard.data_ptr():
-        parts[rank].copy_(shard)
-    _wait(works)
+    parts = gathered.view(group.size(), -1)
+    own = parts[group.rank()]
+    if own.data_ptr() != shard.data_ptr():
+        own.copy_(shard)
+    # All of them work at the same time.
+    works = [
+        dist.broadcast(part, group=group, group_src=source, async_op=True)
+        for source, part in enumerate(parts)
+    ]
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        wait_for(work)
 
 
 def reduce_shards(
@@ -53,28 +53,15 @@ def reduce_shards(
     Args:
         reduced: [k], which is filled with this rank's part of the result.
         terms: [ranks x k], this rank's terms of all parts.
-        group: A group of gloo.
+        group: A group of gloo with several ranks.
         op: `SUM` or `AVG`.
     """
-    assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"no direct messages for {op}"
-    size, rank = group.size(), group.rank()
-    parts = terms.view(size, -1)
-    ordered = list(parts)
-    works = []
-    for distance in range(1, size):
-        before, after = (rank - distance) % size, (rank + distance) % size
-        ordered[before] = torch.empty_like(reduced)
-        works.append(dist.irecv(ordered[before], group=group, group_src=before, tag=_SCATTER))
-        works.append(dist.isend(parts[after], group=group, group_dst=after, tag=_SCATTER))
-    _wait(works)
-    torch.add(ordered[0], ordered[1], out=reduced)
-    for term in ordered[2:]:
+    assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"no exchange of terms for {op}"
+    received = torch.empty_like(terms)
+    dist.all_to_all_single(received, terms, group=group)
+    first, second, *others = received.view(group.size(), -1)
+    torch.add(first, second, out=reduced)
+    for term in others:
         reduced.add_(term)
     if op == dist.ReduceOp.AVG:
-        reduced.div_(size)
-
-
-def _wait(works: list[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        work.wait()
+        reduced.div_(group.size())

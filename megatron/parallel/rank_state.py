@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from megatron.parallel.progress import RankProgress
+from megatron.parallel.waiting import is_waiting
 
 FILE_THREAD = "files"
 """Name of the threads in which a rank works on files while the ranks wait together."""
@@ -55,7 +56,7 @@ def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
         # Lines inside torch say little. The caller in this package says what was done.
-        if path.is_relative_to(_PACKAGE):
+        if path.is_relative_to(_PACKAGE) and not is_waiting(frame):
             here = f"{path.relative_to(_PACKAGE)}:{line} {frame.f_code.co_name}"
     return here
 
@@ -76,7 +77,9 @@ def read_state(main: int, progress: RankProgress, *, with_collectives: bool) -> 
     """
     frame = sys._current_frames().get(main)
     at = find_location(reversed(list(traceback.walk_stack(frame))))
-    waits = frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED)
+    waits = frame is not None and (
+        frame.f_code.co_filename.startswith(_DISTRIBUTED) or is_waiting(frame)
+    )
     if progress.phase.in_threads:
         # The main thread alternates between its thread and short collectives.
         busy = [each for each in threading.enumerate() if each.name == FILE_THREAD]

@@ -71,7 +71,7 @@ def train(run: Run) -> StopReason:
         # Another validation would read other samples, and its result would replace the first one.
         run.reporter.say(
             f"the validation of iteration {first} is in the log of an earlier start; "
-            "tools/evaluate.py evaluates the checkpoint again"
+            "--eval-only evaluates the checkpoint again"
         )
     elif state.validated_at != state.iteration:
         # This evaluation comes after the save, so the last checkpoint does not have the validation

@@ -12,6 +12,7 @@ from megatron.checkpoint import host_buffer
 from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.meminfo import read_available_memory
 from megatron.parallel.shard import TensorShard
 
 
@@ -108,6 +109,25 @@ def test_an_asynchronous_save_writes_the_same_bytes(tmp_path: Path) -> None:
         saver.complete()
         files.append((root / "global_step1" / "rank_00000.safetensors").read_bytes())
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "available"),
+    [
+        ("MemAvailable: 10 kB\nSwapFree: 2 kB\n", 12 * 1024),
+        ("MemTotal: 10 kB\nSwapFree: 2 kB\n", None),
+        ("MemAvailable:\nSwapFree: 2 kB\n", None),
+        (None, None),
+    ],
+)
+def test_memory_that_the_system_does_not_report(
+    text: str | None, available: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "meminfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr("megatron.meminfo._MEMINFO", path)
+    assert read_available_memory() == available
 
 
 @pytest.mark.parametrize("overcommitted", [False, True])

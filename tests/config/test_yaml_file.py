@@ -1,5 +1,6 @@
 """YAML files: values, line numbers, errors, and the round trip of a configuration."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -238,4 +239,12 @@ def values_of_type(annotation: Any) -> st.SearchStrategy[Any]:
     )
 )
 def test_round_trip_of_any_configuration(config: Config):
-    assert load_yaml(dump_yaml(config)) == config
+    text = dump_yaml(config)
+    assert load_yaml(text) == config
+    assert load_yaml(text, fast=True) == config
+
+
+def test_ranks_read_a_path_that_is_not_utf_8():
+    """Python has such a byte of the command line as a surrogate, which libyaml refuses."""
+    config = load_config([*REQUIRED, "--save", os.fsdecode(b"runs/\xe9")]).config
+    assert load_yaml(dump_yaml(config), fast=True) == config

@@ -113,11 +113,11 @@ def wait_for_verdict(launch: Launch, victim: int, limit: float, start: float) ->
     return launch.all_output()
 
 
-def find_line(output: str, victim: int) -> str:
+def find_line(output: str, victim: int, coordinates: list[str] = COORDINATES) -> str:
     """Return the line of the verdict about the victim, which must be the first one."""
     found = re.search(VERDICT, output)
     assert found is not None, output
-    name = f"rank {victim} on {os.uname().nodename} ({COORDINATES[victim]})"
+    name = f"rank {victim} on {os.uname().nodename} ({coordinates[victim]})"
     assert found[1].startswith(name), output
     return found[1]
 
@@ -229,6 +229,36 @@ def test_rank_whose_files_hang_is_named(
     found = find_line(output, victim)
     assert f"is at {line}" in found
     assert {"save": "saving", "load": "loading"}[phase] in found
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        pytest.param("--zero-stage 1", 2, marks=FULL),
+        ("--zero-stage 3", 1),
+        ("--tensor-model-parallel-size 2 --zero-stage 3", 2),
+    ],
+)
+def test_sleeping_rank_is_named_if_data_parallel_ranks_wait_for_shards(
+    layout: str, victim: int, new_job: NewJob
+) -> None:
+    """On CPUs, ZeRO waits for its shards in a function of this package (gloo_shards.py)."""
+    flags = f"{layout} --micro-batch-size 1 --num-layers 2 --train-iters 1000000"
+    flags += f" --hang-timeout {HANG_SECONDS:g}"
+    tensor = 2 if "tensor" in layout else 1
+    coordinates = [
+        f"pipeline 0, data {rank // tensor}, tensor {rank % tensor}" for rank in range(4)
+    ]
+    job = new_job("job", flags, 4)
+    launch = job.launch(
+        constants={**CONSTANTS, "megatron.training.loop.count_step": sleep_in_count_step},
+        environment={VICTIM: str(victim)},
+    )
+    launch.wait_for(lambda: STARTED in launch.output(victim), "the fault")
+    output = wait_for_verdict(launch, -1, HANG_SECONDS, time.monotonic())
+    line = find_line(output, victim, coordinates)
+    assert "is at training/loop.py" in line
+    assert "in no collective, and others wait for it in one" in line or "has started" in line
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Tests of the direct messages of ZeRO's shards, against gloo's collectives and plain sums."""
+"""Tests of the collectives of ZeRO's shards on CPUs, against gloo's own and plain sums."""
 
 import pytest
 from process_pool import ProcessPool, succeed
@@ -11,7 +11,7 @@ def check_shards(members: int, rows: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.parallel.gloo_shards import can_send_directly, gather_shards, reduce_shards
+    from megatron.parallel.gloo_shards import gather_shards, has_faster_collectives, reduce_shards
 
     start_process_group("gloo", 1)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -28,8 +28,8 @@ def check_shards(members: int, rows: int) -> None:
         ]
         terms = every[own]
         before = terms.clone()
-        assert can_send_directly(terms, group)
-        assert not can_send_directly(terms.to("meta"), group)
+        assert has_faster_collectives(terms, group)
+        assert not has_faster_collectives(terms.to("meta"), group)
         # The terms of the ranks are added one after the other.
         total = every[0]
         for term in every[1:]:
@@ -71,7 +71,7 @@ def check_max_is_refused() -> None:
 
     start_process_group("gloo", 1)
     assert dist.group.WORLD is not None
-    with pytest.raises(AssertionError, match="no direct messages for"):
+    with pytest.raises(AssertionError, match="no exchange of terms for"):
         reduce_shards(torch.empty(1), torch.ones(2), dist.group.WORLD, dist.ReduceOp.MAX)
 
 

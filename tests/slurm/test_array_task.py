@@ -229,7 +229,7 @@ def test_bad_node_is_excluded(tiny: TinyRun) -> None:
 
 
 def test_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
-    """After three starts that trained nothing, the other array tasks are cancelled."""
+    """After three starts that saved nothing, the other array tasks are cancelled."""
     job = tiny.submit("--array=1-9%1", ELEMENT_ARGS="--srun=--export=ALL,PYTHONHOME=/nowhere")
     tiny.wait_for_end(job)
     log = tiny.main_log()

@@ -813,6 +813,16 @@ def test_flags_of_tensor_ranks_change_nothing_for_one(capsys):
         assert changed["seconds_per_iteration"] == alone["seconds_per_iteration"]
 
 
+def test_explain_keeps_sequence_parallelism_of_a_command_without_tp(capsys):
+    words = ["--world-size", "8", "--bf16", *SMALL, "--sequence-parallel"]
+    assert plan.main([*words, "--explain", "tp=2"]) == 0
+    text = capsys.readouterr().out
+    explained = text[text.index("explained:") :].splitlines()[1]
+    assert "TP 2" in explained
+    assert "sequence-parallel" in explained
+    assert "Add it to the command" not in text
+
+
 def test_explain_says_why_a_layout_loses(capsys):
     assert plan.main(["--explain", "tp=8,pp=6,micro-batch=2,recompute=full", *TR11_LIKE]) == 0
     text = capsys.readouterr().out

@@ -139,6 +139,20 @@ def test_alert_before_the_start_belongs_to_the_new_launch(hung: Path) -> None:
     assert compute_goodput(read_history(hung)) == before
 
 
+def test_launch_that_waited_for_the_end_of_the_one_before_counts_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    """A start may take long because another launch still trains, for example in a rendezvous."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_launch(folder, 700.0, 300, seconds=5.0)
+    write_launch(folder, 1010.0, 300, seconds=310.0)
+    goodput = compute_goodput(read_history(folder))
+    # Only the 10 s after the last record of the first launch are those of the second start.
+    assert goodput.seconds[STARTS] == pytest.approx(5 + 10)
+    assert sum(goodput.seconds.values()) == pytest.approx(1310 - 695)
+
+
 def test_status_has_the_goodput(
     hung: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,20 +151,19 @@ def list_launches(history: RunHistory) -> list[_Launch]:
     else:
         known = history.loop_starts
         details = [{}] * len(known)
-    # A launch may report a problem before its event "start", which has the seconds until then.
+    # The `seconds` of an event "start" are the time since the launch began.
     begins = [
         at - _read_seconds(described.get("seconds"))
         for at, described in zip(known, details, strict=True)
     ]
-    records = _list_record_times(history)
+    records = _list_record_times(history, list(zip(begins, known, strict=True)))
     loop_starts = np.array(history.loop_starts)
     launches = []
     earlier_end = -np.inf
     for number, (at, described) in enumerate(zip(known, details, strict=True)):
         following = known[number + 1] if number + 1 < len(known) else np.inf
         # A record belongs to the launch that was active at its time.
-        end_of_records = begins[number + 1] if number + 1 < len(begins) else np.inf
-        own = records[(records >= begins[number]) & (records < end_of_records)]
+        own = records[(records >= at) & (records < following)]
         end = float(own.max(initial=at))
         loops = loop_starts[(loop_starts >= at) & (loop_starts < following)]
         # A launch that never reached its loop has only a start.
@@ -191,13 +190,21 @@ def _read_seconds(value: object) -> float:
     return 0.0
 
 
-def _list_record_times(history: RunHistory) -> np.ndarray:
-    """Return the times of everything that a launch itself records, in seconds since the epoch."""
+def _list_record_times(history: RunHistory, starting: list[tuple[float, float]]) -> np.ndarray:
+    """Return the times of everything that a launch itself records, in seconds since the epoch.
+
+    Args:
+        history: The records of the run.
+        starting: Begin of each launch, and the time of its event "start". A launch may send alerts
+            in between. They are left out, because they are no sign of an earlier launch.
+    """
     events = [
-        event.time.timestamp()
+        moment
         for event in history.events
         # An event with a source comes from a cron tool, which also runs while no launch does.
         if event.kind in ("start", "stop", "save", "skip", "alert")
         and "source" not in event.details
+        for moment in [event.time.timestamp()]
+        if event.kind != "alert" or not any(begin <= moment < at for begin, at in starting)
     ]
     return np.concatenate([history.columns["time"], events, history.loop_starts])
