@@ -4,6 +4,8 @@
                                                         takes 9 GB of memory and 11 GB of disk
     python benchmarks/checkpoint.py --processes 1 2     one process, then two (DP, ZeRO 1)
     python benchmarks/checkpoint.py --folder /scratch   on another file system
+    python benchmarks/checkpoint.py --parameters 2e9 --contestants ours --rounds 1
+                                                        a large model on a GPU
     python benchmarks/checkpoint.py --quick             check that it runs, in less than a minute
 
 Numbers of --quick mean nothing. Real ranks train a GPT on real text. They store what their engine
@@ -16,6 +18,9 @@ round warms up. All of them bring what they write to the disk (fsync).
                       disk before an older checkpoint may be removed
     torch             torch.distributed.checkpoint with FileSystemWriter(sync_files=True),
                       which has no digests
+
+With a GPU, the first asynchronous save also pins the memory for the copies. The part "pin" measures
+how long that takes.
 
 Loading fills live tensors in place, and ours checks the digests of all that it reads. Cold means
 that this machine's page cache was emptied of the files. The disk, or the host behind a virtual
@@ -41,9 +46,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
 from layouts import describe_machine, table
+from results import add_row
 from torch import Tensor
 from worlds import CORES, Case, LaunchedWorld, WorldFailedError, one_iteration
 
+from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
@@ -56,23 +63,27 @@ from megatron.training.setup import build_ranks, build_timers, divide_ranks, sta
 
 BLOCK = 4 << 20
 """Bytes of one write or read of the raw contestant."""
-SAVERS = ("raw", "ours", "ours, read back", "torch")
 LOADERS = ("raw", "ours", "torch")
-Part = Literal["save", "load", "stall"]
+Part = Literal["save", "load", "pin", "stall"]
+Contestant = Literal["raw", "ours", "ours, read back", "torch"]
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The command line."""
 
-    part: tuple[Part, ...] = ("save", "load", "stall")
+    part: tuple[Part, ...] = ("save", "load", "pin", "stall")
     """What to measure."""
+    contestants: tuple[Contestant, ...] = ("raw", "ours", "ours, read back", "torch")
+    """Who saves and loads."""
     parameters: float = 300e6
     """Approximate number of parameters. Each takes 12 bytes in a checkpoint."""
     processes: tuple[int, ...] = (1,)
     """Ranks that save and load together. Several numbers are measured one after the other."""
     rounds: int = 5
-    """Interleaved rounds, after one that warms up."""
+    """Interleaved rounds, after those that warm up."""
+    warm_up: int = 1
+    """Rounds that are not counted."""
     steps: int = 4
     """Training steps without a save in each round, to compare with the steps during a save."""
     folder: str | None = None
@@ -163,6 +174,15 @@ class StoringRank:
             "torch": self._save_torch,
         }
         return self._timed(lambda: savers[how](how))
+
+    def pin(self) -> tuple[float, str]:
+        """Return the seconds in which memory for the copies is allocated and pinned.
+
+        The second value is why it could not be pinned, or an empty text.
+        """
+        buffer = HostBuffer()
+        seconds = seconds_of(lambda: buffer.divide(self._tensors))
+        return seconds, buffer.refusal or ""
 
     def drop(self, how: str) -> None:
         """Remove the files of one contestant."""
@@ -336,61 +356,76 @@ def case_of(parameters: float, processes: int) -> Case:
 
 def save_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> list[str]:
     """Measure the saves of all contestants and return one table row for each."""
-    seconds: dict[str, list[float]] = {how: [] for how in SAVERS}
-    for number in range(arguments.rounds + 1):
-        for how in SAVERS:
+    seconds: dict[str, list[float]] = {how: [] for how in arguments.contestants}
+    for number in range(arguments.rounds + arguments.warm_up):
+        for how in arguments.contestants:
             took = max(world.ask("save", how))
             world.ask("drop", how)
-            # Round 0 warms up.
-            if number:
+            if number >= arguments.warm_up:
                 seconds[how].append(took)
+                add_row("save", who=how, ranks=world.case.processes, gb=gigabytes, seconds=took)
     return [
-        row_of(f"{world.case.name}, {how}", seconds[how], seconds["raw"], gigabytes)
-        for how in SAVERS
+        row_of(f"{world.case.name}, {how}", seconds[how], seconds.get("raw"), gigabytes)
+        for how in arguments.contestants
     ]
 
 
 def load_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> list[str]:
     """Measure the loads of all contestants, cold and warm, and return the table rows."""
+    loaders = [how for how in arguments.contestants if how in LOADERS]
     seconds: dict[tuple[str, bool], list[float]] = {
-        (how, cold): [] for cold in (True, False) for how in LOADERS
+        (how, cold): [] for cold in (True, False) for how in loaders
     }
-    for how in LOADERS:
+    for how in loaders:
         world.ask("save", how)
-    for number in range(arguments.rounds + 1):
-        for how in LOADERS:
+    for number in range(arguments.rounds + arguments.warm_up):
+        for how in loaders:
             # The cold load fills the page cache for the warm one that follows.
             for cold in (True, False):
                 took = max(world.ask("load", how, cold))
-                if number:
+                if number >= arguments.warm_up:
                     seconds[how, cold].append(took)
-    for how in LOADERS:
+                    add_row("load", who=how, cold=cold, gb=gigabytes, seconds=took)
+    for how in loaders:
         world.ask("drop", how)
     return [
         row_of(
             f"{world.case.name}, {'cold' if cold else 'warm'}, {how}",
             times,
-            seconds["raw", cold],
+            seconds.get(("raw", cold)),
             gigabytes,
         )
         for (how, cold), times in seconds.items()
     ]
 
 
-def row_of(name: str, seconds: Sequence[float], raw: Sequence[float], gigabytes: float) -> str:
+def row_of(
+    name: str, seconds: Sequence[float], raw: Sequence[float] | None, gigabytes: float
+) -> str:
     """Format the rates of a contestant, and the median of their ratios to raw's rates."""
     rates = triple([gigabytes / s for s in seconds])
-    # Ratios within a round cancel a drift of the machine's speed.
-    ratio = statistics.median(r / s for r, s in zip(raw, seconds, strict=True))
-    return f"| {name} | {rates} | {statistics.median(seconds):.2f} | {ratio:.2f} |"
+    ratio = "-"
+    if raw is not None:
+        # Ratios within a round cancel a drift of the machine's speed.
+        ratio = f"{statistics.median(r / s for r, s in zip(raw, seconds, strict=True)):.2f}"
+    return f"| {name} | {rates} | {statistics.median(seconds):.2f} | {ratio} |"
+
+
+def measure_pinning(world: LaunchedWorld, gigabytes: float) -> None:
+    """Measure the allocation of the host memory for asynchronous saves, and print it."""
+    pins = world.ask("pin")
+    seconds = max(took for took, _ in pins)
+    refusals = sorted({refusal for _, refusal in pins if refusal})
+    print(f"\nhost memory for the copies: {gigabytes:.3f} GB in {seconds:.2f} s", *refusals)
+    add_row("pin", gb=gigabytes, seconds=seconds, refusals=", ".join(refusals))
 
 
 def stall_rows(world: LaunchedWorld, arguments: Arguments) -> list[str]:
     """Return the table rows of the asynchronous save, from the slowest rank of each round."""
     stalls: list[Stall] = []
-    for number in range(arguments.rounds + 1):
+    for number in range(arguments.rounds + arguments.warm_up):
         ranks = world.ask("stall", arguments.steps)
-        if number:
+        if number >= arguments.warm_up:
             stalls.append(max(ranks, key=lambda stall: stall.blocked))
     rows = {
         "save that training waits for, s": [stall.sync for stall in stalls],
@@ -404,6 +439,8 @@ def stall_rows(world: LaunchedWorld, arguments: Arguments) -> list[str]:
         "a step then / without": [statistics.mean(stall.during) / stall.plain for stall in stalls],
         "all that training loses / sync save": [stall.cost / stall.sync for stall in stalls],
     }
+    for name, values in rows.items():
+        add_row("stall", what=name, median=statistics.median(values))
     return [f"| {world.case.name}, {name} | {triple(values)} |" for name, values in rows.items()]
 
 
@@ -442,6 +479,8 @@ def measure(arguments: Arguments, processes: int, folder: str) -> None:
             table("| save | GB/s | median s | x raw |", save_rows(world, gigabytes, arguments))
         if "load" in arguments.part:
             table("| load | GB/s | median s | x raw |", load_rows(world, gigabytes, arguments))
+        if "pin" in arguments.part:
+            measure_pinning(world, gigabytes)
         if "stall" in arguments.part:
             table("| async save | min / median / max |", stall_rows(world, arguments))
 
@@ -461,9 +500,9 @@ def main() -> int:
             f"{file_system(folder)}.",
             flush=True,
         )
-        # At most three checkpoints exist at a time, with 12 bytes for each parameter.
+        # Each loader has a checkpoint at the same time, with 12 bytes for each parameter.
         free = shutil.disk_usage(folder).free
-        needed = 3 * 12 * arguments.parameters
+        needed = min(3, len(arguments.contestants)) * 12 * arguments.parameters
         if free < 1.2 * needed:
             print(
                 f"{needed / 1e9:.1f} GB are needed, but {folder} has {free / 1e9:.1f} GB; "

@@ -4,8 +4,8 @@
                                                       2 cores without other load
     python benchmarks/layouts.py --part bubble        one comparison
     python benchmarks/layouts.py --quick              check that it runs, in less than a minute
-    python benchmarks/layouts.py --ranks-on-one-gpu   correctness only: losses of several ranks,
-                                                      by gloo, against one process
+    python benchmarks/layouts.py --losses             correctness only: losses of several ranks
+                                                      against one process
 
 The predictions are those of the pipeline schedule and of the planner. Numbers of --quick mean
 nothing. Worlds of real processes, one thread each, train real text by the loop of pretrain_gpt.py.
@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import torch
 import tyro
+from results import add_row
 from worlds import (
     CORES,
     Case,
@@ -65,8 +66,9 @@ class Arguments:
     """Interleaved rounds, after one that warms up."""
     quick: bool = False
     """Small shapes and a single round, without the compiler."""
-    ranks_on_one_gpu: bool = False
-    """Compare losses, not times. Ranks share one GPU by gloo, or the CPU if there is no GPU."""
+    losses: bool = False
+    """Compare losses, not times. Layouts with a GPU for each rank use NCCL. The ranks of the others
+    share the GPUs, or the CPU, and use gloo."""
 
 
 def shape_flags(layers: int, hidden: int, seq: int, micro: int, batch: int) -> str:
@@ -401,46 +403,73 @@ def measure_statistics(arguments: Arguments, folder: str) -> None:
     )
 
 
-def compare_losses(folder: str) -> int:
-    """Train ten steps of each layout by gloo on one device.
+LOSS_LAYOUTS = (
+    ("TP 2", TENSOR, 2),
+    ("PP 2", PIPELINE, 2),
+    ("DP 2, ZeRO 1", "--zero-stage 1", 2),
+    ("DP 2, ZeRO 3", "--zero-stage 3", 2),
+    ("PP 2, 2 virtual stages", f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1", 2),
+    ("TP 2 x PP 2, tied ends", f"{TENSOR} {PIPELINE}", 4),
+    ("TP 2 x DP 2, SP, ZeRO 3", f"{TENSOR} --sequence-parallel --zero-stage 3", 4),
+    ("HSDP 2 x 2", "--sharding-strategy hsdp --hsdp-shard-size 2", 4),
+    ("PP 4", "--pipeline-model-parallel-size 4", 4),
+    ("TP 2 x PP 2 x DP 2, ZeRO 2", f"{TENSOR} {PIPELINE} --zero-stage 2", 8),
+    (
+        "PP 2 x HSDP 2 x 2",
+        f"{PIPELINE} --sharding-strategy hsdp --hsdp-shard-size 2",
+        8,
+    ),
+)
+"""Name, flags and ranks of the layouts of --losses."""
+
+
+def compare_losses(folder: str, *, quick: bool) -> int:
+    """Train ten steps of each layout, and compare the losses with those of one process.
 
     Returns:
         The number of layouts that fail or whose losses differ by more than 1e-5.
     """
-    where = "GPU" if torch.cuda.is_available() else "CPU (no GPU here)"
-    shape = f"{shape_flags(4, 128, 64, 2, 8)} --distributed-backend gloo"
+    gpus = torch.cuda.device_count()
+    shape = shape_flags(4, 128, 64, 1, 8)
     steps = 10
-    layouts = [
-        ("TP 2", TENSOR, 2),
-        ("PP 2", PIPELINE, 2),
-        ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4),
-    ]
-    layouts += [(f"DP 2, ZeRO {stage}", f"--zero-stage {stage}", 2) for stage in (1, 3)]
     world = LaunchedWorld(Case("one process", shape), folder)
     expected = world.ask("steps", steps)[0].losses
     world.close()
     rows = []
     wrong = 0
-    for name, flags, processes in layouts:
+    for name, flags, processes in LOSS_LAYOUTS:
+        if quick and processes > 2:
+            continue
+        # NCCL refuses two ranks on one GPU.
+        backend = "nccl" if gpus >= processes else "gloo"
+        flags = f"{flags} --distributed-backend {backend}"
+        difference: float | None = None
         try:
             world = LaunchedWorld(Case(name, f"{shape} {flags}", processes), folder)
             losses = world.ask("steps", steps)[0].losses
             world.close()
         except WorldFailedError as failure:
             outcome = str(failure).strip().splitlines()[-1]
-            wrong += 1
+            right = False
         else:
             # Losses of the layouts differ by rounding only, because sums have another order.
-            largest = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-            outcome = f"{largest:.1e}" if largest < 1e-5 else f"{largest:.1e}: MORE THAN 1e-5"
+            difference = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
             # A NaN is no difference below 1e-5, so it counts as wrong.
-            wrong += not largest < 1e-5
-        rows.append(f"| {name} | {outcome} |")
+            right = difference < 1e-5
+            outcome = f"{difference:.1e}" if right else f"{difference:.1e}: MORE THAN 1e-5"
+        wrong += not right
+        rows.append(f"| {name} | {backend} | {outcome} |")
+        print(rows[-1], flush=True)
+        add_row(
+            "losses", layout=name, ranks=processes, backend=backend, difference=difference,
+            right=right, outcome=outcome[:300],
+        )  # fmt: skip
+    where = f"{gpus} GPUs" if gpus else "CPU (no GPU here)"
     print(
-        f"\n### Ranks on one device\n\n{steps} losses in fp32, gloo, {where}: largest "
-        "relative difference to one process's."
+        f"\n### Losses of several ranks\n\n{steps} losses in fp32, {where}: largest relative "
+        "difference to one process's."
     )
-    table("| layout | difference |", rows)
+    table("| layout | backend | difference |", rows)
     return wrong
 
 
@@ -478,8 +507,8 @@ def main() -> int:
     command = " ".join(["python benchmarks/layouts.py", *sys.argv[1:]])
     print(f"## Layouts\n\n`{command}`\n\n{describe_machine(arguments)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.ranks_on_one_gpu:
-            return 1 if compare_losses(folder) else 0
+        if arguments.losses:
+            return 1 if compare_losses(folder, quick=arguments.quick) else 0
         for part in arguments.part:
             try:
                 parts[part](arguments, folder)

@@ -1,23 +1,28 @@
 """Compare our full training step with bare PyTorch loops, interleaved.
 
     python benchmarks/step_time.py       CPU: the small shapes of docs/benchmarks.md
-    python benchmarks/step_time.py --size 125m --precision bf16
+    python benchmarks/step_time.py --size 125m --precision bf16 --microbatches 4
                                          GPU: tokens/s, MFU, peak memory
 
-All contestants train the same real tokens with AdamW (fused) and gradient clipping at 1.0, and read
-the loss every step.
+All contestants train the same tokens with AdamW (fused) and gradient clipping at 1.0, and read the
+loss every step. Small sizes train real text, and the others random ids.
 
-    trainer   the loop of pretrain_gpt.py: data source, engine, counters, report
-    bare      the fewest lines that train our own model
-    hf        the fewest lines that train Hugging Face's model of the same shape (bf16 by autocast)
-    plain     the fewest lines that train a plain GPT-2 like nanoGPT's (bf16 by autocast)
+    trainer          the loop of pretrain_gpt.py: data source, engine, counters, report
+    trainer-kernels  the same with all optional kernels: fused sums of gradients, cuDNN's attention
+    bare             the fewest lines that train our own model
+    hf               the fewest lines that train Hugging Face's model of the same shape
+    plain            the fewest lines that train a plain GPT-2 like nanoGPT's
+    nanochat         the fewest lines that train a model like nanochat's, without clipping
 
-A name with "-compiled" is the same loop with torch.compile. The trainer compiles with its own flag,
---use-torch-compile. The compiled contestants need a C++ compiler on a CPU.
+The last three compute in bf16 by autocast. A name with "-compiled" is the same loop with
+torch.compile. The trainer compiles with its own flag, --use-torch-compile. The compiled contestants
+need a C++ compiler on a CPU.
 
 Each contestant has a process of its own, as in real use. In a common process they would share the
 memory that the allocator keeps, and the steps of one would make those of another slower. The
 processes take turns, so a drift of the machine's speed affects all of them. Medians are quoted.
+On a GPU, a process returns the memory of its activations after its turn, and begins each turn with
+a step that is not timed.
 """
 
 import statistics
@@ -25,14 +30,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import tyro
-from plain_gpt import PlainGPT
-from worlds import CORPUS, Case, LaunchedWorld, one_iteration
+from plain_gpt import PlainGPT, PlainModernGPT
+from results import add_row
+from worlds import (
+    CORPUS,
+    Case,
+    LaunchedWorld,
+    WorldFailedError,
+    one_iteration,
+    write_random_tokens,
+)
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.commands.plan_estimates import estimate_memory
@@ -55,29 +70,48 @@ from megatron.training.state import TrainState
 
 # layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape
 SIZES = {
+    "smallest": (2, 64, 2, 64, 2, 128),
     "tiny": (6, 384, 6, 256, 8, 1024),
     "125m": (12, 768, 12, 1024, 16, 2048),
+    "177m": (10, 1024, 16, 512, 32, 2730),
     "350m": (24, 1024, 16, 1024, 16, 2816),
     "1.3b": (24, 2048, 16, 2048, 8, 5504),
     "7b": (32, 4096, 32, 2048, 2, 11008),
 }
-LLAMA = (
-    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
-    "--no-add-bias-linear "
+MODERN = (
+    "--position-embedding-type rotary --normalization RMSNorm --no-add-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
-
-
+SHAPES = {
+    "gpt2": "",
+    "llama": f"{MODERN} --glu-activation swiglu",
+    "nanochat": f"{MODERN} --activation squared_relu --qk-norm head",
+}
 Contestant = Literal[
     "trainer",
+    "trainer-kernels",
     "bare",
     "hf",
     "plain",
+    "nanochat",
     "trainer-compiled",
     "hf-compiled",
     "plain-compiled",
+    "nanochat-compiled",
 ]
 COMPILED = "-compiled"
+KERNELS = "-kernels"
+KERNEL_FLAGS = [
+    "--gradient-accumulation-fusion",
+    "--attention-backend",
+    "fused",
+    "flash",
+    "unfused",
+]
+_SHAPES_OF = {"plain": ("gpt2",), "nanochat": ("nanochat",), "hf": ("gpt2", "llama")}
+"""Contestant -> the shapes that its model has. Our own model has all of them."""
+_RANDOM_TOKENS = 4_000_000
+_RANDOM_VOCAB = 50304
 _USABLE = 0.9
 """Share of a device's memory that the models may take. The context and gaps need the rest."""
 
@@ -86,20 +120,29 @@ _USABLE = 0.9
 class Arguments:
     """The command line."""
 
-    size: Literal["tiny", "125m", "350m", "1.3b", "7b"] = "tiny"
-    """Shape of the model. tiny is for CPUs."""
-    shape: tuple[Literal["gpt2", "llama"], ...] = ("gpt2", "llama")
+    size: Literal["smallest", "tiny", "125m", "177m", "350m", "1.3b", "7b"] = "tiny"
+    """Shape of the model. tiny is for CPUs, and smallest checks that the script runs."""
+    shape: tuple[Literal["gpt2", "llama", "nanochat"], ...] = ("gpt2", "llama")
     """Architectures to run."""
     precision: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """Number formats to run."""
     contestants: tuple[Contestant, ...] = ("trainer", "bare", "hf", "plain")
-    """The loops to compare. plain is left out for the Llama shape."""
+    """The loops to compare. A loop is left out for a shape that its model does not have."""
     rounds: int = 7
     """Interleaved rounds."""
     steps: int = 3
     """Steps of each contestant in a round."""
-    vocab_size: int = 5120
-    """Rows of the embedding. The corpus has ids below 5000."""
+    microbatches: int = 1
+    """Microbatches of a step. Gradients are summed over them."""
+    vocab_size: int | None = None
+    """Rows of the embedding. Default: 5120 for the two smallest sizes, else 50304. From 50304 on,
+    the tokens are random ids. Below it they are real text, whose ids are below 5000."""
+
+    def get_vocab_size(self) -> int:
+        """Return the rows of the embedding."""
+        if self.vocab_size is not None:
+            return self.vocab_size
+        return 5120 if self.size in ("smallest", "tiny") else _RANDOM_VOCAB
 
 
 def command_line(arguments: Arguments, shape: str, precision: str) -> str:
@@ -108,11 +151,11 @@ def command_line(arguments: Arguments, shape: str, precision: str) -> str:
     text = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
         f"--seq-length {seq} --micro-batch-size {micro} "
-        f"--global-batch-size {micro} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 "
-        "--attention-dropout 0 --eval-iters 0 "
-        f"--vocab-size {arguments.vocab_size} --log-interval 10"
+        f"--global-batch-size {micro * arguments.microbatches} --train-iters 100000 --lr 3e-4 "
+        "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
+        f"--vocab-size {arguments.get_vocab_size()} --log-interval 10 {SHAPES[shape]}"
     )
-    text += f" {LLAMA} --ffn-hidden-size {ffn}" if shape == "llama" else ""
+    text += f" --ffn-hidden-size {ffn}" if shape == "llama" else ""
     text += " --bf16" if precision == "bf16" else ""
     return text
 
@@ -129,19 +172,24 @@ def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
 class ContestantRank:
     """The process of a contestant. It answers commands, as `worlds.Rank` does."""
 
-    def __init__(self, argv: list[str], *, name: Contestant) -> None:
+    def __init__(self, argv: list[str], *, name: Contestant, shape: str) -> None:
         """Build the contestant for the run that `argv` describes."""
         self._device = choose_device(0)
-        if name.removesuffix(COMPILED) == "trainer":
+        if name.startswith("trainer"):
             flags = ["--use-torch-compile"] if name.endswith(COMPILED) else []
+            if name.endswith(KERNELS):
+                flags = KERNEL_FLAGS
             run = build_trainer(load_config([*argv, *flags]), self._device)
             self._step = lambda: one_iteration(run)
         else:
-            self._step = build_step(name, open_batches(argv, self._device), self._device)
+            batches = open_batches(argv, self._device)
+            self._step = build_step(name, shape, batches, self._device)
 
     def steps(self, count: int) -> tuple[float, int]:
         """Return the seconds of a step, and the peak bytes of GPU memory."""
         if self._device.type == "cuda":
+            # The memory of the activations was returned after the last turn.
+            self._step()
             # Kernels run asynchronously. The clock may start only after those of earlier steps.
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -151,7 +199,11 @@ class ContestantRank:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - start) / count
-        return seconds, torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
+        if self._device.type != "cuda":
+            return seconds, 0
+        # The next contestant needs the memory. torch would keep what it has freed.
+        torch.cuda.empty_cache()
+        return seconds, torch.cuda.max_memory_allocated()
 
 
 @dataclass(frozen=True)
@@ -162,10 +214,12 @@ class Batches:
     source: TrainSource
     device: torch.device
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next real batch as (tokens, labels), each [b, s]."""
-        batch = self.source.read_batch(self.plan.batch_size.final)[0]
-        return batch.tokens.to(self.device), batch.labels.to(self.device)
+    def read(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the microbatches of the next step as (tokens, labels), each [b, s]."""
+        return [
+            (batch.tokens.to(self.device), batch.labels.to(self.device))
+            for batch in self.source.read_batch(self.plan.batch_size.final)
+        ]
 
 
 def open_batches(argv: list[str], device: torch.device) -> Batches:
@@ -174,6 +228,19 @@ def open_batches(argv: list[str], device: torch.device) -> Batches:
     source = open_data(plan, build_mesh(Grid(1, 1, 1), device), TrainState()).train
     assert source is not None
     return Batches(plan, source, device)
+
+
+def sum_microbatches(
+    microbatches: list[tuple[torch.Tensor, torch.Tensor]],
+    compute_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Run the forward and backward passes of a step, and return the mean loss."""
+    total = torch.zeros((), device=microbatches[0][0].device)
+    for tokens, labels in microbatches:
+        loss = compute_loss(tokens, labels) / len(microbatches)
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 def bare_step(batches: Batches, device: torch.device) -> Callable[[], None]:
@@ -197,9 +264,9 @@ def bare_step(batches: Batches, device: torch.device) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True)
 
     def step() -> None:
-        tokens, labels = batches.read()
-        loss = model(None, Inputs(tokens, labels))
-        loss.backward()
+        loss = sum_microbatches(
+            batches.read(), lambda tokens, labels: model(None, Inputs(tokens, labels))
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if half:
             for master, parameter in zip(masters, model.parameters(), strict=True):
@@ -251,10 +318,10 @@ class HuggingFaceLoss(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def build_plain_model(plan: Plan) -> torch.nn.Module:
-    """Build the plain GPT-2 of the same shape."""
+def build_plain_model(plan: Plan, kind: type[PlainGPT | PlainModernGPT]) -> torch.nn.Module:
+    """Build a plain model of the same shape."""
     config = plan.config.model
-    return PlainGPT(
+    return kind(
         config.num_layers,
         config.hidden_size,
         config.num_attention_heads,
@@ -264,20 +331,26 @@ def build_plain_model(plan: Plan) -> torch.nn.Module:
 
 
 def loop_step(
-    batches: Batches, device: torch.device, model: torch.nn.Module, *, compiled: bool
+    batches: Batches, device: torch.device, model: torch.nn.Module, *, compiled: bool, clip: bool
 ) -> Callable[[], None]:
     """Return a step of a model that returns its loss, in a bare loop."""
+    if device.type == "cuda":
+        # nanoGPT and nanochat set this too. It concerns products in fp32 only.
+        torch.set_float32_matmul_precision("high")
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     compute_loss = torch.compile(model) if compiled else model
     half = batches.plan.config.precision.bf16
 
-    def step() -> None:
-        tokens, labels = batches.read()
+    def compute(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            loss = compute_loss(tokens, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            loss: torch.Tensor = compute_loss(tokens, labels)
+        return loss
+
+    def step() -> None:
+        loss = sum_microbatches(batches.read(), compute)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
@@ -285,15 +358,29 @@ def loop_step(
     return step
 
 
-def build_step(name: Contestant, batches: Batches, device: torch.device) -> Callable[[], None]:
+def build_step(
+    name: Contestant, shape: str, batches: Batches, device: torch.device
+) -> Callable[[], None]:
     """Return one training step of a contestant other than the trainer."""
     kind = name.removesuffix(COMPILED)
     if kind == "bare":
         return bare_step(batches, device)
     plan = batches.plan
-    shape = "llama" if plan.config.model.glu_activation else "gpt2"
-    model = HuggingFaceLoss(plan, shape) if kind == "hf" else build_plain_model(plan)
-    return loop_step(batches, device, model, compiled=name.endswith(COMPILED))
+    model: torch.nn.Module
+    if kind == "hf":
+        model = HuggingFaceLoss(plan, shape)
+    elif kind == "plain":
+        model = build_plain_model(plan, PlainGPT)
+    else:
+        model = build_plain_model(plan, PlainModernGPT)
+    return loop_step(
+        batches, device, model, compiled=name.endswith(COMPILED), clip=kind != "nanochat"
+    )
+
+
+def has_shape(name: Contestant, shape: str) -> bool:
+    """Return whether a contestant's model can have the shape."""
+    return shape in _SHAPES_OF.get(name.removesuffix(COMPILED), (shape,))
 
 
 def choose_fitting(names: list[Contestant], plan: Plan, memory_bytes: int) -> list[Contestant]:
@@ -322,58 +409,111 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
     device = choose_device(0)
     flags = command_line(arguments, shape, precision)
     plan = resolve(load_config([*flags.split(), "--data-path", str(CORPUS)]).config, 1)
-    names = [n for n in arguments.contestants if shape == "gpt2" or not n.startswith("plain")]
+    names = [name for name in arguments.contestants if has_shape(name, shape)]
     if device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
         names = choose_fitting(names, plan, memory_bytes)
-    if not names:
-        return
-    case = Case(f"{shape} {precision}", flags, threads=torch.get_num_threads())
-    with tempfile.TemporaryDirectory() as folder:
-        worlds = {
-            name: LaunchedWorld(case, folder, partial(ContestantRank, name=name)) for name in names
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        data = CORPUS
+        if arguments.get_vocab_size() >= _RANDOM_VOCAB:
+            data = Path(folder) / "random"
+            write_random_tokens(data, _RANDOM_VOCAB, _RANDOM_TOKENS)
+        case = Case(f"{shape} {precision}", flags, threads=torch.get_num_threads(), data=data)
+        worlds: dict[Contestant, LaunchedWorld] = {}
+        for name in names:
+            serve = partial(ContestantRank, name=name, shape=shape)
+            worlds[name] = LaunchedWorld(case, folder, serve, wait_for_start=False)
+            stack.callback(worlds[name].close)
+        described = {
+            "size": arguments.size,
+            "shape": shape,
+            "precision": precision,
+            "microbatches": arguments.microbatches,
+            "tokens": plan.batch_size.final * plan.config.model.seq_length,
+            "tflop": count_model_flops_per_token(plan.shape) / 1e12,
         }
-        seconds: dict[str, list[float]] = {name: [] for name in worlds}
-        memory: dict[str, float] = {}
-        # Round 0 warms up and is not counted.
-        for round_number in range(arguments.rounds + 1):
-            for name, world in worlds.items():
-                ((took, peak),) = world.ask("steps", arguments.steps)
-                memory[name] = peak / 2**30
-                if round_number:
-                    seconds[name].append(took)
-        for world in worlds.values():
-            world.close()
-    print_rows(plan, shape, precision, seconds, memory, device)
+        contest = Contest(worlds, described)
+        contest.start()
+        contest.warm_up(arguments.steps)
+        for _ in range(arguments.rounds):
+            for name in list(contest.worlds):
+                contest.measure(name, arguments.steps)
+    print_rows(contest, device)
 
 
-def print_rows(
-    plan: Plan,
-    shape: str,
-    precision: str,
-    seconds: dict[str, list[float]],
-    memory: dict[str, float],
-    device: torch.device,
-) -> None:
+class Contest:
+    """The contestants of one shape, which take turns. One that fails is left out from then on."""
+
+    def __init__(self, worlds: dict[Contestant, LaunchedWorld], described: dict[str, Any]) -> None:
+        """Create a contest of worlds that are starting.
+
+        Args:
+            worlds: Name -> process.
+            described: Values of every row: the shape, and the tokens and TFLOPs of a step.
+        """
+        self.worlds = worlds
+        self.described = described
+        self.seconds: dict[str, list[float]] = {}
+        self.gib: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Wait until all processes are built."""
+        for name in list(self.worlds):
+            self._receive(name)
+
+    def warm_up(self, steps: int) -> None:
+        """Run the first steps, which load kernels, allocate and compile."""
+        compiled = [name for name in self.worlds if name.endswith(COMPILED)]
+        # Compilers need the CPU for most of a minute, so they run at the same time.
+        for name in compiled:
+            self.worlds[name].send("steps", steps)
+        for name in compiled:
+            self._receive(name)
+        for name in list(self.worlds):
+            if name not in compiled:
+                self.worlds[name].send("steps", steps)
+                self._receive(name)
+
+    def measure(self, name: Contestant, steps: int) -> None:
+        """Let a contestant run its steps, and record its time."""
+        self.worlds[name].send("steps", steps)
+        answers = self._receive(name)
+        if answers is None:
+            return
+        ((seconds, peak),) = answers
+        self.seconds.setdefault(name, []).append(seconds)
+        self.gib[name] = peak / 2**30
+        add_row("steps", **self.described, contestant=name, seconds=seconds, gib=self.gib[name])
+
+    def _receive(self, name: Contestant) -> list[Any] | None:
+        try:
+            return self.worlds[name].receive()
+        except WorldFailedError as failure:
+            reason = str(failure).strip().splitlines()[-1]
+            print(f"FAILED: {name}: {failure}", flush=True)
+            add_row("steps", **self.described, contestant=name, error=reason[:300])
+            del self.worlds[name]
+            return None
+
+
+def print_rows(contest: Contest, device: torch.device) -> None:
     """Print one row per contestant."""
-    tokens = plan.batch_size.final * plan.config.model.seq_length
-    flops = count_model_flops_per_token(plan.shape)
     peak = find_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    for name, times in seconds.items():
-        rate = tokens / statistics.median(times)
+    shown = contest.described
+    for name, times in contest.seconds.items():
+        rate = shown["tokens"] / statistics.median(times)
         low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
         row = (
-            f"{shape:5} {precision:4} {name:16} {rate:10.0f} tokens/s   {low:8.1f} / "
-            f"{middle:8.1f} "
-            f"/ {high:8.1f} ms"
+            f"{shown['shape']:8} {shown['precision']:4} {name:17} {rate:10.0f} tokens/s   "
+            f"{low:8.1f} / {middle:8.1f} / {high:8.1f} ms"
         )
-        if "bare" in seconds and name != "bare":
+        if "bare" in contest.seconds and name != "bare":
             # Ratios within a round cancel a drift of the machine's speed.
-            ratios = [b / t for b, t in zip(seconds["bare"], times, strict=True)]
-            row += f"   {statistics.median(ratios):.3f} of bare"
-        row += f"   {rate * flops / 1e12:.2f} TFLOPs"
-        row += f"   MFU {rate * flops / 1e12 / peak:.3f}" if peak else ""
-        row += f"   {memory[name]:.1f} GiB" if device.type == "cuda" else ""
+            pairs = zip(contest.seconds["bare"], times, strict=False)
+            row += f"   {statistics.median([b / t for b, t in pairs]):.3f} of bare"
+        row += f"   {rate * shown['tflop']:.2f} TFLOPs"
+        row += f"   MFU {rate * shown['tflop'] / peak:.3f}" if peak else ""
+        row += f"   {contest.gib[name]:.1f} GiB" if device.type == "cuda" else ""
         print(row, flush=True)
 
 

@@ -21,9 +21,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.config.cli import load_config
+from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.parallel.launcher import read_launcher_world
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.training.job import agree_on_job
@@ -40,6 +42,8 @@ CORPUS = (
 )
 TIMEOUT_SECONDS = 300
 """A rank that does not answer for this long counts as hanging."""
+_DOCUMENT = 1000
+"""Tokens of a random document."""
 CORES = len(os.sched_getaffinity(0))
 """Cores that this process may use, which can be fewer than the machine has."""
 
@@ -52,6 +56,8 @@ class Case:
     flags: str
     processes: int = 1
     threads: int = 1
+    data: Path = CORPUS
+    """Prefix of the data set that it trains on."""
 
     @property
     def cores(self) -> int:
@@ -228,11 +234,34 @@ def _free_at_once() -> None:
 # In the parent process
 
 
+def write_random_tokens(prefix: Path, vocab_size: int, tokens: int) -> None:
+    """Write a data set of random ids, in documents of 1,000 tokens.
+
+    Their loss says nothing, but a step takes as long as with text.
+    """
+    generator = np.random.default_rng(1)
+    documents = max(1, tokens // _DOCUMENT)
+    dtype = choose_dtype(vocab_size)
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        ids = generator.integers(0, vocab_size, documents * _DOCUMENT, dtype=dtype)
+        writer.add_documents(ids, [_DOCUMENT] * documents)
+
+
 class LaunchedWorld:
     """The ranks of a case, which wait for commands without using a core."""
 
-    def __init__(self, case: Case, folder: str, serve: Serving = Rank) -> None:
-        """Start the ranks of a case and wait until all are built."""
+    def __init__(
+        self, case: Case, folder: str, serve: Serving = Rank, *, wait_for_start: bool = True
+    ) -> None:
+        """Start the ranks of a case.
+
+        Args:
+            case: The world and what it trains.
+            folder: Folder for temporary files.
+            serve: Builds the object that serves in a rank.
+            wait_for_start: Wait until all ranks are built. Otherwise several worlds can start
+                at the same time, and `receive` must be called once for each.
+        """
         # A fork of this process would copy its threads' locks. The fork server has imported the
         # trainer once, so that ranks start quickly.
         context = multiprocessing.get_context("forkserver")
@@ -241,7 +270,7 @@ class LaunchedWorld:
         argv = [
             *case.flags.split(),
             "--data-path",
-            str(CORPUS),
+            str(case.data),
             "--data-cache-path",
             f"{folder}/cache",
         ]
@@ -276,7 +305,8 @@ class LaunchedWorld:
             rank_end.close()
             self._pipes.append(own_end)
             self._processes.append(process)
-        self._answers()
+        if wait_for_start:
+            self.receive()
 
     def ask(self, *command: Any) -> list[Any]:
         """Send a command to every rank and return their answers.
@@ -287,11 +317,23 @@ class LaunchedWorld:
         Raises:
             WorldFailedError: A rank raised, died or hangs. The world is gone.
         """
-        for pipe in self._pipes:
-            pipe.send(command)
-        return self._answers()
+        self.send(*command)
+        return self.receive()
 
-    def _answers(self) -> list[Any]:
+    def send(self, *command: Any) -> None:
+        """Send a command to every rank, as `ask` does. Its answers must be received."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(command)
+            except BrokenPipeError:
+                self._fail("a rank died")
+
+    def receive(self) -> list[Any]:
+        """Return the ranks' answers to the oldest command without an answer, or to the start.
+
+        Raises:
+            WorldFailedError: A rank raised, died or hangs. The world is gone.
+        """
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
             missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]

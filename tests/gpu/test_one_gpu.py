@@ -1,7 +1,12 @@
 """Tests of the CUDA path on one GPU. They compare runs with the same runs on the CPU.
 
-Each run is a launch of `pretrain_gpt.py`. The runs start together, a few at a time, because a
-launch takes most of its time for imports. Without a GPU, all tests are skipped.
+Each run is a launch of `pretrain_gpt.py`. The runs of all selected tests start in the background,
+eight at a time, because a launch takes most of its time for imports. A test waits for its own runs
+only, so tests that have finished have a result if the others are cut off. `-m gpu_core` selects the
+most important tests.
+
+Without a GPU, all tests are skipped. With $GPU_TESTS_ON_CPU, the runs that should use the GPU use
+the CPU. This checks the tests themselves.
 """
 
 import gzip
@@ -9,7 +14,8 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +25,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.results import add_row
 from megatron.observe.metrics import read_metrics
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ON_CPU = bool(os.environ.get("GPU_TESTS_ON_CPU"))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_runs = pytest.mark.skipif(
+    not torch.cuda.is_available() and not ON_CPU, reason="needs a GPU, or GPU_TESTS_ON_CPU=1"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/fixtures/openwebtext-100"
@@ -41,11 +52,18 @@ DOCUMENTS = (
     f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
 )
 BLOOM = "--position-embedding-type alibi --embed-layernorm"
+WIDE = (
+    f"{LLAMA} --num-layers 2 --hidden-size 256 --num-attention-heads 2 --num-query-groups 1 "
+    "--seq-length 2048 --micro-batch-size 1 --global-batch-size 2"
+)
+"""Heads of 128 and sequences of 2,048 tokens, which other kernels compute than small ones."""
 IN_FP32 = {
     "gpt2": "",
     "llama": LLAMA,
     "bloom": BLOOM,
     "documents": f"{LLAMA} {DOCUMENTS}",
+    "wide": WIDE,
+    "wide-documents": f"{WIDE} {DOCUMENTS}",
     "window": f"{LLAMA} --sliding-window 32 --full-attention-layers 1::2",
     "qk-norm": f"{LLAMA} --qk-norm head",
     "penalties": f"{LLAMA} --z-loss-coefficient 1e-4 --goldfish-loss --goldfish-k 5 --goldfish-h 4",
@@ -77,6 +95,10 @@ IN_16_BITS = {
     "--checkpoint-activations",
     "fusion-fp16": "--fp16 --initial-loss-scale 4096 --micro-batch-size 1 "
     "--gradient-accumulation-fusion",
+    "wide-bf16": f"{WIDE} --bf16",
+    "wide-cudnn-bf16": f"{WIDE} --bf16 --attention-backend fused unfused",
+    "wide-fusion-bf16": f"{WIDE} --bf16 --gradient-accumulation-fusion",
+    "wide-varlen-bf16": f"{WIDE} --bf16 {DOCUMENTS} --use-varlen-attention",
     "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
     "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
 }
@@ -84,14 +106,34 @@ BOUND_16_BITS = 2e-2
 COMPILED = {
     "compiled": f"{LLAMA} --use-torch-compile",
     "compiled-bf16": "--bf16 --use-torch-compile",
+    "wide-compiled-bf16": f"{WIDE} --bf16 --use-torch-compile",
 }
+EAGER = {
+    "compiled": "llama",
+    "compiled-bf16": "gpt2-bf16",
+    "wide-compiled-bf16": "wide-bf16",
+}
+"""Compiled run -> the same run without compilation."""
 WITH_DROPOUT = {
     "dropout": "",
     "dropout-bf16": f"{LLAMA} --bf16",
     "dropout-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
+    "dropout-deterministic": f"{WIDE} --bf16 --deterministic-mode",
 }
 """Runs that are trained twice, and once with a stop and a resume in the middle."""
 RECOMPUTED = {"dropout-recomputed": "--checkpoint-activations"}
+CORE = {
+    *("gpt2", "llama", "bloom", "wide", "wide-documents", "llama-bf16", "fusion-bf16"),
+    *("wide-bf16", "wide-cudnn-bf16", "wide-fusion-bf16", "wide-varlen-bf16"),
+    *("compiled-bf16", "wide-compiled-bf16"),
+}
+"""The runs of the most important tests."""
+
+
+def mark_core(names: Any) -> list[Any]:
+    """Return the names as parameters of a test, with the mark of the most important ones."""
+    core = pytest.mark.gpu_core
+    return [pytest.param(name, marks=[core] if name in CORE else []) for name in names]
 
 
 @dataclass(frozen=True)
@@ -124,7 +166,7 @@ def launch(data: str, folder: Path, flags: str, *, gpu: bool = True) -> Run:
     command = [sys.executable, "pretrain_gpt.py", *SIZES.split(), *files.split(), *flags.split()]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": paths}
-    if not gpu:
+    if not gpu or ON_CPU:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
@@ -132,33 +174,67 @@ def launch(data: str, folder: Path, flags: str, *, gpu: bool = True) -> Run:
     return Run(done.returncode, done.stdout + done.stderr, folder)
 
 
-@pytest.fixture(scope="module")
-def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
-    """Return all runs by (name, variant). The variants are gpu, again, cpu and resumed."""
-    root = tmp_path_factory.mktemp("runs")
-    results: dict[tuple[str, str], Run] = {}
+VARIANTS = {
+    "test_fp32_equals_the_cpu": ("gpu", "cpu"),
+    "test_16_bits_agree_with_the_cpu": ("gpu", "cpu"),
+    "test_compiled_equals_eager": ("gpu",),
+    "test_runs_repeat_bit_for_bit": ("gpu", "again"),
+    "test_a_resumed_run_continues_bit_for_bit": ("gpu", "resumed"),
+}
+"""Test -> the runs of its parameter `name` that it compares."""
 
-    def train(name: str, variant: str, flags: str) -> None:
-        folder = root / f"{name}-{variant}"
+
+class Runs:
+    """The runs of the selected tests, which are launched in the background."""
+
+    def __init__(self, corpus: str, root: Path, pool: ThreadPoolExecutor) -> None:
+        self._corpus = corpus
+        self._root = root
+        self._pool = pool
+        self._runs: dict[tuple[str, str], Future[Run]] = {}
+
+    def start(self, name: str, variant: str) -> None:
+        """Start a run, unless that was done already."""
+        if (name, variant) not in self._runs:
+            self._runs[name, variant] = self._pool.submit(self._train, name, variant)
+
+    def __getitem__(self, key: tuple[str, str]) -> Run:
+        """Return a run by (name, variant). The variants are gpu, again, cpu and resumed."""
+        self.start(*key)
+        return self._runs[key].result()
+
+    def _train(self, name: str, variant: str) -> Run:
+        without = IN_FP32 | IN_16_BITS | COMPILED
+        if name in without:
+            flags = f"{without[name]} {NO_DROPOUT}"
+        else:
+            flags = (WITH_DROPOUT | RECOMPUTED)[name]
+            flags += " --hidden-dropout 0.1 --attention-dropout 0.1"
+        folder = self._root / f"{name}-{variant}"
         if variant == "resumed":
-            launch(corpus, folder, f"{flags} --exit-interval 4 --save-interval 4")
-        results[name, variant] = launch(corpus, folder, flags, gpu=variant != "cpu")
+            launch(self._corpus, folder, f"{flags} --exit-interval 4 --save-interval 4")
+        return launch(self._corpus, folder, flags, gpu=variant != "cpu")
 
-    jobs = [
-        (name, variant, f"{flags} {NO_DROPOUT}")
-        for name, flags in (IN_FP32 | IN_16_BITS | COMPILED).items()
-        for variant in ("gpu", "cpu")
-        if (name, variant) not in {(compiled, "cpu") for compiled in COMPILED}
-    ]
-    jobs += [
-        (name, variant, f"{flags} --hidden-dropout 0.1 --attention-dropout 0.1")
-        for name, flags in (WITH_DROPOUT | RECOMPUTED).items()
-        for variant in ("gpu", "again", "resumed")
-    ]
-    with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)) // 2)) as pool:
-        for future in [pool.submit(train, *job) for job in jobs]:
-            future.result()
-    return results
+
+@pytest.fixture(scope="module")
+def runs(
+    corpus: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Runs]:
+    """Yield the runs, after those of all selected tests were queued in the tests' order."""
+    with ThreadPoolExecutor(8 if torch.cuda.is_available() else 2) as pool:
+        found = Runs(corpus, tmp_path_factory.mktemp("runs"), pool)
+        for item in request.session.items:
+            name = getattr(item, "originalname", None)
+            if name not in VARIANTS:
+                continue
+            run = item.callspec.params["name"]  # type: ignore[attr-defined]
+            for variant in VARIANTS[name]:
+                found.start(run, variant)
+            if name == "test_compiled_equals_eager":
+                found.start(EAGER[run], "gpu")
+        yield found
+        # After an interruption, runs that have not started are not waited for.
+        pool.shutdown(cancel_futures=True)
 
 
 def measure_worst(a: Run, b: Run) -> tuple[float, float]:
@@ -172,56 +248,65 @@ def measure_worst(a: Run, b: Run) -> tuple[float, float]:
     return worst_loss, worst_norm
 
 
-def report(name: str, value: object) -> None:
-    """Print a row for the report of tests/gpu/first_hour.sh."""
-    if isinstance(value, tuple):
-        value = "losses {:.1e}, gradient norms {:.1e}".format(*value)
-    print(f"\nmeasured {name}: {value}")
+def report(
+    name: str, losses: float | None = None, norms: float | None = None, note: str = ""
+) -> None:
+    """Print a result, and add it to the results file of tests/gpu/first_hour.sh.
+
+    Args:
+        name: What was compared.
+        losses: The largest relative difference of a loss.
+        norms: That of a gradient norm.
+        note: Anything else.
+    """
+    print(f"\nmeasured {name}: losses {losses}, gradient norms {norms} {note}")
+    add_row("one gpu", name=name, losses=losses, norms=norms, note=note)
 
 
-@pytest.mark.parametrize("name", IN_FP32)
-def test_fp32_equals_the_cpu(name: str, runs: dict[tuple[str, str], Run]) -> None:
+@needs_runs
+@pytest.mark.parametrize("name", mark_core(IN_FP32))
+def test_fp32_equals_the_cpu(name: str, runs: Runs) -> None:
     worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
-    report(name, worst)
+    report(name, *worst)
     assert max(worst) < BOUND
 
 
-@pytest.mark.parametrize("name", IN_16_BITS)
-def test_16_bits_agree_with_the_cpu(name: str, runs: dict[tuple[str, str], Run]) -> None:
+@needs_runs
+@pytest.mark.parametrize("name", mark_core(IN_16_BITS))
+def test_16_bits_agree_with_the_cpu(name: str, runs: Runs) -> None:
     worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
-    report(name, worst)
+    report(name, *worst)
     assert worst[0] < BOUND_16_BITS
 
 
-@pytest.mark.parametrize(
-    ("name", "other", "bound"),
-    [("compiled", "llama", BOUND), ("compiled-bf16", "gpt2-bf16", BOUND_16_BITS)],
-)
-def test_compiled_equals_eager(
-    name: str, other: str, bound: float, runs: dict[tuple[str, str], Run]
-) -> None:
-    worst = measure_worst(runs[name, "gpu"], runs[other, "gpu"])
-    report(name, worst)
-    assert worst[0] < bound
+@needs_runs
+@pytest.mark.parametrize("name", mark_core(COMPILED))
+def test_compiled_equals_eager(name: str, runs: Runs) -> None:
+    worst = measure_worst(runs[name, "gpu"], runs[EAGER[name], "gpu"])
+    report(name, *worst)
+    assert worst[0] < (BOUND if name == "compiled" else BOUND_16_BITS)
 
 
+@needs_runs
 @pytest.mark.parametrize("name", WITH_DROPOUT | RECOMPUTED)
-def test_runs_repeat_bit_for_bit(name: str, runs: dict[tuple[str, str], Run]) -> None:
+def test_runs_repeat_bit_for_bit(name: str, runs: Runs) -> None:
     worst = measure_worst(runs[name, "again"], runs[name, "gpu"])
-    report(f"{name} again", worst)
+    report(f"{name} again", *worst)
     assert max(worst) == 0
 
 
+@needs_runs
 @pytest.mark.parametrize("name", WITH_DROPOUT | RECOMPUTED)
-def test_a_resumed_run_continues_bit_for_bit(name: str, runs: dict[tuple[str, str], Run]) -> None:
+def test_a_resumed_run_continues_bit_for_bit(name: str, runs: Runs) -> None:
     worst = measure_worst(runs[name, "resumed"], runs[name, "gpu"])
-    report(f"{name} resumed", worst)
+    report(f"{name} resumed", *worst)
     assert max(worst) == 0
 
 
-def test_recomputation_repeats_the_dropout(runs: dict[tuple[str, str], Run]) -> None:
+@needs_runs
+def test_recomputation_repeats_the_dropout(runs: Runs) -> None:
     worst = measure_worst(runs["dropout-recomputed", "gpu"], runs["dropout", "gpu"])
-    report("recomputed dropout", worst)
+    report("recomputed dropout", *worst)
     assert max(worst) == 0
 
 
@@ -239,6 +324,8 @@ class OperatorRecorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@needs_gpu
+@pytest.mark.gpu_core
 @pytest.mark.parametrize(
     ("names", "operator"),
     [
@@ -256,10 +343,12 @@ def test_attention_takes_the_first_kernel_of_the_order(
     query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with OperatorRecorder() as recorder, use_attention_kernels(names):
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    report(f"attention {' '.join(names)}", ", ".join(recorder.names))
+    report(f"attention {' '.join(names)}", note=", ".join(recorder.names))
     assert operator in recorder.names
 
 
+@needs_gpu
+@pytest.mark.gpu_core
 def test_varlen_attention_equals_its_reference() -> None:
     from megatron.model import packed_attention
     from megatron.model.packed_attention import attend_packed, pack_documents
@@ -284,10 +373,12 @@ def test_varlen_attention_equals_its_reference() -> None:
     for found, expected in zip(*results, strict=True):
         error = (found.float() - expected.float()).norm() / expected.float().norm()
         worst = max(worst, error.item())
-    report("varlen attention", f"relative error {worst:.1e}")
+    report("varlen attention", note=f"relative error {worst:.1e}")
     assert worst < BOUND_16_BITS
 
 
+@needs_gpu
+@pytest.mark.gpu_core
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
     from megatron.parallel.weight_gradient import add_to_gradient
@@ -306,38 +397,63 @@ def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
         rounded += product.to(dtype).float()
     assert weight.grad is not None
     found = ((weight.grad.cpu() - exact).norm() / exact.norm()).item()
-    report(f"fused gradient in {dtype}", f"relative error {found:.1e}")
+    report(f"fused gradient in {dtype}", note=f"relative error {found:.1e}")
     assert found < ((rounded - exact).norm() / exact.norm()).item() / 10
 
 
+@needs_gpu
 def test_a_trace_has_kernels(corpus: str, tmp_path: Path) -> None:
     run = launch(corpus, tmp_path, "--profile-iterations 3-4 --bf16")
     assert run.code == 0, run.output[-3000:]
     [path] = (tmp_path / "profile").iterdir()
     with gzip.open(path, "rt") as file:
         kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
-    report("trace", f"{path.stat().st_size / 1e6:.1f} MB")
+    report("trace", note=f"{path.stat().st_size / 1e6:.1f} MB")
     assert "kernel" in kinds
 
 
+@needs_gpu
 def test_memory_snapshots_are_written(corpus: str, tmp_path: Path) -> None:
     run = launch(corpus, tmp_path, "--memory-snapshot --memory-snapshot-iterations 3 --bf16")
     assert run.code == 0, run.output[-3000:]
     [path] = (tmp_path / "profile").iterdir()
-    report("memory snapshot", f"{path.name} {path.stat().st_size / 1e6:.1f} MB")
+    report("memory snapshot", note=f"{path.name} {path.stat().st_size / 1e6:.1f} MB")
 
 
+@needs_gpu
 def test_memory_that_runs_out_ends_the_run_with_a_snapshot(corpus: str, tmp_path: Path) -> None:
     # Logits of 2 x 10^6 tokens do not fit any GPU of today.
     flags = "--memory-snapshot --seq-length 2048 --micro-batch-size 1024 --global-batch-size 1024"
     run = launch(corpus, tmp_path, f"{flags} --hidden-size 4096 --ffn-hidden-size 65536")
     assert run.code != 0
-    report("out of memory", run.output.strip().splitlines()[-1][:200])
+    report("out of memory", note=run.output.strip().splitlines()[-1][:200])
     assert "out of memory" in run.output
     assert list((tmp_path / "profile").iterdir())
 
 
+@needs_runs
 def test_a_cpu_run_continues_on_the_gpu(corpus: str, tmp_path: Path) -> None:
     first = launch(corpus, tmp_path, f"--exit-interval 5 --save-interval 5 {NO_DROPOUT}", gpu=False)
     assert first.code == 0, first.output[-3000:]
     assert len(launch(corpus, tmp_path, NO_DROPOUT).curve()) == 10
+
+
+@needs_runs
+def test_generated_text_equals_that_of_the_cpu(corpus: str, tmp_path: Path) -> None:
+    assert launch(corpus, tmp_path, f"{LLAMA} {DOCUMENTS} --train-iters 40").code == 0
+    texts = []
+    for device in ("cpu", "cpu" if ON_CPU else "cuda"):
+        command = f"tools/generate.py --load {tmp_path} --temperature 0 --max-new-tokens 40"
+        done = subprocess.run(
+            [sys.executable, *command.split(), "--prompt", "The city of", "--device", device],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        texts.append(done.stdout)
+    report("generated text", note=f"equal: {texts[0] == texts[1]}")
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("The city of")

@@ -1,0 +1,331 @@
+"""Check a machine with GPUs, and measure the trainer on it: see `first_hour.sh`.
+
+Each part is a list of steps in the order of their value. The limits of a part's steps add up to
+less than its budget, which is less than the ten minutes that a command may take.
+"""
+
+import argparse
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from step_runner import ROOT, Report, Step, run_steps
+
+BUDGET_SECONDS = 570.0
+WHEELS = ROOT / ".wheels"
+"""Packages that the machine may lack. Git ignores the folder. `docs/gpu_untested.md` says how to
+make it."""
+PYTHON = sys.executable
+
+
+def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
+    """Return the steps of a part for a machine with GPUs.
+
+    Args:
+        number: 1 to 4.
+        folder: Folder of the report.
+        base: Name of the hardware file that describes the device, if there is one.
+    """
+    hardware = str(folder / f"part{number}.hardware.yaml")
+    on_base = ["--base", base] if base else []
+    steps = [Step("machine", 30, (PYTHON, "tests/gpu/machine.py"), "versions, driver, memory")]
+    if number == 1:
+        steps += [
+            Step(
+                "kernels",
+                70,
+                (PYTHON, "benchmarks/kernels.py", "--hardware", hardware, *on_base),
+                "bandwidth; products at real shapes; flash attention and cuDNN; a hardware file",
+            ),
+            build_tests("correctness", 170, "gpu_core", "losses on the GPU against the CPU"),
+            build_step_time(
+                "step time, 125M",
+                140,
+                "--size 125m --shape gpt2 --contestants trainer trainer-kernels trainer-compiled "
+                "plain plain-compiled hf hf-compiled",
+                "the trainer against plain GPT-2 and Hugging Face's, eager and compiled",
+            ),
+            build_step_time(
+                "step time, 177M",
+                100,
+                "--size 177m --shape llama --contestants trainer trainer-kernels trainer-compiled "
+                "hf hf-compiled",
+                "the same for a Llama whose MLP has 2,730 channels",
+            ),
+            build_shares("kernels of a step, 177M", 45, "--size 177m --shape llama"),
+        ]
+    elif number == 2:
+        steps += [
+            Step(
+                "calibration",
+                50,
+                (PYTHON, "tools/calibrate.py", hardware, *on_base),
+                "the speeds that the planner's predictions need",
+            ),
+            Step(
+                "7B",
+                320,
+                (PYTHON, "benchmarks/large_model.py", "--seconds", "270", "--hardware", hardware)
+                + ((base,) if base else ()),
+                "time and memory of a step with 1 and 8 microbatches in six variants, and the "
+                "errors of their predictions",
+            ),
+            build_step_time(
+                "step time, 125M like nanochat",
+                100,
+                "--size 125m --shape nanochat --contestants trainer trainer-kernels "
+                "trainer-compiled nanochat nanochat-compiled",
+                "the trainer against a loop like nanochat's",
+            ),
+            build_shares("kernels of a step, 1.3B", 60, "--size 1.3b --shape llama"),
+        ]
+    elif number == 3:
+        steps += [
+            Step(
+                "checkpoint of 2B",
+                200,
+                (
+                    *(PYTHON, "benchmarks/checkpoint.py", "--parameters", "2e9"),
+                    *("--contestants", "ours", "--rounds", "1", "--warm-up", "0"),
+                    *("--part", "pin", "stall", "save", "load"),
+                ),
+                "save, load, time of pinning, stall of an asynchronous save",
+            ),
+            Step(
+                "ranks on one GPU",
+                150,
+                (PYTHON, "benchmarks/layouts.py", "--losses"),
+                "losses of TP, PP, ZeRO and HSDP over gloo against one process",
+            ),
+            build_tests(
+                "other tests",
+                180,
+                "not gpu_core",
+                "further model parts, dropout, resumes, out of memory, traces, generated text",
+            ),
+        ]
+    elif number == 4:
+        gpus = str(count_gpus())
+        launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus)
+        steps += [
+            Step("node check", 60, (*launch, "tools/node_check.py"), "product, memory, all-reduce"),
+            Step(
+                "layouts over NCCL",
+                200,
+                (PYTHON, "benchmarks/layouts.py", "--losses"),
+                "losses against one process; a failure names its group",
+            ),
+            Step(
+                "collectives",
+                60,
+                (*launch, "benchmarks/collectives.py"),
+                "seconds and GB/s of each collective",
+            ),
+            Step(
+                "step time by layout",
+                200,
+                (PYTHON, "benchmarks/layouts.py", "--part", "steps", "bubble"),
+                "the speed of layouts, and the idle time of pipelines",
+            ),
+        ]
+    return steps
+
+
+def build_tiny_part(number: int, folder: Path) -> list[Step]:
+    """Return the steps of a part at sizes that a CPU computes in seconds."""
+    hardware = str(folder / f"part{number}.hardware.yaml")
+    launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    steps = [Step("machine", 60, (PYTHON, "tests/gpu/machine.py"))]
+    if number == 1:
+        steps += [
+            Step(
+                "kernels", 60, (PYTHON, "benchmarks/kernels.py", "--quick", "--hardware", hardware)
+            ),
+            build_tests("correctness", 200, "gpu_core", "", "-k", "equals_the_cpu and gpt2"),
+            build_step_time(
+                "step time",
+                200,
+                "--size smallest --shape gpt2 --rounds 1 --steps 1 --contestants trainer "
+                "trainer-kernels plain",
+                "",
+            ),
+            build_shares("kernels of a step", 100, "--size smallest --shape gpt2"),
+        ]
+    elif number == 2:
+        steps += [
+            Step(
+                "7B",
+                200,
+                (
+                    *(PYTHON, "benchmarks/large_model.py", "--quick", "--steps", "1"),
+                    *("--variant", "eager", "fused", "--hardware", "h200"),
+                ),
+            ),
+            build_step_time(
+                "step time like nanochat",
+                200,
+                "--size smallest --shape nanochat --rounds 1 --steps 1 --contestants trainer "
+                "nanochat",
+                "",
+            ),
+        ]
+    elif number == 3:
+        steps += [
+            Step(
+                "checkpoint", 100, (PYTHON, "benchmarks/checkpoint.py", "--quick", "--rounds", "1")
+            ),
+            Step("ranks", 200, (PYTHON, "benchmarks/layouts.py", "--losses", "--quick")),
+            build_tests("other tests", 200, "not gpu_core", "", "-k", "generated"),
+        ]
+    elif number == 4:
+        steps += [Step("collectives", 60, (*launch, "benchmarks/collectives.py", "--quick"))]
+    return steps
+
+
+def build_tests(title: str, seconds: float, mark: str, answers: str, *more: str) -> Step:
+    """Return a step that runs the tests of one GPU with a mark."""
+    command = (PYTHON, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short")
+    path = "tests/gpu/test_one_gpu.py"
+    return Step(title, seconds, (*command, "--no-header", "-m", mark, path, *more), answers)
+
+
+def build_step_time(title: str, seconds: float, arguments: str, answers: str) -> Step:
+    """Return a step that compares training steps in bf16, with several microbatches."""
+    command = f"benchmarks/step_time.py --precision bf16 --microbatches 4 --rounds 5 {arguments}"
+    return Step(title, seconds, (PYTHON, *command.split()), answers)
+
+
+def build_shares(title: str, seconds: float, arguments: str) -> Step:
+    """Return a step that traces a training step."""
+    command = (PYTHON, "benchmarks/kernel_shares.py", *arguments.split())
+    return Step(title, seconds, command, "which kernels take the time; the idle share of the GPU")
+
+
+def query_gpus() -> list[str]:
+    """Return the names of the GPUs. torch is not imported, because that may hang."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.split("\n")[:-1]
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs."""
+    return len(query_gpus())
+
+
+def find_base() -> str | None:
+    """Return the name of the hardware file that describes the first GPU."""
+    names = query_gpus()
+    sys.path.append(str(ROOT))
+    try:
+        from megatron.cost.hardware import find_hardware
+    except ImportError:
+        # The report shows which package is missing, because its steps fail.
+        return None
+    hardware = find_hardware(names[0]) if names else None
+    return hardware.name if hardware else None
+
+
+def unpack_wheels(folder: Path) -> str | None:
+    """Unpack the carried packages, and return their folder, or None if there are none.
+
+    Only wheels without compiled code can be carried.
+    """
+    wheels = sorted(WHEELS.glob("*-none-any.whl"))
+    if not wheels:
+        return None
+    site = folder / "site"
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    return str(site)
+
+
+def set_environment(temporary: Path, *, tiny: bool) -> None:
+    """Set what all steps need: paths, temporary files, threads."""
+    paths = [str(ROOT), unpack_wheels(temporary), os.environ.get("PYTHONPATH")]
+    os.environ.update(
+        {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1" if tiny else "2",
+            # Everything that a step writes outside of the report is removed at the end.
+            "TMPDIR": str(temporary),
+            # Steps of a part use kernels again that were compiled before.
+            "TORCHINDUCTOR_CACHE_DIR": str(temporary / "inductor"),
+            # torch finds a GPU without making a CUDA context, so that processes can be forked.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+    )
+
+
+def build_index_helpers() -> None:
+    """Compile the C++ index helpers, if they are missing. Without them, NumPy does the same."""
+    if not list((ROOT / "megatron/data").glob("_index_helpers*.so")):
+        command = [PYTHON, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=ROOT, timeout=120, check=False, stdout=subprocess.DEVNULL)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), required=True)
+    parser.add_argument("--report", type=Path, default=Path("gpu-report"))
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds of all steps")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a part, and return the exit code: 0 if all steps passed, 1 if not, 2 without a GPU."""
+    arguments = parse_arguments(argv)
+    gpus = query_gpus()
+    if not gpus and not arguments.tiny:
+        print("error: nvidia-smi lists no GPU; --tiny checks this script on a CPU", file=sys.stderr)
+        return 2
+    if arguments.part == 4 and len(gpus) < 2 and not arguments.tiny:
+        # NCCL refuses two ranks on one GPU.
+        print(f"part 4 needs at least two GPUs, and there are {len(gpus)}")
+        return 0
+    folder = arguments.report.resolve()
+    # The files of an earlier run of this part.
+    for path in folder.glob(f"part{arguments.part}.*"):
+        path.unlink()
+    temporary = Path(tempfile.mkdtemp(prefix="first-hour-"))
+    try:
+        set_environment(temporary, tiny=arguments.tiny)
+        build_index_helpers()
+        if arguments.tiny:
+            os.environ["GPU_TESTS_ON_CPU"] = "1"
+            steps = build_tiny_part(arguments.part, folder)
+        else:
+            steps = build_part(arguments.part, folder, find_base())
+        note = {
+            "part": arguments.part,
+            "tiny": arguments.tiny,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        report = Report(folder, f"part{arguments.part}", [step.title for step in steps], note)
+        passed = run_steps(steps, report, arguments.budget, lambda line: print(line, flush=True))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"the report is in {folder}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

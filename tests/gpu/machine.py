@@ -1,0 +1,62 @@
+"""Record the machine, the versions and the commit that a report of `first_hour.py` belongs to."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+
+from benchmarks.results import add_row
+
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "deepspeed", "tyro")
+
+
+def find_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def run_command(*command: str) -> str | None:
+    """Return the first line that a command prints, or None if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0]
+
+
+def main() -> int:
+    """Print and record the machine, and return the exit code."""
+    values: dict[str, object] = {
+        "host": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        "commit": run_command("git", "rev-parse", "--short", "HEAD"),
+        "driver": run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+    # Versions are known before torch is imported, which may fail.
+    for package in _PACKAGES:
+        values[package] = find_version(package)
+    try:
+        import torch
+    except Exception as error:  # whatever is wrong with torch, the report should say it
+        add_row("machine", **values, error=str(error)[:300])
+        raise
+    values["cuda"] = torch.version.cuda
+    values["gpus"] = torch.cuda.device_count()
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        values["gpu"] = torch.cuda.get_device_name(0)
+        values["gib"] = properties.total_memory / 2**30
+        values["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        values["cudnn"] = torch.backends.cudnn.version()
+    add_row("machine", **values)
+    for name, value in values.items():
+        print(f"{name}: {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Make Markdown tables of the reports of `first_hour.py`.
+
+    python tests/gpu/tables.py gpu-report              print the tables
+    python tests/gpu/tables.py gpu-report --write      put them into the pages of docs/
+
+FOLDER may have the reports of several parts, and of parts that were cut off. In the pages, what is
+between the lines `<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from results import read_rows  # noqa: E402
+
+Row = dict[str, Any]
+
+
+class ReportError(Exception):
+    """A report that cannot be read, or must not be written into the pages."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The report of one part."""
+
+    name: str
+    date: str
+    tiny: bool
+    steps: list[Row]
+
+    def get_rows(self, table: str) -> list[Row]:
+        """Return the rows of a table from all steps."""
+        return [row for step in self.steps for row in step["rows"] if row["table"] == table]
+
+
+def read_part(path: Path) -> Part:
+    """Return the report of a part. Of a step that was cut off, its rows are in another file.
+
+    Raises:
+        ReportError: The report is no JSON of `first_hour.py`.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        steps = report["steps"]
+        part = Part(path.stem, report["date"], report["tiny"], steps)
+        left = path.with_suffix(".rows.jsonl")
+        running = [step for step in steps if step["status"] == "running"]
+        if left.exists() and running:
+            known = sum(len(step["rows"]) for step in steps)
+            running[0]["rows"] = read_rows(left.read_text(encoding="utf-8"))[known:]
+            running[0]["status"] = "cut off"
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReportError(f"{path} is no report of first_hour.py: {error!r}") from error
+    return part
+
+
+def format_number(value: Any) -> str:
+    """Return a cell: three significant digits, or a dash for None."""
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value).replace("|", "/").replace("\n", " ")
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:.2e}" if abs(value) < 1 else f"{value:.0f}"
+
+
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table, or an empty text without rows."""
+    lines = ["| " + " | ".join(map(format_number, row)) + " |" for row in rows]
+    if not lines:
+        return ""
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*head, *lines])
+
+
+def make_columns(*keys: str) -> Callable[[Sequence[Part], str], str]:
+    """Return a function that makes a table of some columns of the rows, in their order."""
+
+    def make(parts: Sequence[Part], table: str) -> str:
+        rows = [row for part in parts for row in part.get_rows(table)]
+        return format_table([key.replace("_", " ") for key in keys], [
+            [row.get(key, row.get("error") if key == keys[-1] else None) for key in keys]
+            for row in rows
+        ])  # fmt: skip
+
+    return make
+
+
+def make_steps(parts: Sequence[Part], table: str) -> str:
+    """Return the medians of the contestants of step_time.py."""
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for part in parts:
+        for row in part.get_rows(table):
+            key = (row["size"], row["shape"], row["precision"], row["microbatches"])
+            found[*key, row["contestant"]].append(row)
+    cells = []
+    for key, rows in found.items():
+        seconds = [row["seconds"] for row in rows if "seconds" in row]
+        if not seconds:
+            cells.append([*key, None, None, None, rows[0].get("error"), None])
+            continue
+        middle = statistics.median(seconds)
+        spread = f"{1e3 * min(seconds):.1f} / {1e3 * middle:.1f} / {1e3 * max(seconds):.1f}"
+        rate = rows[0]["tokens"] / middle
+        cells.append([*key, rate, spread, rate * rows[0]["tflop"], rows[-1]["gib"], len(seconds)])
+    columns = ("size", "shape", "precision", "microbatches", "program", "tokens/s")
+    return format_table((*columns, "ms", "TFLOPs", "GiB", "rounds"), cells)
+
+
+def make_large_model(parts: Sequence[Part], table: str) -> str:
+    """Return the variants of large_model.py, with the errors of their predictions."""
+    cells = []
+    for row in (row for part in parts for row in part.get_rows(table)):
+        if "seconds" not in row:
+            cells.append([row.get("variant"), row.get("microbatches"), *[None] * 6, row["error"]])
+            continue
+        errors = [
+            f"{name} {100 * (seconds / row['seconds'] - 1):+.1f} %"
+            for name, seconds in row["predicted_seconds"].items()
+        ]
+        cells.append(
+            [
+                *(row["variant"], row["microbatches"], row["tokens_per_second"], row["mfu"]),
+                *(row["start_seconds"], row["allocated_gib"], row["reserved_gib"]),
+                *(row["predicted_gib"], ", ".join(errors)),
+            ]
+        )
+    columns = ("variant", "microbatches", "tokens/s", "MFU", "start, s", "tensors, GiB")
+    return format_table((*columns, "reserved, GiB", "predicted, GiB", "error of the time"), cells)
+
+
+def make_outcomes(parts: Sequence[Part], table: str) -> str:
+    """Return what became of each step."""
+    return format_table(
+        ("part", "step", "result", "seconds", "rows"),
+        [
+            [part.name, step["title"], step["status"], step["seconds"], len(step["rows"])]
+            for part in parts
+            for step in part.steps
+        ],
+    )
+
+
+def make_machine(parts: Sequence[Part], table: str) -> str:
+    """Return the machines of the reports as a list."""
+    lines = []
+    for part in parts:
+        for row in part.get_rows(table):
+            values = [f"{key} {format_number(row[key])}" for key in row if key != "table"]
+            lines.append(f"- {part.name}, {part.date}: {', '.join(values)}")
+    return "\n".join(lines)
+
+
+MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
+    "machine": make_machine,
+    "copy": make_columns("mib", "tb_per_second"),
+    "products": make_columns(
+        "name", "shape", "forward", "input", "weight", "weight + sum", "weight, fused sum"
+    ),
+    "attention": make_columns(
+        "heads", "groups", "width", "length", "batch", "kernel", "forward", "backward"
+    ),
+    "model parts": make_columns("name", "ms", "products_ms", "bytes_of_a_copy"),
+    "steps": make_steps,
+    "large model": make_large_model,
+    "idle": make_columns("size", "shape", "ms", "idle"),
+    "kinds": make_columns("size", "shape", "kind", "ms", "share"),
+    "save": make_columns("who", "ranks", "gb", "seconds"),
+    "load": make_columns("who", "cold", "gb", "seconds"),
+    "pin": make_columns("gb", "seconds", "refusals"),
+    "stall": make_columns("what", "median"),
+    "collectives": make_columns("name", "ranks", "backend", "mib", "seconds", "gb_per_second"),
+    "outcomes": make_outcomes,
+    "one gpu": make_columns("name", "losses", "norms", "note"),
+    "losses": make_columns("layout", "ranks", "backend", "difference", "outcome"),
+}
+"""Table -> what makes it."""
+TITLES = {
+    "machine": "Machine",
+    "copy": "Copies",
+    "products": "Matrix products, TFLOPs",
+    "attention": "Attention, TFLOPs",
+    "model parts": "Model parts",
+    "steps": "Training steps",
+    "large model": "7B on one GPU",
+    "idle": "Idle share of the GPU",
+    "kinds": "Kinds of kernels",
+    "save": "Saves",
+    "load": "Loads",
+    "pin": "Pinned memory",
+    "stall": "Asynchronous save",
+    "collectives": "Collectives",
+    "outcomes": "Steps",
+    "one gpu": "Runs on the GPU against the CPU: largest relative differences",
+    "losses": "Several ranks against one process: largest relative difference of a loss",
+}
+PAGES = {
+    "benchmarks.md": [name for name in MAKERS if name not in ("outcomes", "one gpu", "losses")],
+    "gpu_untested.md": ["machine", "outcomes", "one gpu", "losses"],
+}
+"""Page -> the tables between its two lines `gpu results`."""
+
+
+def make_page(parts: Sequence[Part], tables: Sequence[str]) -> str:
+    """Return the tables of a page, without those that have no rows."""
+    blocks = []
+    for name in tables:
+        text = MAKERS[name](parts, name)
+        if text:
+            blocks.append(f"### {TITLES[name]}\n\n{text}")
+    return "\n\n".join(blocks)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replace the tables in a page.
+
+    Raises:
+        ReportError: The page lacks the two lines.
+    """
+    pattern = re.compile(r"(<!-- gpu results -->\n).*(\n<!-- end of gpu results -->)", re.DOTALL)
+    page = path.read_text(encoding="utf-8")
+    if len(pattern.findall(page)) != 1:
+        raise ReportError(f"{path} lacks the lines 'gpu results' and 'end of gpu results'")
+    path.write_text(
+        # A function, because the text may have backslashes.
+        pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page),
+        encoding="utf-8",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print or write the tables, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the folder of --report")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
+    arguments = parser.parse_args(argv)
+    try:
+        paths = sorted(arguments.folder.glob("part?.json"))
+        if not paths:
+            raise ReportError(f"{arguments.folder} has no part1.json to part4.json")
+        parts = [read_part(path) for path in paths]
+        if arguments.write and any(part.tiny for part in parts):
+            raise ReportError("numbers of --tiny mean nothing; they are not written to the pages")
+        for name, tables in PAGES.items():
+            text = make_page(parts, tables)
+            if arguments.write:
+                write_page(arguments.docs / name, text)
+            else:
+                print(f"## docs/{name}\n\n{text}\n")
+    except (ReportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Tests of the scripts for a machine with GPUs. They need no GPU."""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests/gpu"
+SECONDS_OF_A_COMMAND = 600
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, Any]]:
+    """Yield the modules by name, as the scripts import them."""
+    names = ("first_hour", "step_runner", "tables", "results")
+    benchmarks = ("kernels", "step_time", "kernel_shares", "large_model", "checkpoint", "layouts")
+    before = [*sys.path]
+    sys.path[:0] = [str(FOLDER), str(ROOT / "benchmarks")]
+    yield {name: importlib.import_module(name) for name in (*names, *benchmarks)}
+    sys.path[:] = before
+    for name in (*names, *benchmarks):
+        sys.modules.pop(name, None)
+
+
+def make_step(modules: dict[str, Any], title: str, code: str, seconds: float = 30) -> Any:
+    """Return a step that runs Python code. `add_row` is defined in it."""
+    start = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+    command = (sys.executable, "-S", "-c", f"{start}from results import add_row\n{code}")
+    return modules["step_runner"].Step(title, seconds, command)
+
+
+def run(
+    modules: dict[str, Any], folder: Path, steps: list[Any], budget: float = 60
+) -> tuple[bool, dict[str, Any]]:
+    """Run steps, and return whether they passed, and the report."""
+    runner = modules["step_runner"]
+    report = runner.Report(folder, "part1", [s.title for s in steps], {"date": "now", "tiny": True})
+    passed = runner.run_steps(steps, report, budget, lambda line: None)
+    return passed, json.loads((folder / "part1.json").read_text())
+
+
+def test_steps_that_fail_or_hang_do_not_stop_the_next(
+    modules: dict[str, Any], tmp_path: Path
+) -> None:
+    hang = "import subprocess, time; add_row('copy', mib=2)\n"
+    # The child must end too. It ignores SIGTERM, as a process that hangs in a driver does.
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    hang += f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)\n"
+    steps = [
+        make_step(modules, "fails", "add_row('copy', mib=1); print('the reason'); sys.exit(3)"),
+        make_step(modules, "hangs", hang + "time.sleep(100)", 1.5),
+        make_step(modules, "prints", "while True: print('x' * 10000)"),
+        make_step(modules, "passes", "add_row('copy', mib=3)"),
+    ]
+    runner = modules["step_runner"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_END_SECONDS", 1.0)
+        passed, report = run(modules, tmp_path, steps)
+    assert not passed
+    outcomes = report["steps"]
+    assert [each["status"] for each in outcomes] == [
+        *("failed", "timed out", "too much output", "passed"),
+    ]
+    assert [[row["mib"] for row in each["rows"]] for each in outcomes] == [[1], [2], [], [3]]
+    assert outcomes[0]["exit_code"] == 3
+    assert "the reason" in outcomes[0]["tail"]
+    assert outcomes[1]["seconds"] < 6
+    child_pid = int(outcomes[1]["tail"].split()[-1])
+    assert not Path(f"/proc/{child_pid}").exists() or "Z" in _read_state(child_pid)
+    assert (tmp_path / "part1.log").stat().st_size < 8 << 20
+    assert not (tmp_path / "part1.rows.jsonl").exists()
+
+
+def _read_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_part_ends_within_its_budget(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules["step_runner"], "_SHORTEST_SECONDS", 0.5)
+    steps = [make_step(modules, name, "import time; time.sleep(100)") for name in "ab"]
+    start = time.monotonic()
+    passed, report = run(modules, tmp_path, steps, budget=1)
+    assert not passed
+    assert time.monotonic() - start < 8
+    assert [each["status"] for each in report["steps"]] == ["timed out", "not started"]
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from pathlib import Path
+from step_runner import Report, Step, run_steps
+code = "from results import add_row; add_row('copy', mib=1); add_row('copy', mib=2); "
+code += "import time; time.sleep(100)"
+code = "import sys; sys.path.insert(0, {benchmarks!r}); " + code
+quick = "import sys; sys.path.insert(0, {benchmarks!r}); "
+quick += "from results import add_row; add_row('copy', mib=0)"
+steps = [Step("first", 50, (sys.executable, "-S", "-c", quick))]
+steps += [Step("second", 50, (sys.executable, "-S", "-c", code)), Step("third", 50, ("true",))]
+note = {{"date": "now", "tiny": False}}
+report = Report(Path({report!r}), "part1", [step.title for step in steps], note)
+run_steps(steps, report, 100, print)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "statuses"),
+    [
+        (signal.SIGTERM, ["passed", "interrupted", "not started"]),
+        (signal.SIGKILL, ["passed", "cut off", "not started"]),
+    ],
+)
+def test_a_part_that_is_killed_leaves_its_rows(
+    number: signal.Signals, statuses: list[str], modules: dict[str, Any], tmp_path: Path
+) -> None:
+    script = SCRIPT.format(
+        folder=str(FOLDER), benchmarks=str(ROOT / "benchmarks"), report=str(tmp_path)
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    rows = tmp_path / "part1.rows.jsonl"
+    end = time.monotonic() + 60
+    while not (rows.exists() and rows.read_text().count("\n") == 3):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(30)
+    if number == signal.SIGKILL:
+        # A step has a session of its own, so it is still there.
+        report = json.loads((tmp_path / "part1.json").read_text())
+        assert [step["status"] for step in report["steps"]][1] == "running"
+        for pid in _find_sleepers(str(ROOT / "benchmarks")):
+            os.kill(pid, signal.SIGKILL)
+    part = modules["tables"].read_part(tmp_path / "part1.json")
+    assert [step["status"] for step in part.steps] == statuses
+    assert [row["mib"] for row in part.get_rows("copy")] == [0, 1, 2]
+
+
+def _find_sleepers(text: str) -> list[int]:
+    """Return the processes without a parent whose command has the text and sleeps."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_text()
+        except OSError:
+            # It has ended.
+            continue
+        if "-S" in command and text in command and "time.sleep(100)" in command:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
+def test_limits_are_within_the_time_of_a_command(
+    part: int, modules: dict[str, Any], tmp_path: Path
+) -> None:
+    first_hour = modules["first_hour"]
+    steps = first_hour.build_part(part, tmp_path, "h200")
+    assert sum(step.seconds for step in steps) <= first_hour.BUDGET_SECONDS
+    # A step needs some time to end, and the report is copied.
+    assert first_hour.BUDGET_SECONDS <= SECONDS_OF_A_COMMAND - 25
+    titles = [step.title for step in steps]
+    assert len({*titles}) == len(titles)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_programs_take_the_arguments_of_their_steps(
+    tiny: bool, modules: dict[str, Any], tmp_path: Path
+) -> None:
+    first_hour = modules["first_hour"]
+    checked = 0
+    for part in (1, 2, 3, 4):
+        if tiny:
+            steps = first_hour.build_tiny_part(part, tmp_path)
+        else:
+            steps = first_hour.build_part(part, tmp_path, "h200")
+        for step in steps:
+            (script,) = [each for each in step.command if each.endswith(".py")]
+            assert (ROOT / script).is_file()
+            name = Path(script).stem
+            if script.startswith("benchmarks/") and name in modules:
+                own = step.command[step.command.index(script) + 1 :]
+                tyro.cli(modules[name].Arguments, args=own)
+                checked += 1
+    assert checked >= 7
+
+
+def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: Path) -> None:
+    step = {"size": "125m", "shape": "gpt2", "precision": "bf16", "microbatches": 4}
+    step |= {"tokens": 1000, "tflop": 0.5, "table": "steps", "gib": 1.5}
+    rows = [{**step, "contestant": "trainer", "seconds": each} for each in (0.1, 0.5, 0.2)]
+    rows += [{**step, "contestant": "hf", "error": "out of memory"}]
+    large = {"table": "large model", "microbatches": 8, "tokens_per_second": 11000.0}
+    large |= {"seconds": 2.0, "predicted_seconds": {"h200": 2.1}, "mfu": 0.5, "start_seconds": 9.0}
+    large |= {"allocated_gib": 130.0, "reserved_gib": 135.5, "predicted_gib": 131.0}
+    rows += [{**large, "variant": "eager"}]
+    rows += [{"table": "large model", "variant": "cudnn", "error": "CUDA out of memory | x"}]
+    rows += [{"table": "one gpu", "name": "gpt2", "losses": 1.5e-6, "norms": 2e-5, "note": ""}]
+    outcome = {"title": "all", "status": "passed", "seconds": 3.0, "rows": rows}
+    report = {"date": "2026-11-23", "tiny": False, "steps": [outcome]}
+    (tmp_path / "part2.json").write_text(json.dumps(report))
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for page in ("benchmarks.md", "gpu_untested.md"):
+        shutil.copy(ROOT / "docs" / page, docs)
+    tables = modules["tables"]
+    arguments = [str(tmp_path), "--write", "--docs", str(docs)]
+    assert tables.main(arguments) == 0
+    page = (docs / "benchmarks.md").read_text()
+    row = "| 125m | gpt2 | bf16 | 4 | trainer | 5000 | 100.0 / 200.0 / 500.0 | 2500 | 1.5 | 3 |"
+    assert row in page
+    assert "| 125m | gpt2 | bf16 | 4 | hf | - | - | - | out of memory | - |" in page
+    assert "| eager | 8 | 11000 | 0.5 | 9 | 130 | 136 | 131 | h200 +5.0 % |" in page
+    assert "CUDA out of memory / x" in page
+    assert "| gpt2 | 1.50e-06 | 2.00e-05 |  |" in (docs / "gpu_untested.md").read_text()
+    # Writing twice gives the same page.
+    assert tables.main(arguments) == 0
+    assert (docs / "benchmarks.md").read_text() == page
+
+
+def test_tables_refuse_what_is_no_measurement(
+    modules: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = modules["tables"]
+    assert tables.main([str(tmp_path)]) == 1
+    assert "part1.json" in capsys.readouterr().err
+    report = tmp_path / "part1.json"
+    report.write_text('{"date": "now", "tiny": true, "steps": []}')
+    assert tables.main([str(tmp_path), "--write", "--docs", str(tmp_path)]) == 1
+    assert "--tiny" in capsys.readouterr().err
+    report.write_text("{")
+    assert tables.main([str(tmp_path)]) == 1
+    assert "no report" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine may have a GPU")
+    command = ["bash", "tests/gpu/first_hour.sh", "--part", "1", "--report", str(tmp_path / "r")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no GPU" in done.stderr
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
+def test_a_part_runs_at_tiny_sizes(part: int, tmp_path: Path) -> None:
+    command = f"bash tests/gpu/first_hour.sh --part {part} --tiny --report {tmp_path}"
+    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=600)
+    report = json.loads((tmp_path / f"part{part}.json").read_text())
+    statuses = {step["title"]: step["status"] for step in report["steps"]}
+    assert {*statuses.values()} == {"passed"}, f"{statuses}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0
+    assert all(step["rows"] for step in report["steps"])
+    printed = subprocess.run(
+        [sys.executable, "tests/gpu/tables.py", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "### Steps" in printed.stdout
