@@ -42,6 +42,7 @@ from plain_gpt import PlainGPT, PlainModernGPT
 from results import add_row
 from worlds import (
     CORPUS,
+    TIMEOUT_SECONDS,
     Case,
     LaunchedWorld,
     WorldFailedError,
@@ -132,6 +133,9 @@ class Arguments:
     """Interleaved rounds."""
     steps: int = 3
     """Steps of each contestant in a round."""
+    compile_seconds: float = 300
+    """Time for the compilers, which run at the same time. A contestant that is not compiled by then
+    is left out, so that the others are measured."""
     microbatches: int = 1
     """Microbatches of a step. Gradients are summed over them."""
     vocab_size: int | None = None
@@ -434,7 +438,7 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
         }
         contest = Contest(worlds, described)
         contest.start()
-        contest.warm_up(arguments.steps)
+        contest.warm_up(arguments.steps, arguments.compile_seconds)
         for _ in range(arguments.rounds):
             for name in list(contest.worlds):
                 contest.measure(name, arguments.steps)
@@ -461,14 +465,15 @@ class Contest:
         for name in list(self.worlds):
             self._receive(name)
 
-    def warm_up(self, steps: int) -> None:
+    def warm_up(self, steps: int, compile_seconds: float) -> None:
         """Run the first steps, which load kernels, allocate and compile."""
+        end = time.perf_counter() + compile_seconds
         compiled = [name for name in self.worlds if name.endswith(COMPILED)]
         # Compilers need the CPU for most of a minute, so they run at the same time.
         for name in compiled:
             self.worlds[name].send("steps", steps)
         for name in compiled:
-            self._receive(name)
+            self._receive(name, max(0.0, end - time.perf_counter()))
         for name in list(self.worlds):
             if name not in compiled:
                 self.worlds[name].send("steps", steps)
@@ -485,9 +490,10 @@ class Contest:
         self.gib[name] = peak / 2**30
         add_row("steps", **self.described, contestant=name, seconds=seconds, gib=self.gib[name])
 
-    def _receive(self, name: Contestant) -> list[Any] | None:
+    def _receive(self, name: Contestant, seconds: float = TIMEOUT_SECONDS) -> list[Any] | None:
+        """Return the answers of a contestant. One that fails leaves the contest."""
         try:
-            return self.worlds[name].receive()
+            return self.worlds[name].receive(seconds)
         except WorldFailedError as failure:
             reason = str(failure).strip().splitlines()[-1]
             print(f"FAILED: {name}: {failure}", flush=True)

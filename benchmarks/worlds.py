@@ -328,8 +328,11 @@ class LaunchedWorld:
             except BrokenPipeError:
                 self._fail("a rank died")
 
-    def receive(self) -> list[Any]:
+    def receive(self, seconds: float = TIMEOUT_SECONDS) -> list[Any]:
         """Return the ranks' answers to the oldest command without an answer, or to the start.
+
+        Args:
+            seconds: A rank that does not answer for this long counts as hanging.
 
         Raises:
             WorldFailedError: A rank raised, died or hangs. The world is gone.
@@ -337,9 +340,9 @@ class LaunchedWorld:
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
             missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
-            ready = wait(missing, TIMEOUT_SECONDS)
+            ready = wait(missing, seconds)
             if not ready:
-                self._fail(f"no answer within {TIMEOUT_SECONDS} s")
+                self._fail(f"no answer within {seconds:.0f} s")
             for pipe in ready:
                 rank = next(rank for rank, own in enumerate(self._pipes) if own is pipe)
                 try:

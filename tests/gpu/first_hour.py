@@ -46,14 +46,15 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
             build_step_time(
                 "step time, 125M",
                 140,
-                "--size 125m --shape gpt2 --contestants trainer trainer-kernels trainer-compiled "
-                "plain plain-compiled hf hf-compiled",
+                "--size 125m --shape gpt2 --compile-seconds 80 --contestants trainer "
+                "trainer-kernels trainer-compiled plain plain-compiled hf hf-compiled",
                 "the trainer against plain GPT-2 and Hugging Face's, eager and compiled",
             ),
             build_step_time(
                 "step time, 177M",
                 100,
-                "--size 177m --shape llama --contestants trainer trainer-kernels trainer-compiled "
+                "--size 177m --shape llama --compile-seconds 60 "
+                "--contestants trainer trainer-kernels trainer-compiled "
                 "hf hf-compiled",
                 "the same for a Llama whose MLP has 2,730 channels",
             ),
@@ -78,8 +79,8 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
             build_step_time(
                 "step time, 125M like nanochat",
                 100,
-                "--size 125m --shape nanochat --contestants trainer trainer-kernels "
-                "trainer-compiled nanochat nanochat-compiled",
+                "--size 125m --shape nanochat --compile-seconds 60 --contestants trainer "
+                "trainer-kernels trainer-compiled nanochat nanochat-compiled",
                 "the trainer against a loop like nanochat's",
             ),
             build_shares("kernels of a step, 1.3B", 60, "--size 1.3b --shape llama"),
