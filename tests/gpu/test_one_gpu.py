@@ -165,7 +165,8 @@ def launch(data: str, folder: Path, flags: str, *, gpu: bool = True) -> Run:
     files = f"--data-path {data} --data-cache-path {folder}/cache --save {folder} --load {folder}"
     command = [sys.executable, "pretrain_gpt.py", *SIZES.split(), *files.split(), *flags.split()]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": paths}
+    threads = "1" if ON_CPU else "2"
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": paths}
     if not gpu or ON_CPU:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
