@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron.config.cli import load_config
 from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.progress import LONG_FACTOR, Phase, RankProgress, Stopwatch
 from megatron.parallel.rank_state import RankState, find_last_collectives
-from megatron.plan import resolve
 
 LIMIT = 10.0
 TICK = 0.25
@@ -175,16 +173,3 @@ def test_messages_between_two_ranks_are_left_out_of_the_collectives() -> None:
     operation = "gloo:all_reduce [4]"
     assert found == {"0": {1: operation, 2: operation}, "1": {1: operation}}
     assert "number 2 of group 0" in last
-
-
-@pytest.mark.parametrize(("seconds", "processes"), [("590", 2), ("600", 2), ("900", 1)])
-def test_limit_of_a_step_must_be_below_that_of_the_collectives(
-    seconds: str, processes: int
-) -> None:
-    argv = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
-        "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 "
-        f"--lr 1e-3 --mock-data --vocab-size 100 --hang-timeout {seconds}"
-    ).split()
-    errors = resolve(load_config(argv).config, processes).errors
-    assert any("--hang-timeout" in error for error in errors) == (processes > 1)
