@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 from process_pool import ProcessPool, find_free_port, succeed
+from training.runs import Runner
 
 from megatron.open_files import allow_open_files
 
@@ -322,3 +323,34 @@ def test_group_that_cannot_exchange_a_message_is_named(
     reason = "failed: no route to host; check" if raises else "instead of"
     assert f"rank {ranks[-1]} failed" in str(outcome.error)
     assert reason in str(outcome.error)
+
+
+def train_without_rank_3(argv: list[str]) -> None:
+    """Train, and let rank 3 end before it connects to its tensor-parallel group."""
+    import torch.distributed as dist
+
+    import megatron.training.pretrain as pretrain_module
+    from megatron.config.cli import load_config
+    from megatron.parallel import connections
+
+    connect_group = connections.connect_group
+
+    def end(group: Any, kind: str, *arguments: Any) -> None:
+        if dist.get_rank() == 3 and kind == "tensor-parallel group":
+            raise ValueError("a mistake")
+        connect_group(group, kind, *arguments)
+
+    with mock.patch.object(connections, "connect_group", end):
+        pretrain_module.pretrain(load_config(argv))
+
+
+def test_lost_rank_and_the_group_that_misses_it_are_named(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    run = Runner(pool, corpus, tmp_path / "run")
+    argv = run.argv("--tensor-model-parallel-size 2 --distributed-timeout-minutes 0.2")
+    outcomes = pool.run(4, train_without_rank_3, argv)
+    assert {outcome.kind for outcome in outcomes[:3]} == {"LostRanksError"}
+    errors = [str(outcome.error) for outcome in outcomes[:3]]
+    (told,) = [error for error in errors if "has left the run: ValueError: a mistake" in error]
+    assert "must exchange a message before the first step" in told
