@@ -22,7 +22,6 @@ from megatron.plan_rules import (
     check_batch_sizes,
     check_curriculum,
     check_grid,
-    check_hang_timeout,
     check_muon,
     check_profile,
     check_tensor_parallel,
@@ -294,7 +293,6 @@ def resolve(
         curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report
     )
     check_profile(world_size, train_iters, report)
-    check_hang_timeout(world_size, report)
     no_phases: tuple[PlannedPhase, ...] = ()
     data_phases = no_phases
     if vocab_size is None:

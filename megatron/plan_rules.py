@@ -22,7 +22,6 @@ from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-from megatron.parallel.time_limit import TimeLimit
 from megatron.plural import format_count
 from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
@@ -572,20 +571,6 @@ def check_profile(world_size: int, train_iters: int, report: PlanReport) -> None
         report.warnings.append(
             f"{report.describe('logging.profile_iterations')} begins after the last iteration, "
             f"{train_iters}: no trace is written; choose earlier iterations."
-        )
-
-
-def check_hang_timeout(world_size: int, report: PlanReport) -> None:
-    """Check that a hang is noticed before the collectives of the process groups time out."""
-    parallel = report.config.parallel
-    if parallel.hang_timeout is None or world_size == 1:
-        return
-    longest = TimeLimit(parallel.distributed_timeout_minutes).collective.total_seconds()
-    if parallel.hang_timeout >= longest:
-        report.errors.append(
-            f"{report.describe('parallel.hang_timeout')} must be below {longest:g} s, the time "
-            f"that {report.describe('parallel.distributed_timeout_minutes')} gives a collective: "
-            "decrease the first or increase the second."
         )
 
 

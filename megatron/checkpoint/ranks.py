@@ -92,15 +92,6 @@ class Ranks:
         """Return every rank's value on rank 0, and None elsewhere. It is for long values."""
         return gather_json_on_rank_0(mine, self.group)
 
-    def all(self, mine: bool) -> bool:
-        """Return whether `mine` is true on every rank. This is cheaper than `gather`."""
-        if self.size == 1:
-            return mine
-        # The minimum of 0 and 1 is a logical "and".
-        agreed = torch.tensor([int(mine)])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(agreed.item())
-
     def work(
         self, act: Callable[[], Result], what: str, say: Callable[[str], None] = lambda line: None
     ) -> Result:
@@ -267,7 +258,7 @@ def build_roll_call(
     else:
         # PyTorch has no public way to get the store of the default process group.
         store = dist.distributed_c10d._get_default_store()
-    limit = TimeLimit(timeout_minutes)
+    limit = TimeLimit(timeout_minutes, hang_timeout)
     if hang_timeout is None:
         return RollCall(store, ranks.rank, ranks.names, limit)
     return Watchdog(

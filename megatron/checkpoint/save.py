@@ -14,9 +14,10 @@ Invariants:
 A save has the stages of `SaveStage`. All ranks work on the same stage. A stage runs in a thread,
 and the threads of different ranks never communicate, see `stages.py`. `begin` waits for the stages
 FINISH_EARLIER and PREPARE and starts WRITE. The training loop calls `poll` once an iteration. When
-all ranks have finished the present stage, `poll` starts the next one. READ_BACK is left out unless
-older checkpoints are removed (--keep-latest-checkpoints). A synchronous save runs the same stages,
-and `complete` waits for each of them.
+all ranks have finished the present stage, `poll` starts the next one. It needs no message, because
+the ranks report their stages with the votes of a step (`training/exits.py`). READ_BACK is left out
+unless older checkpoints are removed (--keep-latest-checkpoints). A synchronous save runs the same
+stages, and `complete` waits for each of them.
 """
 
 import os
@@ -109,6 +110,11 @@ class Saver:
     def in_flight(self) -> bool:
         """Whether a save is in progress."""
         return self._save is not None
+
+    @property
+    def is_working(self) -> bool:
+        """Whether this rank works on a stage of a save in progress."""
+        return self._save is not None and not self._save.work.done
 
     def describe(self, shards: Sequence[TensorShard]) -> tuple[str, str]:
         """Return two cells of the table at start: the size of a checkpoint, and when it is written.
@@ -237,19 +243,21 @@ class Saver:
         if self._save is not None:
             self._save.copied.wait()
 
-    def poll(self) -> None:
+    def poll(self, *, stage_is_done: bool) -> None:
         """Start the next stage of a save if all ranks have finished the present one.
 
         Call it once an iteration. On rank 0 it also checks that the lease is still held.
+
+        Args:
+            stage_is_done: Whether `is_working` was False on all ranks, since the present stage
+                began. All ranks must pass the same value, so that all of them go on together.
 
         Raises:
             CheckpointError: See `begin`.
         """
         if self._lease is not None and self._lease.lost is not None:
             raise CheckpointError(self._lease.lost)
-        # All ranks decide together. A rank that alone went on would wait in a collective that the
-        # others never enter.
-        if self._save is not None and self._ranks.all(self._save.work.done):
+        if self._save is not None and stage_is_done:
             self._advance()
 
     def complete(self) -> None:

@@ -55,8 +55,9 @@ class ParallelConfig:
     """Communication library. Default: nccl if each rank has a GPU of its own, else gloo."""
     distributed_timeout_minutes: Annotated[float, POSITIVE] = 10.0
     """Minutes after which ranks that wait for an unresponsive rank end the run and name that rank
-    (gloo). With nccl its watchdog ends the run. Reading and writing of files may take longer."""
-    hang_timeout: Annotated[float | None, POSITIVE] = None
+    (gloo). With nccl its watchdog ends the run. Reading and writing of files may take longer. With
+    --hang-timeout, messages time out only after the longest time that it allows."""
+    hang_timeout: Annotated[float | None, Range("(0, 1e9]")] = None
     """Seconds that a training step or a batch of an evaluation may take. Ten times as long are
     allowed for the first of its kind, the start, a load, a save and the index of the data. After
     that, the ranks that the others wait for are named, with their lines of code, and the run ends

@@ -33,8 +33,8 @@ The norm is None if the engine does not know it before the update. The loss is f
 """
 
 
-Vote = Callable[[], float]
-"""Returns a number of this rank, which the step's all-reduce adds up over all ranks.
+Vote = Callable[[], Sequence[float]]
+"""Returns numbers of this rank, which the step's all-reduce adds up over all ranks.
 
 It is called as late as possible, when the gradients are complete.
 """
@@ -94,8 +94,8 @@ class StepResult:
     """None if they were not asked for."""
     rejected: bool = False
     """Whether the step was finite and was dropped because `accept` returned False."""
-    votes: float | None = None
-    """The sum of the ranks' votes. None if there was no vote, or no message that could carry it."""
+    votes: Sequence[float] | None = None
+    """The sums of the ranks' votes. None if there was no vote, or no message to carry it."""
 
     @property
     def is_nan(self) -> bool:
@@ -159,7 +159,7 @@ class Engine(Protocol):
             with_layer_statistics: Fill `StepResult.layers`.
             accept: Decides whether a finite step changes weights, moments and loss scale. It gets
                 the same numbers on all ranks. None: every finite step does.
-            vote: Returns this rank's term of `StepResult.votes`.
+            vote: Returns this rank's terms of `StepResult.votes`.
         """
         ...
 

@@ -222,7 +222,8 @@ class DeepSpeedEngine(EngineBase):
 
         DeepSpeed has no argument for it and uses torch's default of 30 minutes.
         """
-        limit = TimeLimit(self._plan.config.parallel.distributed_timeout_minutes)
+        parallel = self._plan.config.parallel
+        limit = TimeLimit(parallel.distributed_timeout_minutes, parallel.hang_timeout)
         backend.new_group = lambda ranks: dist.new_group(ranks, timeout=limit.collective)
 
     @contextlib.contextmanager
@@ -604,12 +605,14 @@ class DeepSpeedEngine(EngineBase):
         )
         return replace(result, votes=votes)
 
-    def _train(self, inputs: list[Inputs], vote: Vote | None) -> tuple[float, float | None]:
+    def _train(
+        self, inputs: list[Inputs], vote: Vote | None
+    ) -> tuple[float, Sequence[float] | None]:
         """Run forward, backward and the update.
 
         Returns:
-            The mean loss over all ranks, and the sum of the votes. DeepSpeed's pipeline reduces the
-            loss itself, so no message can carry votes there.
+            The mean loss over all ranks, and the sums of the votes. DeepSpeed's pipeline reduces
+            the loss itself, so no message can carry votes there.
         """
         self._wrapped_stage.begin(inputs)
         self._microbatches = len(inputs)
@@ -629,11 +632,10 @@ class DeepSpeedEngine(EngineBase):
             self._engine.backward(loss)
             total += loss.detach().double() / len(inputs)
             self._engine.step()
-        votes = torch.full_like(total, 0.0 if vote is None else vote())
-        loss_sum, votes_sum = self._sum_over_ranks(torch.stack((total, votes)))
-        if vote is None:
-            return loss_sum / self._mesh.grid.world_size, None
-        return loss_sum / self._mesh.grid.world_size, votes_sum
+        own_votes = () if vote is None else vote()
+        votes = [torch.full_like(total, number) for number in own_votes]
+        loss_sum, *sums = self._sum_over_ranks(torch.stack((total, *votes)))
+        return loss_sum / self._mesh.grid.world_size, None if vote is None else sums
 
     def _evaluate(self, inputs: list[Inputs]) -> float:
         self._wrapped_stage.begin(inputs)

@@ -293,10 +293,10 @@ class NativeEngine(EngineBase):
 
     def _reduce_step(
         self, loss: Tensor, vote: Vote | None
-    ) -> tuple[float, float, float, float | None]:
+    ) -> tuple[float, float, float, Sequence[float] | None]:
         """Return the mean loss, the squared gradient norm, the number of zeros, and the votes.
 
-        They are those of the complete model and of all ranks. One all-reduce sums all four.
+        They are those of the complete model and of all ranks. One all-reduce sums all of them.
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
@@ -305,13 +305,13 @@ class NativeEngine(EngineBase):
             zeros = count_zeros(mine, loss.device)
         else:
             zeros = torch.zeros_like(squares)
-        own_vote = 0.0 if vote is None else vote()
+        own_votes = () if vote is None else vote()
         # A fill is one kernel. Making a tensor from the number would copy it from host memory.
-        votes = torch.full_like(squares, own_vote)
-        loss_value, squares_value, zeros_value, votes_value = self._sum_over_ranks(
-            torch.stack((self._compute_loss_share(loss), squares, zeros, votes))
+        votes = [torch.full_like(squares, number) for number in own_votes]
+        loss_value, squares_value, zeros_value, *sums = self._sum_over_ranks(
+            torch.stack((self._compute_loss_share(loss), squares, zeros, *votes))
         )
-        return loss_value, squares_value, zeros_value, None if vote is None else votes_value
+        return loss_value, squares_value, zeros_value, None if vote is None else sums
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
         """Return this rank's term of the mean loss. The sum over all ranks is the mean.

@@ -54,23 +54,12 @@ class PipelineRunner:
         self._num_stages = num_stages
         self._dtype = dtype
         self._stages = [_StageModule(stage) for stage in stages]
-        self._open_connections()
         self._factor = 1.0
         self.schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
         """The latest schedule for training (True) and for evaluation (False).
 
         Each comes with the number of microbatches and the shape that it is for.
         """
-
-    def _open_connections(self) -> None:
-        """Let the pipeline ranks exchange a first message, all of them together.
-
-        NCCL makes a group's communicator with its first message. In the middle of a schedule, some
-        ranks would be in other messages, and wait for each other.
-        """
-        group = self._mesh.get_pipeline_group()
-        first = torch.zeros(1, device=choose_message_device(group, self._mesh.device))
-        dist.all_reduce(first, group=group)
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches by the pipeline schedule. See `Runner.run`."""
@@ -204,10 +193,11 @@ class _Stage(PipelineStage):
         self._tp = mesh.tensor_parallel
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the messages that open NCCL's connections. gloo's are open already."""
-        if self._message_device != self.device:
-            return []
-        return super()._get_init_p2p_neighbors_ops()
+        """Return no messages, because `build_mesh` has connected the ranks.
+
+        torch 2.11 calls this method, and torch 2.13 does not.
+        """
+        return []
 
     # torch allocates all receive buffers in these two methods. On the meta device they have shapes
     # and no memory. `_make_buffers` gives a buffer its memory just before a message arrives in it.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.errors import LayoutError
+from megatron.parallel.connections import connect_group, connect_ranks
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
 from megatron.parallel.progress import RankProgress
@@ -108,7 +109,11 @@ class Mesh:
             return dist.group.WORLD
         # Tensor is the innermost axis and data the next one, so the members are neighbours.
         members_of_groups = torch.arange(self.grid.world_size).view(-1, size).tolist()
-        return _own_group(members_of_groups, self.rank, self.time_out)
+        group = _own_group(members_of_groups, self.rank, self.time_out)
+        assert group is not None, "every rank is in the group of its stages"
+        device = choose_message_device(group, self.device)
+        connect_group(group, "group of a copy of the stages", device, self.progress)
+        return group
 
     def get_pipeline_group(self) -> dist.ProcessGroup:
         """Return the group of the ranks that a microbatch passes through, in order."""
@@ -135,11 +140,12 @@ def build_mesh(
     sequence_parallel: bool = False,
     shard_size: int | None = None,
     timeout_minutes: float = 10.0,
+    hang_timeout: float | None = None,
     comm_timer: CommTimer = nullcontext,
     control: dist.ProcessGroup | None = None,
     progress: RankProgress | None = None,
 ) -> Mesh:
-    """Divide the running world into the grid's groups.
+    """Divide the running world into the grid's groups, and connect the ranks of each group.
 
     Args:
         grid: The sizes of the axes.
@@ -149,13 +155,16 @@ def build_mesh(
         shard_size: Data-parallel ranks that share one copy of the model. It must divide their
             number. Default: all of them.
         timeout_minutes: The limit that the time-out of every group is derived from.
+        hang_timeout: See `TimeLimit`.
         comm_timer: Entered around each collective, to time it.
         control: The group for messages, if it exists already. See `build_control_group`.
         progress: The phase of this rank, if a watchdog reads it.
 
     Raises:
-        LayoutError: The world has another size than the grid.
+        LayoutError: The world has another size than the grid. Or the ranks of a group cannot
+            exchange a message.
     """
+    progress = progress or RankProgress()
     if dist.is_initialized():
         rank = dist.get_rank()
     else:
@@ -184,15 +193,15 @@ def build_mesh(
             None,
             None,
             (name,),
-            progress=progress or RankProgress(),
+            progress=progress,
         )
-    time_out = TimeLimit(timeout_minutes).collective
+    time_out = TimeLimit(timeout_minutes, hang_timeout).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
     sharding = _build_data_sharding(grid, rank, devices, shard_size or grid.data, time_out)
     backend = dist.get_backend()
     # Creating a group is a collective. All ranks must create the same groups in the same order.
     if control is None:
-        control = build_control_group(timeout_minutes)
+        control = build_control_group(timeout_minutes, hang_timeout)
     tensor_parallel = TensorParallel(
         size=grid.tensor,
         rank=coordinate.tensor,
@@ -201,6 +210,13 @@ def build_mesh(
         comm_timer=comm_timer,
     )
     ends = _build_ends_group(grid, rank, time_out)
+    pipeline = devices.get_group("pp")
+    connect_ranks(
+        _name_groups(grid, devices, sharding, ends),
+        pipeline,
+        choose_message_device(pipeline, device),
+        progress,
+    )
     names = tuple(gather_json(name, control))
     return Mesh(
         grid,
@@ -215,8 +231,35 @@ def build_mesh(
         names,
         time_out,
         sharding,
-        progress or RankProgress(),
+        progress,
     )
+
+
+def _name_groups(
+    grid: Grid,
+    devices: DeviceMesh,
+    sharding: DataSharding,
+    ends: dist.ProcessGroup | None,
+) -> dict[dist.ProcessGroup, str]:
+    """Return what each group of a step is, in the order in which the ranks are connected.
+
+    A group of one axis may be the world itself. The name of the axis is more precise.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the world has several ranks"
+    groups = {world: "world"}
+    if grid.tensor > 1:
+        groups[devices.get_group("tp")] = "tensor-parallel group"
+    if grid.data > 1:
+        assert sharding.mesh is not None, "several ranks have a mesh"
+        groups[sharding.mesh.get_group()] = "data-parallel group"
+    if sharding.replicas is not None:
+        groups[sharding.replicas] = "group of copies"
+    if grid.pipeline > 1:
+        groups[devices.get_group("pp")] = "pipeline group"
+    if ends is not None:
+        groups[ends] = "group of the first and the last stage"
+    return groups
 
 
 def _make_device_mesh(

@@ -44,7 +44,11 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def start_process_group(
-    backend: str | None, timeout_minutes: float, device: torch.device | None = None
+    backend: str | None,
+    timeout_minutes: float,
+    device: torch.device | None = None,
+    *,
+    hang_timeout: float | None = None,
 ) -> None:
     """Join the world that the launcher's environment describes.
 
@@ -55,6 +59,7 @@ def start_process_group(
             connect two ranks of the same GPU.
         timeout_minutes: Limit of the meeting, from which the limit of collectives is derived.
         device: This rank's device, see `choose_device`. None: the CPU.
+        hang_timeout: See `TimeLimit`.
 
     Raises:
         LayoutError: `backend` is nccl, and torch sees no GPU or ranks share one. Or ranks have not
@@ -80,7 +85,7 @@ def start_process_group(
     if backend is None:
         has_own_gpu = device is not None and device.type == "cuda" and not sharing
         backend = "nccl" if has_own_gpu else "gloo"
-    limit = TimeLimit(timeout_minutes)
+    limit = TimeLimit(timeout_minutes, hang_timeout)
     # Each group may have a connection to each of its ranks.
     allow_open_files(2 * world_size)
     if world_size >= _MANY_RANKS:
@@ -196,11 +201,14 @@ def _name_missing(store: dist.Store, keys: Sequence[str]) -> str:
     return ", ".join(missing)
 
 
-def build_control_group(timeout_minutes: float) -> dist.ProcessGroup | None:
+def build_control_group(
+    timeout_minutes: float, hang_timeout: float | None = None
+) -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks for small messages. All ranks call it together.
 
     Args:
         timeout_minutes: The limit that the group's time-out is derived from.
+        hang_timeout: See `TimeLimit`.
 
     Raises:
         LayoutError: gloo cannot connect the ranks.
@@ -208,4 +216,5 @@ def build_control_group(timeout_minutes: float) -> dist.ProcessGroup | None:
     if dist.get_backend() == "gloo":
         return dist.group.WORLD
     with _explain_gloo("gloo"):
-        return dist.new_group(backend="gloo", timeout=TimeLimit(timeout_minutes).collective)
+        limit = TimeLimit(timeout_minutes, hang_timeout)
+        return dist.new_group(backend="gloo", timeout=limit.collective)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.errors import LOST_EXIT_CODE, LostRanksError
+from megatron.errors import LOST_EXIT_CODE, LayoutError, LostRanksError
 from megatron.parallel.hang_verdict import describe_places
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_state import find_location, locate_thread
@@ -339,11 +339,13 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
     gloo has no error class of its own. A pipeline schedule raises another error from it, so the
     causes are searched too.
     """
-    while error is not None:
-        of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-        if of_gloo or isinstance(error, dist.DistError | OutOfStepError):
-            return error
-        error = error.__cause__
+    cause = error
+    while cause is not None:
+        of_gloo = isinstance(cause, RuntimeError) and "gloo" in str(cause)
+        if of_gloo or isinstance(cause, dist.DistError | OutOfStepError):
+            # A LayoutError names the group whose first message has failed.
+            return error if isinstance(error, LayoutError) else cause
+        cause = cause.__cause__
     return None
 
 

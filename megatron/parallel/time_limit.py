@@ -1,7 +1,9 @@
-"""How the limit of `--distributed-timeout-minutes` is divided."""
+"""The time-outs that follow from `--distributed-timeout-minutes` and `--hang-timeout`."""
 
 from dataclasses import dataclass
 from datetime import timedelta
+
+from megatron.parallel.progress import LONG_FACTOR
 
 _LONGEST_SECONDS = 10.0
 """The longest time for a roll call, for any `--distributed-timeout-minutes`."""
@@ -15,6 +17,8 @@ class TimeLimit:
     """
 
     minutes: float
+    hang_timeout: float | None = None
+    """Seconds of `--hang-timeout`, if the ranks are watched."""
 
     @property
     def roll_call(self) -> timedelta:
@@ -23,5 +27,12 @@ class TimeLimit:
 
     @property
     def collective(self) -> timedelta:
-        """The time-out of every process group."""
-        return timedelta(minutes=self.minutes) - self.roll_call
+        """The time-out of every process group.
+
+        It is longer than the limit of every phase. The watchdog then names a rank first. NCCL would
+        end the process without a name.
+        """
+        limit = timedelta(minutes=self.minutes) - self.roll_call
+        if self.hang_timeout is None:
+            return limit
+        return max(limit, timedelta(seconds=LONG_FACTOR * self.hang_timeout) + self.roll_call)

@@ -1,4 +1,4 @@
-"""The decision to stop, made once an iteration by all ranks together.
+"""The decisions of all ranks together once an iteration: to stop, and to continue a save.
 
 Most decisions need no message of their own, because each rank's vote is summed with the loss of the
 step. There is one more message after an evaluation or a save, because these take long. There is
@@ -94,6 +94,8 @@ class Exits:
         """Why the last search for the kill switch failed. None if it did not fail."""
         self._votes: float | None = None
         """The sum of all ranks' votes in the last step. None if they did not vote."""
+        self._stage_is_done = False
+        """Whether no rank worked on a stage of a save when the ranks last voted or decided."""
 
     def catch_signals(self) -> None:
         """Let SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGUSR2 stop the run after its iteration."""
@@ -133,32 +135,50 @@ class Exits:
         with contextlib.suppress(OSError):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
 
-    def vote(self, before: int, after: int) -> float:
-        """Return this rank's vote on a step from iteration `before` to `after`.
+    def vote(self, before: int, after: int, *, works_on_save: bool) -> tuple[float, float]:
+        """Return this rank's votes on a step from iteration `before` to `after`.
 
-        The sum of all votes goes to `count_votes`.
+        The sums of all votes go to `count_votes`.
+
+        Args:
+            before: The iteration before the step.
+            after: The iteration after it.
+            works_on_save: See `Saver.is_working`.
         """
         reason = self._find_own_reason(before, after)
         vote = _SIGNAL_VOTE if reason == StopReason.SIGNAL else float(reason)
-        return _ITERATION_VOTE * (after % _ITERATIONS) + vote
+        return _ITERATION_VOTE * (after % _ITERATIONS) + vote, float(works_on_save)
 
-    def count_votes(self, votes: float | None, after: int) -> None:
-        """Remember the sum of the votes for `decide`.
+    def count_votes(self, votes: Sequence[float] | None, after: int) -> None:
+        """Remember the sums of the votes for `decide` and `take_stage_is_done`.
 
         Args:
-            votes: The sum. None if no message could carry it.
+            votes: The sums. None if no message could carry it.
             after: The iteration after the step.
 
         Raises:
             OutOfStepError: A rank has voted on another step, because it has left out a message.
         """
         self._votes = None
-        # A single rank has nobody to compare with.
-        if votes is None or self._mesh.grid.world_size == 1:
+        if votes is None:
             return
-        iterations, self._votes = divmod(votes, _ITERATION_VOTE)
+        stop, working = votes
+        self._stage_is_done = working == 0
+        # A single rank has nobody to compare with.
+        if self._mesh.grid.world_size == 1:
+            return
+        iterations, self._votes = divmod(stop, _ITERATION_VOTE)
         if iterations != self._mesh.grid.world_size * (after % _ITERATIONS):
             raise OutOfStepError({})
+
+    def take_stage_is_done(self) -> bool:
+        """Return whether all ranks had finished the stage of a save that is in progress.
+
+        All ranks get the same answer. An answer counts once, because the next stage may begin.
+        """
+        done = self._stage_is_done
+        self._stage_is_done = False
+        return done
 
     def decide(
         self,
@@ -168,6 +188,7 @@ class Exits:
         of_each_rank: float | None = None,
         *,
         ask_again: bool = False,
+        works_on_save: bool = False,
     ) -> tuple[StopReason, list[float], list[float]]:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 
@@ -181,6 +202,7 @@ class Exits:
                 none.
             ask_again: Whether much time has passed since the votes. A reason that came up since
                 then must not wait for another step.
+            works_on_save: See `Saver.is_working`.
 
         Returns:
             The reason, rank 0's `numbers`, and the numbers of all ranks.
@@ -194,6 +216,7 @@ class Exits:
         shared = [] if of_each_rank is None else [of_each_rank]
         # A single rank needs no message.
         if self._mesh.grid.world_size == 1:
+            self._stage_is_done = not works_on_save
             return self._find_own_reason(before, after), list(numbers), shared
         if votes is not None and not numbers and not shared and not ask_again:
             return _read_votes(votes), [], []
@@ -210,11 +233,13 @@ class Exits:
         # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
         # iteration show that this has not happened.
         check = [float(after), -float(after)]
-        agreed = torch.tensor([float(mine), *check, *numbers, *shared], dtype=torch.float64)
+        own = [float(mine), float(works_on_save), *check, *numbers, *shared]
+        agreed = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        reason, largest, smallest, *others = agreed.tolist()
+        reason, working, largest, smallest, *others = agreed.tolist()
         if [largest, smallest] != check:
             raise OutOfStepError({})
+        self._stage_is_done = working == 0
         return StopReason(int(reason)), others[: len(numbers)], others[len(numbers) :]
 
     def _find_own_reason(self, before: int, after: int) -> StopReason:

@@ -39,7 +39,8 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
     if parallel.hang_timeout is not None:
         # torch reads it when the first group starts.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_ENTRIES))
-    start_process_group(parallel.distributed_backend, minutes, device)
+    hang_timeout = parallel.hang_timeout
+    start_process_group(parallel.distributed_backend, minutes, device, hang_timeout=hang_timeout)
     rank = dist.get_rank()
     if (
         parallel.distributed_backend is None
@@ -50,7 +51,7 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
             "warning: some host has more ranks than GPUs. NCCL cannot connect ranks that share a "
             "GPU, so the slower gloo is used. For speed, start one rank for each GPU"
         )
-    control = build_control_group(minutes)
+    control = build_control_group(minutes, hang_timeout)
     names = gather_json(f"rank {rank} on {host}", control)
     return Ranks(rank, world.size, control, tuple(names))
 

@@ -164,7 +164,12 @@ def decide(run: Run, before: int) -> StopReason:
     proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
     own_time = run.stragglers.take_report(before, iteration)
     stop, decided, times = run.exits.decide(
-        before, iteration, proposed, own_time, ask_again=run.step_clock.has_paused
+        before,
+        iteration,
+        proposed,
+        own_time,
+        ask_again=run.step_clock.has_paused,
+        works_on_save=works_on_save(run),
     )
     run.clock.accept(decided)
     run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
@@ -252,7 +257,7 @@ def train_iteration(run: Run) -> None:
                 plan.config.logging.log_layer_stats_interval, state.iteration, iteration
             ),
             accept=choose_accept(run),
-            vote=lambda: run.exits.vote(iteration - 1, iteration),
+            vote=lambda: run.exits.vote(iteration - 1, iteration, works_on_save=works_on_save(run)),
         )
     run.exits.count_votes(result.votes, iteration)
     state.advance(batch_size, batch_size * seq_length)
@@ -390,9 +395,9 @@ def save_when_due(run: Run, before: int) -> None:
     saver = run.saver
     if saver is None:
         return
-    # Ranks agree in `poll` on how far the save is. It must therefore run on every rank in every
+    # The ranks have agreed on how far the save is. This must therefore run on every rank in every
     # iteration, also when no save is due.
-    saver.poll()
+    saver.poll(stage_is_done=run.exits.take_stage_is_done())
     saver.record_iterations(before, run.state.iteration)
     if saver.is_due(before, run.state.iteration) or run.clock.upcoming.save:
         with run.step_clock.pause():
@@ -402,6 +407,11 @@ def save_when_due(run: Run, before: int) -> None:
                     saver.complete()
     if not saver.in_flight:
         run.clock.end_save()
+
+
+def works_on_save(run: Run) -> bool:
+    """Return whether this rank works on a stage of a save."""
+    return run.saver is not None and run.saver.is_working
 
 
 def save_at_end(run: Run) -> None:

@@ -95,6 +95,7 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         sequence_parallel=parallel.sequence_parallel,
         shard_size=plan.shard_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
+        hang_timeout=parallel.hang_timeout,
         comm_timer=timers.time_collective,
         control=ranks.group,
         progress=ranks.progress,

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from unittest import mock
@@ -124,7 +125,7 @@ def _train_rank(pipe: Connection, environment: dict[str, str], arguments: list[s
 
     # A message between fake GPUs has no values, so it carries no votes. The ranks then ask each
     # other by a message between hosts, as they do after an evaluation.
-    def count_none(exits: Exits, votes: float | None, after: int) -> None:
+    def count_none(exits: Exits, votes: Sequence[float] | None, after: int) -> None:
         count_votes(exits, None, after)
 
     def choose(device: torch.device) -> None:

@@ -4,13 +4,17 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from process_pool import ProcessPool, find_free_port, succeed
+from training.runs import Runner
 
 from megatron.open_files import allow_open_files
 
@@ -128,37 +132,225 @@ except LayoutError as error:
     assert "GLOO_SOCKET_IFNAME=missing0" in found.stdout, found.stderr
 
 
-def record_first_messages(flags: str) -> list[str]:
-    """Return the collectives of the pipeline group before the first step."""
+@dataclass(frozen=True)
+class Use:
+    """A message, and the communicator that it has with NCCL."""
+
+    kind: str
+    """"group": a collective, or a message of a batch. "pair": a single message."""
+    ranks: tuple[int, ...]
+    """The ranks of the communicator."""
+    route: tuple[int, int] | None = None
+    """The sender and the receiver of a message between two ranks."""
+
+
+COLLECTIVES = (
+    *("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
+    *("broadcast", "alltoall", "alltoall_base", "reduce", "gather", "scatter", "barrier"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
+)
+
+
+@contextmanager
+def record_uses(uses: list[Use]) -> Iterator[None]:
+    """Record each message of this rank within a `with` block."""
     import torch.distributed as dist
-    from engine.test_pipeline_stage import Work, walk
+
+    batched = False
+    batch = dist.batch_isend_irecv
+
+    def send_batch(*arguments: Any) -> Any:
+        nonlocal batched
+        batched = True
+        try:
+            return batch(*arguments)
+        finally:
+            batched = False
+
+    def watch(name: str) -> Callable[..., Any]:
+        original = getattr(dist.ProcessGroup, name)
+
+        def call(group: Any, *arguments: Any, **keywords: Any) -> Any:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if name in ("send", "recv"):
+                ends = (ranks[group.rank()], ranks[arguments[1]])
+                route = ends if name == "send" else ends[::-1]
+                pair = (min(ends), max(ends))
+                uses.append(Use("group", ranks, route) if batched else Use("pair", pair, route))
+            else:
+                uses.append(Use("group", ranks))
+            return original(group, *arguments, **keywords)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", send_batch))
+        for name in (*COLLECTIVES, "send", "recv"):
+            if hasattr(dist.ProcessGroup, name):
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, watch(name)))
+        yield
+
+
+def record_run(flags: str, steps: list[Any]) -> tuple[list[Use], list[Use]]:
+    """Return what this rank uses before the first step, and in the steps."""
+    from engine.test_pipeline_stage import walk
 
     from megatron.engine.native import NativeEngine
 
-    events: list[str] = []
-    all_reduce = dist.all_reduce
+    uses: list[Use] = []
+    at_start: list[int] = []
     train_batch = NativeEngine.train_batch
 
-    def record(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        events.append(f"all-reduce {ranks}")
-        return all_reduce(tensor, op, group, async_op)
-
-    def train(self, *arguments, **options):
-        events.append("step")
+    def train(self: Any, *arguments: Any, **options: Any) -> Any:
+        at_start.append(len(uses))
         return train_batch(self, *arguments, **options)
 
-    with (
-        mock.patch.object(dist, "all_reduce", record),
-        mock.patch.object(NativeEngine, "train_batch", train),
-    ):
-        walk(flags, [Work(4)])
-    return events[: events.index("step")]
+    with record_uses(uses), mock.patch.object(NativeEngine, "train_batch", train):
+        walk(flags, steps)
+    return uses[: at_start[0]], uses[at_start[0] :]
 
 
-def test_pipeline_ranks_are_connected_before_the_first_step(pool: ProcessPool) -> None:
-    flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
-    outcomes = pool.run(4, record_first_messages, flags)
+COPIES = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hsdp-shard-size 1 "
+    "--optimizer muon"
+)
+SHARDS = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 2 "
+    "--sequence-parallel"
+)
+RING = (
+    "--num-layers 6 --pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 1 "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "samples", "groups"),
+    [
+        # World, tensor (also the group of a copy of the stages), copies, pipeline, ends, and pair.
+        # The last three have the same ranks.
+        (8, COPIES, (8, 4), {(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (0, 2), (0, 4)}),
+        (8, SHARDS, (8,), {(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (0, 2), (0, 4)}),
+        # Interleaved 1F1B and looped BFS.
+        (3, RING, (6, 4), {(0, 1, 2), (0, 1), (0, 2)}),
+        (4, "--pipeline-model-parallel-size 4", (8, 2), {(0, 1, 2, 3), (0, 1), (0, 3)}),
+    ],
+)
+def test_ranks_are_connected_before_the_first_step(
+    ranks: int,
+    flags: str,
+    samples: tuple[int, ...],
+    groups: set[tuple[int, ...]],
+    pool: ProcessPool,
+) -> None:
+    from engine.test_pipeline_stage import Work, evaluation
+
+    steps = [*map(Work, samples), evaluation(samples[0])]
+    outcomes = pool.run(ranks, record_run, flags, steps)
     succeed(outcomes)
+    before = [dict.fromkeys(outcome.value[0]) for outcome in outcomes]
     for rank, outcome in enumerate(outcomes):
-        assert f"all-reduce {[rank % 2, rank % 2 + 2]}" in outcome.value
+        assert set(outcome.value[1]) <= set(before[rank])
+    assert {use.ranks for use in outcomes[0].value[1]} == groups
+    # Communicators that two ranks share are made in one order.
+    made = [list(dict.fromkeys((use.kind, use.ranks) for use in uses)) for uses in before]
+    for first, second in combinations(made, 2):
+        shared = set(first) & set(second)
+        assert [each for each in first if each in shared] == [
+            each for each in second if each in shared
+        ]
+
+
+def start_with_fault(operation: str, ranks: tuple[int, ...], raises: bool) -> None:
+    """Build a mesh in which the messages of one group fail or arrive changed.
+
+    Args:
+        operation: The function of torch that fails, "all_reduce", "recv" or "batch_isend_irecv".
+        ranks: The ranks of the group or of the pair.
+        raises: Whether it raises an error.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron.parallel.grid import Grid
+    from megatron.parallel.mesh import build_mesh
+    from megatron.parallel.rendezvous import start_process_group
+
+    start_process_group("gloo", 0.2)
+    original = getattr(dist, operation)
+
+    def fail(first: Any, **options: Any) -> Any:
+        # A rank of two stages has one neighbour.
+        hit = dist.get_rank() == ranks[-1]
+        if operation == "all_reduce":
+            hit = hit and ranks == tuple(dist.get_process_group_ranks(options["group"]))
+        if hit and raises:
+            raise RuntimeError("no route to host\nin line two")
+        result = original(first, **options)
+        if hit and operation == "batch_isend_irecv":
+            for work in result:
+                work.wait()
+            first[1].tensor.add_(1)
+            # gloo's works can be waited for only once.
+            return []
+        elif hit:
+            first.add_(1)
+        return result
+
+    with mock.patch.object(dist, operation, fail):
+        build_mesh(Grid(pipeline=2, data=2, tensor=2), torch.device("cpu"), shard_size=1)
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "raises", "name"),
+    [
+        ("all_reduce", tuple(range(8)), False, "the world of ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        ("all_reduce", (2, 3), True, "the tensor-parallel group of ranks 2, 3"),
+        ("all_reduce", (2, 3), False, "the tensor-parallel group of ranks 2, 3"),
+        ("all_reduce", (1, 3), False, "the group of copies of ranks 1, 3"),
+        ("all_reduce", (2, 6), False, "the pipeline group of ranks 2, 6"),
+        ("recv", (3, 7), False, "the pair of pipeline neighbours of ranks 3, 7"),
+        ("batch_isend_irecv", (3, 7), True, "the pair of pipeline neighbours of ranks 3, 7"),
+        ("batch_isend_irecv", (3, 7), False, "the pair of pipeline neighbours of ranks 3, 7"),
+    ],
+)
+def test_group_that_cannot_exchange_a_message_is_named(
+    operation: str, ranks: tuple[int, ...], raises: bool, name: str, pool: ProcessPool
+) -> None:
+    outcome = pool.run(8, start_with_fault, operation, ranks, raises)[ranks[-1]]
+    assert outcome.kind == "LayoutError"
+    assert str(outcome.error).startswith(f"{name} must exchange a message before the first step")
+    reason = "failed: no route to host; check" if raises else "instead of"
+    assert f"rank {ranks[-1]} failed" in str(outcome.error)
+    assert reason in str(outcome.error)
+
+
+def train_without_rank_3(argv: list[str]) -> None:
+    """Train, and let rank 3 end before it connects to its tensor-parallel group."""
+    import torch.distributed as dist
+
+    import megatron.training.pretrain as pretrain_module
+    from megatron.config.cli import load_config
+    from megatron.parallel import connections
+
+    connect_group = connections.connect_group
+
+    def end(group: Any, kind: str, *arguments: Any) -> None:
+        if dist.get_rank() == 3 and kind == "tensor-parallel group":
+            raise ValueError("a mistake")
+        connect_group(group, kind, *arguments)
+
+    with mock.patch.object(connections, "connect_group", end):
+        pretrain_module.pretrain(load_config(argv))
+
+
+def test_lost_rank_and_the_group_that_misses_it_are_named(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    run = Runner(pool, corpus, tmp_path / "run")
+    argv = run.argv("--tensor-model-parallel-size 2 --distributed-timeout-minutes 0.2")
+    outcomes = pool.run(4, train_without_rank_3, argv)
+    assert {outcome.kind for outcome in outcomes[:3]} == {"LostRanksError"}
+    errors = [str(outcome.error) for outcome in outcomes[:3]]
+    (told,) = [error for error in errors if "has left the run: ValueError: a mistake" in error]
+    assert "must exchange a message before the first step" in told

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from megatron.config.cli import load_config
 from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.progress import LONG_FACTOR, Phase, RankProgress, Stopwatch
 from megatron.parallel.rank_state import RankState, find_last_collectives
-from megatron.plan import resolve
+from megatron.parallel.time_limit import TimeLimit
+from megatron.parallel.watchdog import _LONGEST_WINDOW_SECONDS, _WRITE_SECONDS
 
 LIMIT = 10.0
 TICK = 0.25
@@ -177,14 +177,31 @@ def test_messages_between_two_ranks_are_left_out_of_the_collectives() -> None:
     assert "number 2 of group 0" in last
 
 
-@pytest.mark.parametrize(("seconds", "processes"), [("590", 2), ("600", 2), ("900", 1)])
-def test_limit_of_a_step_must_be_below_that_of_the_collectives(
-    seconds: str, processes: int
+PHASES = [
+    Phase("a step", is_repeated=True),
+    Phase("the first step"),
+    Phase("a save", in_threads=True),
+]
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+@pytest.mark.parametrize(
+    ("minutes", "seconds"), [(10.0, 5.0), (10.0, 120.0), (10.0, 900.0), (1.0, 30.0), (600.0, 60.0)]
+)
+def test_every_phase_ends_before_a_collective_times_out(
+    phase: Phase, minutes: float, seconds: float
 ) -> None:
-    argv = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
-        "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 "
-        f"--lr 1e-3 --mock-data --vocab-size 100 --hang-timeout {seconds}"
-    ).split()
-    errors = resolve(load_config(argv).config, processes).errors
-    assert any("--hang-timeout" in error for error in errors) == (processes > 1)
+    """A rank that waits in a collective since the begin of the phase calls the roll first."""
+    limit = TimeLimit(minutes, seconds)
+    collective = limit.collective.total_seconds()
+    assert collective >= TimeLimit(minutes).collective.total_seconds()
+    progress = RankProgress()
+    stopwatch = Stopwatch(progress, seconds, TICK)
+    with progress.enter(phase):
+        exceeded = run_until_exceeded(stopwatch, ignore, collective)
+    # The watchdog waits twice for answers, and a second for its files.
+    assert exceeded + 2 * _LONGEST_WINDOW_SECONDS + _WRITE_SECONDS < collective
+
+
+def test_start_is_one_of_the_phases() -> None:
+    assert RankProgress().phase.factor == max(phase.factor for phase in PHASES) == LONG_FACTOR
