@@ -301,9 +301,7 @@ class _Stage(PipelineStage):
         tp = self._tp
         return tp.size > 1 and not tp.sequence_parallel and tensor.numel() % tp.size == 0
 
-    def _make_receives(
-        self, ops: Sequence[dist.P2POp], infos: Sequence[Any]
-    ) -> list[dist.P2POp]:
+    def _make_receives(self, ops: Sequence[dist.P2POp], infos: Sequence[Any]) -> list[dist.P2POp]:
         """Return receives into new buffers, which `infos` keep."""
         made = []
         # The first stage receives no activations, and the last one no gradients.
