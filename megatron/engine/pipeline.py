@@ -306,7 +306,7 @@ class _Stage(PipelineStage):
         made = []
         # The first stage receives no activations, and the last one no gradients.
         for op, info in zip(ops, infos, strict=bool(ops)):
-            shape = op.tensor.shape
+            shape: tuple[int, ...] = op.tensor.shape
             if self._splits(op.tensor):
                 shape = (op.tensor.numel() // self._tp.size,)
             info.buffer = torch.empty(

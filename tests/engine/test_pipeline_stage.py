@@ -92,7 +92,7 @@ def list_receives() -> Iterator[list[Any]]:
 
     from megatron.engine.pipeline import _Stage
 
-    receives = []
+    receives: list[Any] = []
 
     def record(name: str) -> mock._patch:
         original = getattr(_Stage, name)
