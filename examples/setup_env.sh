@@ -3,9 +3,10 @@
 #     source examples/setup_env.sh
 #     setup_env "data,observe"        # extras of pyproject.toml
 #
-# An active environment ($VIRTUAL_ENV) is used as it is. Otherwise .venv is created in the
-# repository. A file in the environment records what is installed. A second call then does nothing
-# and needs no network.
+# An active environment ($VIRTUAL_ENV) is used as it is. Otherwise .venv (or $VENV) is created in the
+# repository. $TORCH replaces the version of torch that is installed, for example torch==2.11.0. A
+# file in the environment records what is installed. A second call then does nothing and needs no
+# network.
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -42,16 +43,17 @@ activate_environment() {
         python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || stop "the Python of the active environment is older than 3.11. Deactivate the environment."
         return
     fi
+    local venv="$repository/${VENV:-.venv}"
     # The Python of a .venv may be gone after a system upgrade or a move. It is created again then.
-    if ! "$repository/.venv/bin/python" -c '' 2>/dev/null; then
+    if ! "$venv/bin/python" -c '' 2>/dev/null; then
         local python
         python="$(find_python)"
-        say "creating $repository/.venv with $("$python" --version)"
-        "$python" -m venv --clear "$repository/.venv" ||
+        say "creating $venv with $("$python" --version)"
+        "$python" -m venv --clear "$venv" ||
             stop "$python cannot create virtual environments. On Debian and Ubuntu: apt install python3-venv"
     fi
     # shellcheck disable=SC1091
-    source "$repository/.venv/bin/activate"
+    source "$venv/bin/activate"
 }
 
 # Print a digest of everything that the installation depends on.
@@ -71,6 +73,7 @@ setup_env() {
     if has_gpu; then
         torch="torch>=2.11"
     fi
+    torch="${TORCH:-$torch}"
     activate_environment
     # The first line of the note is the digest of the repository that was installed. The other lines
     # are the sets of extras.

@@ -436,9 +436,13 @@ def _keep_silu_fused() -> None:
 def _skip_pipeline_vote() -> None:
     """Skip the messages by which stages agree on static shapes. All stages have them.
 
-    The vote is read from a message, and fake messages have no values.
+    The vote is read from a message, and fake messages have no values. torch 2.11 has no vote, and
+    torch 2.15 has none between fake ranks.
     """
     from torch.distributed.pipelining import schedules
+
+    if not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+        return
     from torch.distributed.pipelining._utils import InferenceMode
 
     def agree(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:

@@ -62,6 +62,7 @@ from megatron.errors import ConfigError
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
 from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs
+from megatron.parallel.collectives import all_gather_single
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
@@ -715,7 +716,7 @@ class DeepSpeedEngine(EngineBase):
                 # A sharded parameter has no elements until DeepSpeed gathers it.
                 if parameter.numel():
                     gathered = part.new_empty(part.numel() * self._mesh.grid.data)
-                    dist.all_gather_into_tensor(gathered, part, group=optimizer.dp_process_group)
+                    all_gather_single(gathered, part, group=optimizer.dp_process_group)
                     parameter.data.copy_(gathered[: parameter.numel()].view_as(parameter))
 
     def compute_parameter_norm(self) -> float:

@@ -5,7 +5,8 @@ The schedules are 1F1B, GPipe (https://arxiv.org/abs/1811.06965), interleaved 1F
 with a pipeline imports this module. See `build_runner`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,6 +136,7 @@ class PipelineRunner:
             stage_index=layers.index,
             num_stages=self._num_stages,
             mesh=self._mesh,
+            message_shape=sent,
             input_args=() if layers.first else (stream,),
             output_args=loss if layers.last else stream,
         )
@@ -173,7 +175,7 @@ class _Stage(PipelineStage):
     """torch's stage, with six changes.
 
     - It notifies `ShardedModel` before each backward pass.
-    - It does not keep outputs in evaluation.
+    - It does not keep inputs and outputs in evaluation.
     - It holds receive buffers only for the microbatches in flight. torch's own stage keeps a buffer
       for each microbatch in both directions from the first step on. A large batch has hundreds of
       microbatches, and 1F1B has at most as many in flight as there are stages.
@@ -185,11 +187,16 @@ class _Stage(PipelineStage):
       the sequence is sharded. The links between nodes are slower than those within a node.
     """
 
-    def __init__(self, stage: _StageModule, *, mesh: Mesh, **options: Any) -> None:
+    def __init__(
+        self, stage: _StageModule, *, mesh: Mesh, message_shape: tuple[int, ...], **options: Any
+    ) -> None:
+        self._message_shape = message_shape
         self._sharded = stage.sharded
+        self._compute_device = mesh.device
         group = mesh.get_pipeline_group()
-        super().__init__(stage, device=mesh.device, group=group, **options)
-        self._message_device = choose_message_device(group, mesh.device)
+        # torch uses its stage's device only for messages.
+        message_device = choose_message_device(group, mesh.device)
+        super().__init__(stage, device=message_device, group=group, **options)
         self._tp = mesh.tensor_parallel
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -199,53 +206,65 @@ class _Stage(PipelineStage):
         """
         return []
 
-    # torch allocates all receive buffers in these two methods. On the meta device they have shapes
-    # and no memory. `_make_buffers` gives a buffer its memory just before a message arrives in it.
+    # torch's receive buffers are on the meta device, where they have shapes and no memory. Before
+    # version 2.15 torch makes all of them in the first two methods, later each one in the last two.
+    # `_make_receives` gives a buffer its memory just before a message arrives in it.
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        self._run_on_meta(
-            lambda: super(_Stage, self)._setup_forward_recv_info(num_microbatches, has_backward)
-        )
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta_device():
+            return super()._prepare_forward_infra(*args, **kwargs)
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        self._run_on_meta(lambda: super(_Stage, self)._setup_backward_recv_info(num_microbatches))
-
-    def _run_on_meta(self, make_buffers: Callable[[], None]) -> None:
-        """Call `make_buffers` while `self.device` is the meta device."""
-        device = self.device
-        self.device = torch.device("meta")
-        try:
-            make_buffers()
-        finally:
-            self.device = device
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta_device():
+            return super()._prepare_backward_infra(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of a microbatch's activations, into new buffers."""
-        self._make_buffers(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        with self._on_meta_device():
+            ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._make_receives(ops, self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of a microbatch's gradients, into new buffers."""
-        if self.has_backward and not self.is_last:
-            self._make_buffers(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        with self._on_meta_device():
+            ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._make_receives(ops, self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    @contextmanager
+    def _on_meta_device(self) -> Iterator[None]:
+        """Let torch make its tensors on the meta device."""
+        device = self.device
+        self.device = torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a microbatch's forward pass, and drop the buffer of its input."""
         self._complete_messages(self.args_recv_info[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        # torch's `fwd_cache` still references the input until the backward pass has used it.
+        # torch's cache still references the input until the backward pass has used it.
         self._drop_buffers(self.args_recv_info[fwd_chunk_id])
+        # Interleaved schedules do not ask the last stage for its sends.
+        if self.is_last:
+            self._forget_in_evaluation(fwd_chunk_id)
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends of a microbatch's output."""
+        if self.is_last:
+            return []
         ops = self._prepare_messages(super().get_fwd_send_ops(fwd_chunk_id))
-        # The backward pass removes entries from the cache. Evaluation has no backward pass, so the
-        # outputs of all microbatches would stay in the cache.
-        if not self.has_backward:
-            self.fwd_cache.pop(fwd_chunk_id)
+        self._forget_in_evaluation(fwd_chunk_id)
         return ops
+
+    def _forget_in_evaluation(self, fwd_chunk_id: int) -> None:
+        """Drop a microbatch's input and output if no backward pass will remove them."""
+        if not self.has_backward:
+            # Version 2.15 of torch renamed the cache.
+            name = "fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"
+            getattr(self, name).pop(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends of the gradient of a microbatch's input."""
@@ -278,30 +297,32 @@ class _Stage(PipelineStage):
         tp = self._tp
         return tp.size > 1 and not tp.sequence_parallel and tensor.numel() % tp.size == 0
 
-    def _make_buffers(self, infos: Sequence[Any]) -> None:
-        # The first stage receives no activations, so its buffers are None.
-        for info in infos:
-            if info.buffer is None:
-                continue
-            shape = info.tensor_meta.shape
-            if self._splits(info.buffer):
-                shape = (info.buffer.numel() // self._tp.size,)
+    def _make_receives(self, ops: Sequence[dist.P2POp], infos: Sequence[Any]) -> list[dist.P2POp]:
+        """Return receives into new buffers, which `infos` keep."""
+        made = []
+        # The first stage receives no activations, and the last one no gradients.
+        for op, info in zip(ops, infos, strict=bool(ops)):
+            shape: tuple[int, ...] = op.tensor.shape
+            if self._splits(op.tensor):
+                shape = (op.tensor.numel() // self._tp.size,)
             info.buffer = torch.empty(
                 shape,
-                dtype=info.buffer.dtype,
-                device=self._message_device,
-                requires_grad=info.buffer.requires_grad,
+                dtype=op.tensor.dtype,
+                device=self.device,
+                requires_grad=op.tensor.requires_grad,
             )
+            made.append(dist.P2POp(op.op, info.buffer, group=op.group, group_peer=op.group_peer))
+        return made
 
     def _complete_messages(self, infos: Sequence[Any]) -> None:
         """Copy received messages to the device, and gather their parts."""
         for info in infos:
             if info.buffer is None:
                 continue
-            received = info.buffer.detach().to(self.device)
+            received = info.buffer.detach().to(self._compute_device)
             # A part is one-dimensional.
-            if received.shape != info.tensor_meta.shape:
-                received = all_gather(received, self._tp).view(info.tensor_meta.shape)
+            if received.dim() == 1:
+                received = all_gather(received, self._tp).view(self._message_shape)
             info.buffer = received.requires_grad_(info.buffer.requires_grad)
 
     def _prepare_messages(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -312,7 +333,7 @@ class _Stage(PipelineStage):
             if self._splits(message):
                 message = message.reshape(-1).chunk(self._tp.size)[self._tp.rank]
             # A copy to the host waits for the kernels that compute the message.
-            message = message.to(self._message_device)
+            message = message.to(self.device)
             prepared.append(dist.P2POp(op.op, message, group=op.group, group_peer=op.group_peer))
         return prepared
 

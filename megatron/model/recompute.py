@@ -8,7 +8,7 @@ not change. The results of expensive operators may be kept too, which is torch's
 activation checkpointing.
 """
 
-import math
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
 
 _ATEN = torch.ops.aten
@@ -35,6 +35,12 @@ _OPERATORS = {
     ),
 }
 """Value of --checkpoint-keep-operators -> torch's operators."""
+_CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+"""Each dropout seeds the generator itself, so there is no random state to preserve."""
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+    # Since version 2.15 torch can pass the results of kept operators through the hooks, and it will
+    # by default. Ours are for the input only, which all tensor-parallel ranks have.
+    _CHECKPOINT_OPTIONS["respect_saved_tensors_hooks"] = False
 
 
 def _list_operators(name: str) -> tuple[Any, ...]:
@@ -86,8 +92,7 @@ class Recomputation:
     def __call__(self, compute: Callable[..., Tensor], x: Tensor, *others: object) -> Tensor:
         """Return compute(x, *others). Of the arguments only `x` needs a gradient and memory."""
         with self._make_hooks():
-            # Each dropout seeds the generator itself, so there is no random state to preserve.
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            options = dict(_CHECKPOINT_OPTIONS)
             if self._kept:
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, self._kept)
             return checkpoint(compute, x, *others, **options)
@@ -117,8 +122,5 @@ class Recomputation:
         """Return the complete input on its device. All tensor-parallel ranks call it together."""
         part = kept.part.to(kept.device, non_blocking=True)
         if self._partition:
-            whole = part.new_empty(math.prod(kept.shape))
-            with self._tp.comm_timer():
-                dist.all_gather_into_tensor(whole, part, group=self._tp.group)
-            part = whole
+            part = all_gather(part, self._tp)
         return part.view(kept.shape)

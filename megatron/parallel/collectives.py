@@ -29,8 +29,14 @@ from megatron.parallel.mesh import CommTimer, TensorParallel
 from megatron.parallel.waiting import wait_for
 
 # torch 2.13 renamed these functions and logs a warning if the old names are used.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_compiled_all_gather = (
+    getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+)
+_compiled_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
 
 
 def _group(tp: TensorParallel) -> dist.ProcessGroup:
@@ -56,10 +62,10 @@ def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     # Collectives refuse tensors that are not contiguous.
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_gather_tensor(x, 0, _group(tp)))
+        return functional.wait_tensor(_compiled_all_gather(x, 0, _group(tp)))
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
     with tp.comm_timer():
-        _all_gather_single(out, x, group=tp.group)
+        all_gather_single(out, x, group=tp.group)
     return out
 
 
@@ -77,7 +83,7 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's part of the ranks' sum: [n, ...] -> [n/t, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _group(tp)))
+        return functional.wait_tensor(_compiled_reduce_scatter(x, "sum", 0, _group(tp)))
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
     with tp.comm_timer():
         _reduce_scatter_single(out, x, group=tp.group)
@@ -113,7 +119,7 @@ def begin_all_gather(x: Tensor, tp: TensorParallel) -> PendingTensor:
     """Start to concatenate the ranks' tensors: [n, ...] -> [n t, ...]. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
-    work = _all_gather_single(out, x, group=_group(tp), async_op=True)
+    work = all_gather_single(out, x, group=_group(tp), async_op=True)
     return PendingTensor(out, work, tp.comm_timer)
 
 

@@ -51,7 +51,8 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
         *("all_gather_single", "reduce_scatter_single", "all_reduce", "all_gather", "broadcast"),
         *("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "send", "recv"),
     )
-    originals = {name: getattr(dist, name) for name in names}
+    # Before version 2.13 torch did not have all of them.
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def watch(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -71,7 +72,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
         for name, parameter in self.stages[0].named_parameters():
             shapes[not name.startswith("blocks.")].append(tuple(parameter.shape))
         with ExitStack() as stack:
-            for watched in names:
+            for watched in originals:
                 stack.enter_context(mock.patch.object(dist, watched, watch(watched)))
             return train_batch(self, microbatches, iteration=iteration, **options)
 

@@ -40,7 +40,7 @@ class Seen:
     kept: int
     """Number of schedules held now."""
     buffers_after: int
-    """Number of receive buffers with memory after the call."""
+    """Number of receive buffers whose memory is not free after the call."""
     buffers_inside: int
     """The largest number of them while a stage computes."""
 
@@ -48,9 +48,10 @@ class Seen:
 class Watch:
     """Counts the schedules and the receive buffers of an engine's pipeline."""
 
-    def __init__(self, engine, count_built) -> None:
+    def __init__(self, engine, count_built, receives: list[Any]) -> None:
         self.schedules = engine.runner.schedules
         self.count_built = count_built
+        self.receives = receives
         self.most_buffers = 0
         for stage in engine.stages:
             stage.register_forward_pre_hook(lambda *_: self.update_most_buffers())
@@ -59,17 +60,8 @@ class Watch:
         self.most_buffers = max(self.most_buffers, self.count_buffers())
 
     def count_buffers(self) -> int:
-        count = 0
-        for _, schedule in self.schedules.values():
-            stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-            for stage in stages:
-                infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-                count += sum(
-                    info.buffer is not None and info.buffer.device.type != "meta"
-                    for own in infos
-                    for info in own
-                )
-        return count
+        """Return how many of the buffers that messages arrived in still have memory."""
+        return sum(not storage.expired() for storage in self.receives)
 
     def describe(self, loss: float, grad_norm: float, *, train: bool) -> Seen:
         _, schedule = self.schedules[train]
@@ -93,6 +85,29 @@ def count_schedules() -> Iterator[mock.Mock]:
         yield chosen
 
 
+@contextmanager
+def list_receives() -> Iterator[list[Any]]:
+    """List a weak reference to the memory of each receive buffer."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from megatron.engine.pipeline import _Stage
+
+    receives: list[Any] = []
+
+    def record(name: str) -> mock._patch:
+        original = getattr(_Stage, name)
+
+        def recorded(stage, chunk):
+            ops = original(stage, chunk)
+            receives.extend(StorageWeakRef(op.tensor.untyped_storage()) for op in ops)
+            return ops
+
+        return mock.patch.object(_Stage, name, recorded)
+
+    with record("get_fwd_recv_ops"), record("get_bwd_recv_ops"):
+        yield receives
+
+
 def walk(flags: str, steps: list[Work]) -> list[Seen]:
     """Train and evaluate on random tokens, which are the same in every layout."""
     import torch
@@ -113,10 +128,10 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     engine = NativeEngine(plan, mesh)
     seen = []
     trained = 0
-    with count_schedules() as chosen:
+    with count_schedules() as chosen, list_receives() as receives:
         watch = None
         if mesh.grid.pipeline > 1:
-            watch = Watch(engine, count_built=lambda: chosen.call_count)
+            watch = Watch(engine, count_built=lambda: chosen.call_count, receives=receives)
         for work in steps:
             generator = torch.Generator()
             generator.manual_seed(1000 * work.samples + work.length + 7 * trained)
@@ -161,13 +176,17 @@ def evaluation(samples: int, length: int = 32) -> Work:
     [
         (2, "--pipeline-model-parallel-size 2", 2),
         (4, "--pipeline-model-parallel-size 4", 4),
-        (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 4),
+        (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 5),
     ],
 )
 def test_buffers_are_held_for_microbatches_in_flight_only(
     pool: ProcessPool, ranks: int, flags: str, most: int
 ) -> None:
-    """A rank holds receive buffers for what its stages have in flight, and none between steps."""
+    """A rank holds receive buffers for what its stages have in flight, and none between steps.
+
+    These are the inputs of stages whose backward pass is still to come and one gradient. With
+    virtual stages, they are three inputs, one that is received ahead, and one gradient.
+    """
     steps = [Work(16), evaluation(16), Work(16), Work(16, 16)]
     for seen in run(pool, ranks, flags, steps):
         assert [step.buffers_after for step in seen] == [0] * 4

@@ -145,7 +145,7 @@ def run_with_kept(kept: tuple[str, ...]) -> tuple[Counter[str], Tensor]:
         return torch.nn.functional.scaled_dot_product_attention(x, x, x).exp()
 
     recomputation = Recomputation(
-        TensorParallel(), partition=False, in_cpu=False, kept_operators=kept
+        TensorParallel(), partition=False, in_cpu=True, kept_operators=kept
     )
     y = recomputation(compute, stream)
     with CountOperators() as counter:
@@ -155,6 +155,8 @@ def run_with_kept(kept: tuple[str, ...]) -> tuple[Counter[str], Tensor]:
 
 
 @pytest.mark.parametrize("kept", [("matmul",), ("attention",), ("matmul", "attention")])
+# torch 2.15 warns if a checkpoint leaves open whether results pass through the hooks of the input.
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_kept_operators_are_not_computed_again(kept: tuple[str, ...]) -> None:
     all_counts, expected = run_with_kept(())
     counts, gradient = run_with_kept(kept)
