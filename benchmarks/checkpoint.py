@@ -230,7 +230,8 @@ class StoringRank:
         # The training loop polls the saver once in each iteration.
         while saver.in_flight:
             during.append(seconds_of(lambda: one_iteration(run)))
-            polls.append(seconds_of(saver.poll))
+            done = self._agree(not saver.is_working)
+            polls.append(seconds_of(partial(saver.poll, stage_is_done=done)))
         engine._before_update = skip_waiting
         self.drop("async")
         copy = sum(copies)
@@ -244,6 +245,14 @@ class StoringRank:
     def _barrier(self) -> None:
         if self._ranks.size > 1:
             dist.barrier()
+
+    def _agree(self, mine: bool) -> bool:
+        """Return whether `mine` is true on all ranks. In training, the votes of a step say so."""
+        if self._ranks.size == 1:
+            return mine
+        agreed = torch.tensor([int(mine)])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._ranks.group)
+        return bool(agreed.item())
 
     def _timed(self, act: Callable[[], None]) -> float:
         self._barrier()

@@ -161,12 +161,17 @@ class Run:
         ]
 
 
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process that imports the package."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    threads = "1" if ON_CPU else "2"
+    return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths}
+
+
 def launch(data: str, folder: Path, flags: str, *, gpu: bool = True) -> Run:
     files = f"--data-path {data} --data-cache-path {folder}/cache --save {folder} --load {folder}"
     command = [sys.executable, "pretrain_gpt.py", *SIZES.split(), *files.split(), *flags.split()]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    threads = "1" if ON_CPU else "2"
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": paths}
+    environment = make_environment()
     if not gpu or ON_CPU:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
@@ -448,7 +453,7 @@ def test_generated_text_equals_that_of_the_cpu(corpus: str, tmp_path: Path) -> N
         done = subprocess.run(
             [sys.executable, *command.split(), "--prompt", "The city of", "--device", device],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=make_environment(),
             capture_output=True,
             text=True,
             timeout=200,
