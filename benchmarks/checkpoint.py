@@ -205,12 +205,16 @@ class StoringRank:
         skip_waiting = engine._before_update
         engine._before_update = lambda: copies.append(seconds_of(saver.wait_for_copy))
         begin = seconds_of(lambda: begin_save(run, saver))
+        # The ranks vote about the saver of the run.
+        run.saver = saver
         polls = []
         during = []
         # The training loop polls the saver once in each iteration.
         while saver.in_flight:
             during.append(seconds_of(lambda: one_iteration(run)))
-            polls.append(seconds_of(saver.poll))
+            done = run.exits.take_stage_is_done()
+            polls.append(seconds_of(partial(saver.poll, stage_is_done=done)))
+        run.saver = None
         engine._before_update = skip_waiting
         self.drop("async")
         copy = sum(copies)
