@@ -225,13 +225,16 @@ class StoringRank:
         skip_waiting = engine._before_update
         engine._before_update = lambda: copies.append(seconds_of(saver.wait_for_copy))
         begin = seconds_of(lambda: begin_save(run, saver))
+        # The ranks vote about the saver of the run.
+        run.saver = saver
         polls = []
         during = []
         # The training loop polls the saver once in each iteration.
         while saver.in_flight:
             during.append(seconds_of(lambda: one_iteration(run)))
-            done = self._agree(not saver.is_working)
+            done = run.exits.take_stage_is_done()
             polls.append(seconds_of(partial(saver.poll, stage_is_done=done)))
+        run.saver = None
         engine._before_update = skip_waiting
         self.drop("async")
         copy = sum(copies)
@@ -245,14 +248,6 @@ class StoringRank:
     def _barrier(self) -> None:
         if self._ranks.size > 1:
             dist.barrier()
-
-    def _agree(self, mine: bool) -> bool:
-        """Return whether `mine` is true on all ranks. In training, the votes of a step say so."""
-        if self._ranks.size == 1:
-            return mine
-        agreed = torch.tensor([int(mine)])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._ranks.group)
-        return bool(agreed.item())
 
     def _timed(self, act: Callable[[], None]) -> float:
         self._barrier()

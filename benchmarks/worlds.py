@@ -30,7 +30,7 @@ from megatron.parallel.launcher import read_launcher_world
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks
-from megatron.training.loop import check_nan_iterations, train_iteration
+from megatron.training.loop import check_nan_iterations, train_iteration, works_on_save
 from megatron.training.report import StepRecord
 from megatron.training.run import Run
 from megatron.training.setup import build_timers, divide_ranks, leave, start_run
@@ -210,7 +210,8 @@ def one_iteration(run: Run) -> None:
     """Run one iteration as the training loop does."""
     train_iteration(run)
     check_nan_iterations(run.plan, run.state)
-    run.exits.decide(run.state.iteration - 1, run.state.iteration)
+    iteration = run.state.iteration
+    run.exits.decide(iteration - 1, iteration, works_on_save=works_on_save(run))
 
 
 def _status_bytes(key: str) -> int:

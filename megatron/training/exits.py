@@ -188,7 +188,7 @@ class Exits:
         of_each_rank: float | None = None,
         *,
         ask_again: bool = False,
-        works_on_save: bool = False,
+        works_on_save: bool,
     ) -> tuple[StopReason, list[float], list[float]]:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 

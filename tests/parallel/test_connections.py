@@ -138,6 +138,8 @@ class Use:
 
     kind: str
     """"group": a collective, or a message of a batch. "pair": a single message."""
+    group: str
+    """torch's name of the group, which is the same on all ranks."""
     ranks: tuple[int, ...]
     """The ranks of the communicator."""
     route: tuple[int, int] | None = None
@@ -176,9 +178,12 @@ def record_uses(uses: list[Use]) -> Iterator[None]:
                 ends = (ranks[group.rank()], ranks[arguments[1]])
                 route = ends if name == "send" else ends[::-1]
                 pair = (min(ends), max(ends))
-                uses.append(Use("group", ranks, route) if batched else Use("pair", pair, route))
+                if batched:
+                    uses.append(Use("group", group.group_name, ranks, route))
+                else:
+                    uses.append(Use("pair", group.group_name, pair, route))
             else:
-                uses.append(Use("group", ranks))
+                uses.append(Use("group", group.group_name, ranks))
             return original(group, *arguments, **keywords)
 
         return call
@@ -227,8 +232,8 @@ RING = (
 @pytest.mark.parametrize(
     ("ranks", "flags", "samples", "groups"),
     [
-        # World, tensor (also the group of a copy of the stages), copies, pipeline, ends, and pair.
-        # The last three have the same ranks.
+        # Tensor-parallel ranks are those of a copy of the stages too. The pipeline, its ends and a
+        # pair have the same ranks.
         (8, COPIES, (8, 4), {(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (0, 2), (0, 4)}),
         (8, SHARDS, (8,), {(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (0, 2), (0, 4)}),
         # Interleaved 1F1B and looped BFS.
@@ -253,7 +258,9 @@ def test_ranks_are_connected_before_the_first_step(
         assert set(outcome.value[1]) <= set(before[rank])
     assert {use.ranks for use in outcomes[0].value[1]} == groups
     # Communicators that two ranks share are made in one order.
-    made = [list(dict.fromkeys((use.kind, use.ranks) for use in uses)) for uses in before]
+    made = [
+        list(dict.fromkeys((use.kind, use.group, use.ranks) for use in uses)) for uses in before
+    ]
     for first, second in combinations(made, 2):
         shared = set(first) & set(second)
         assert [each for each in first if each in shared] == [

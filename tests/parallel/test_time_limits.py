@@ -37,10 +37,8 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
     [
         (TP_PP, 4),
         pytest.param(f"{TP_DP} --zero-stage 3", 4, marks=pytest.mark.full),
-        (f"{TP_PP} --hang-timeout 60", 4),
-        (f"{TP_PP} --deepspeed", 8),
         (f"{TP_PP} --deepspeed --hang-timeout 60", 8),
-        ("--hsdp-shard-size 2 --micro-batch-size 1", 4),
+        ("--hsdp-shard-size 2 --micro-batch-size 1 --hang-timeout 60", 4),
         pytest.param(f"{TP_DP} --zero-stage 2 --deepspeed", 4, marks=pytest.mark.full),
     ],
 )

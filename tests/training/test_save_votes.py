@@ -91,20 +91,28 @@ def train_with_slow_write(argv: list[str], fails: bool) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize("fails", [False, True])
+PIPELINE = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+DEEPSPEED_PIPELINE = "--deepspeed --pipeline-model-parallel-size 2"
+FULL = pytest.mark.full
+
+
 @pytest.mark.parametrize(
-    ("ranks", "flags", "delay"),
+    ("ranks", "flags", "fails"),
     [
-        (1, "", 0),
-        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 0),
-        (2, "--zero-stage 3", 0),
-        (2, "--deepspeed", 0),
-        # Its step carries no votes, so the message at the end of an iteration has them.
-        (2, "--deepspeed --pipeline-model-parallel-size 2", 1),
+        (1, "", False),
+        pytest.param(1, "", True, marks=FULL),
+        pytest.param(4, PIPELINE, False, marks=FULL),
+        (4, PIPELINE, True),
+        (2, "--zero-stage 3", False),
+        pytest.param(2, "--zero-stage 3", True, marks=FULL),
+        (2, "--deepspeed", False),
+        pytest.param(2, "--deepspeed", True, marks=FULL),
+        pytest.param(2, DEEPSPEED_PIPELINE, False, marks=FULL),
+        (2, DEEPSPEED_PIPELINE, True),
     ],
 )
 def test_iteration_has_no_message_more_during_a_save(
-    ranks: int, flags: str, delay: int, fails: bool, run: Runner
+    ranks: int, flags: str, fails: bool, run: Runner
 ) -> None:
     if "--deepspeed" in flags:
         pytest.importorskip("deepspeed")
@@ -113,10 +121,13 @@ def test_iteration_has_no_message_more_during_a_save(
     assert ("saving iteration 3" in log) == fails
     for outcome in outcomes:
         seen = outcome.value
+        # DeepSpeed's pipeline reduces the loss itself, so the votes are in the message at the end
+        # of an iteration.
+        ended = WRITTEN + (flags == DEEPSPEED_PIPELINE)
         assert seen.count(4) == seen.count(5) == seen.count(2)
         assert bool(seen.count(2)) == (ranks > 1)
-        assert seen.advanced[0] == WRITTEN + delay
-        assert seen.failed == [WRITTEN + delay] * fails
+        assert seen.advanced[0] == ended
+        assert seen.failed == [ended] * fails
     assert run.losses_of_training() == list(range(1, 10))
     saved = sorted(path.name for path in run.folder.glob("global_step*"))
-    assert saved == ["global_step9"] if fails else ["global_step3", "global_step9"]
+    assert saved == ["global_step3"] * (not fails) + ["global_step9"]
