@@ -92,7 +92,7 @@ def estimate_states(plan: Plan) -> int:
 
 def predict_peak(plan: Plan) -> float:
     """Return the predicted peak memory of a GPU in bytes."""
-    return predict_plan(plan, A100).peak_bytes
+    return predict_plan(plan, A100).peak.predicted
 
 
 def format_seconds(plan: Plan, *strategies: str) -> list[str]:
