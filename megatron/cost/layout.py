@@ -136,7 +136,7 @@ class Software:
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0
     """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
-    those of the matrix product. If tensors are counted, `cost.gradients` counts this traffic."""
+    those of the matrix product. If tensors are counted, `cost.parameter_traffic` counts it."""
     held_gradient_bytes: int = 4
     """Bytes of a parameter's gradient in memory."""
     dropout: bool = True

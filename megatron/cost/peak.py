@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron.cost.gradients import (
+from megatron.cost.layout import RankLayout, Software
+from megatron.cost.parameter_traffic import (
     count_outside_parameters,
     reduces_each_microbatch,
     uses_fsdp,
 )
-from megatron.cost.layout import RankLayout, Software
 from megatron.cost.tensors import TensorSizes, measure_tensors
 from megatron.model import flops
 from megatron.model.partition import Stage

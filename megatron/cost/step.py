@@ -9,7 +9,6 @@ from megatron.cost.collectives import (
     estimate_collective_seconds,
     estimate_message_seconds,
 )
-from megatron.cost.gradients import count_product_bytes, count_sum_bytes
 from megatron.cost.hardware import Hardware
 from megatron.cost.kernels import estimate_memory_seconds
 from megatron.cost.layers import LayerTimes, Passes, Seconds
@@ -21,6 +20,11 @@ from megatron.cost.memory import (
     build_schedule,
     build_stages,
     estimate_memory,
+)
+from megatron.cost.parameter_traffic import (
+    count_gather_bytes,
+    count_product_bytes,
+    count_sum_bytes,
 )
 from megatron.cost.pipeline import StageTimes, estimate_pipeline_seconds
 from megatron.model import flops
@@ -320,17 +324,21 @@ def _estimate_stages(
     if not job.software.counts_tensors:
         return passes
     return tuple(
-        each + Passes(Seconds(), _estimate_sums(job, stage, microbatches))
+        each + _estimate_parameter_traffic(job, stage, microbatches)
         for each, stage in zip(passes, stages, strict=True)
     )
 
 
-def _estimate_sums(job: StepJob, stage: Stage, microbatches: int) -> Seconds:
-    """Return the mean seconds that sum the gradients of one microbatch."""
-    traffic = count_sum_bytes(job.shape, job.layout, job.software, stage, microbatches)
-    if not traffic:
-        return Seconds()
-    return Seconds(pointwise=estimate_memory_seconds(traffic / microbatches, job.hardware))
+def _estimate_parameter_traffic(job: StepJob, stage: Stage, microbatches: int) -> Passes:
+    """Return the mean time of one microbatch for gathered weights and sums of gradients."""
+    forward, backward = (
+        count(job.shape, job.layout, job.software, stage, microbatches) / microbatches
+        for count in (count_gather_bytes, count_sum_bytes)
+    )
+    return Passes(
+        Seconds(pointwise=forward / job.hardware.memory_rate),
+        Seconds(pointwise=backward / job.hardware.memory_rate),
+    )
 
 
 def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Parts) -> Passes:

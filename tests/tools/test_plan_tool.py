@@ -521,7 +521,7 @@ THOUSAND = shlex.split(
 def test_on_1024_devices_hsdp_hides_its_communication_and_fsdp_does_not(capsys):
     """The numbers of docs/sharding.md."""
     found = as_json(capsys, *THOUSAND, "--grad-reduce-in-bf16")["communication"]
-    assert found["compute_seconds"] == pytest.approx(0.22, abs=0.005)
+    assert found["compute_seconds"] == pytest.approx(0.26, abs=0.005)
     seconds = {name: times["seconds"] for name, times in found["strategies"].items()}
     assert list(seconds) == ["fsdp", "hsdp 8", "ddp", "ZeRO 1"]
     assert seconds["fsdp"] == pytest.approx(0.75, abs=0.005)
@@ -569,10 +569,11 @@ def test_the_recommended_strategy_has_a_short_step(capsys):
     assert found["recommended"] == "--zero-stage 1"
     seconds = {name: each["step_seconds"] for name, each in found["strategies"].items()}
     assert seconds["ZeRO 1"] < seconds["hsdp 8"] < seconds["fsdp"]
-    # The search of all layouts agrees.
-    searched = as_json(capsys, "--search", *flags)["search"]["fastest"][0]
-    assert searched["flags"].endswith("--zero-stage 1")
-    assert searched["seconds"] == pytest.approx(seconds["ZeRO 1"])
+    # The search of all layouts agrees. It also finds faster ones with larger microbatches.
+    searched = as_json(capsys, "--search", *flags)["search"]["fastest"]
+    same = [each for each in searched if each["flags"].startswith("--micro-batch-size 1 --zero")]
+    assert same[0]["flags"].endswith("--zero-stage 1")
+    assert same[0]["seconds"] == pytest.approx(seconds["ZeRO 1"])
 
 
 def test_few_nodes_need_no_copies(capsys):
@@ -581,12 +582,16 @@ def test_few_nodes_need_no_copies(capsys):
     found = as_json(capsys, *THOUSAND, "--world-size", "16", *flags)["communication"]
     assert found["recommended"] == "--zero-stage 1"
     # With less memory, the strategies of stage 3 are left.
-    less = [*flags, "--device-memory-gib", "40"]
+    less = [*flags, "--device-memory-gib", "48"]
     found = as_json(capsys, *THOUSAND, "--world-size", "16", *less)["communication"]
     assert found["recommended"] == "--sharding-strategy hsdp --hsdp-shard-size 8"
-    less[-1] = "35"
-    found = as_json(capsys, *THOUSAND, "--world-size", "16", *less)["communication"]
-    assert found["recommended"] == "--sharding-strategy fsdp"
+    # HSDP would be faster, but it only may fit. In the end, FSDP is the only one that may.
+    for gib, hsdp, fsdp in (("40", "may fit", "fits"), ("35", "does not fit", "may fit")):
+        less[-1] = gib
+        found = as_json(capsys, *THOUSAND, "--world-size", "16", *less)["communication"]
+        assert found["recommended"] == "--sharding-strategy fsdp"
+        assert found["strategies"]["hsdp 8"]["verdict"] == hsdp
+        assert found["strategies"]["fsdp"]["verdict"] == fsdp
 
 
 def test_a_node_without_ranks_is_refused(capsys):

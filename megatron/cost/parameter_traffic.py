@@ -1,8 +1,8 @@
-"""Memory traffic that sums the gradients of this trainer over the microbatches of a step.
+"""Memory traffic of this trainer for its weights and gradients, outside of kernels that compute.
 
-It begins after the matrix product that computes a gradient. It ends at the fp32 sum, or with
-several data-parallel ranks at the buffer that FSDP2 sends. What FSDP2 does on streams of its own
-is left out, because it overlaps with the backward pass.
+A gradient is converted to fp32, added to that of earlier microbatches, and with several
+data-parallel ranks copied to the buffer that FSDP2 sends. FSDP2 also copies the weights that it has
+gathered. What it does on streams of its own is left out, because it overlaps with computation.
 """
 
 from megatron.cost.layout import RankLayout, Software
@@ -57,6 +57,22 @@ def count_product_bytes(layout: RankLayout, software: Software, microbatches: in
         return 4
     # The first product only writes the sum. The others read it as well.
     return 8 - 4 / microbatches
+
+
+def count_gather_bytes(
+    shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
+) -> int:
+    """Return the bytes that copy the gathered weights of a stage in a step."""
+    if layout.shard_size == 1:
+        return 0
+    layers = len(stage.layers) * flops.count_layer_parameters(shape, layout.tensor)
+    outside = count_outside_parameters(shape, layout.tensor, stage)
+    # A read and a write of each weight.
+    copied = 2 * (2 if software.half else 4)
+    if layout.zero_stage < 3:
+        return copied * (layers + outside)
+    # Layers are gathered for both passes. What is outside of them is kept in between.
+    return copied * microbatches * (2 * layers + outside)
 
 
 def count_sum_bytes(
