@@ -17,7 +17,8 @@ from megatron.plan_prediction import predict_plan
 
 LLAMA = (
     "--num-layers 1 --num-attention-heads 2 --micro-batch-size 3 --seq-length 40 "
-    "--ffn-hidden-size 320 --swiglu --normalization rmsnorm --disable-bias-linear --position-embedding-type rotary "
+    "--ffn-hidden-size 320 --swiglu --normalization rmsnorm --disable-bias-linear "
+    "--position-embedding-type rotary "
     "--vocab-size 704 --make-vocab-size-divisible-by 8 --untie-embeddings-and-output-weights "
 )
 FUSED = "--gradient-accumulation-fusion"

@@ -728,6 +728,31 @@ def test_the_search_of_a_plan(capsys, tmp_path: Path):
     assert max(again["memory_bytes_by_pipeline_rank"]) == pytest.approx(best["peak_bytes"])
 
 
+def test_layouts_that_only_may_fit_are_marked(capsys, tmp_path: Path):
+    # The layout of the command needs 45.6 GiB, and that of --explain 39.2, or 47.8 with the margin.
+    words = ["--world-size", "8", *SEVEN, "--no-checkpoint-activations", "--sequence-parallel"]
+    words += ["--device-memory-gib", "44", "--pareto", str(tmp_path / "pareto.png")]
+    assert plan.main(["--explain", "tp=2,micro-batch=2", *words]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"layouts, of which \d+ fit and \d+ may fit in 44 GiB", text)
+    found = text[text.index("s/iteration") : text.index("flags of the first")].splitlines()
+    rows = [line for line in found if re.match(r" +[\d.]+ +[\d.]+ +[\d.]+ ", line)]
+    marked = [row.endswith("MAY FIT") for row in rows]
+    # Those that fit come first.
+    assert marked == sorted(marked)
+    assert not marked[0]
+    assert marked[-1]
+    # The others tell what they gain.
+    assert re.search(r"MAY FIT\n +[\d.]+ s faster", text)
+    for heading, mark in (("the layout that is given:", "DOES NOT FIT"), ("explained:", "MAY FIT")):
+        assert text[text.index(heading) :].splitlines()[1].endswith(mark)
+    words[words.index("44")] = "8"
+    assert plan.main(["--search", *words]) == 0
+    text = capsys.readouterr().out
+    assert "none fits" in text
+    assert re.search(r"DOES NOT FIT$", text, re.MULTILINE)
+
+
 def test_deepspeed_is_predicted_with_the_stage_that_it_runs(capsys):
     """DeepSpeed runs stage 0 as stage 1, so the optimizer states are sharded."""
     arguments, world = published("tr11-176B-ml")
