@@ -106,7 +106,8 @@ class PlanArguments:
     """Kind of the devices and their cluster: v100-32g, a100-40g, a100-80g (or a100), jean-zay-a100,
     h100, h100-96g, h200, gh200, b200, or a YAML file of your own (docs/planner.md)."""
     device_memory_gib: float | None = None
-    """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware."""
+    """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware. The
+    report adds a margin itself (docs/planner.md)."""
     ranks_per_node: int | None = None
     """Ranks of a node. They share its fast links, and --sharding-strategy hsdp shards over them.
     Default: the ranks that the script starts on a node, otherwise those of --hardware."""
@@ -122,13 +123,13 @@ class PlanArguments:
     never more than a step has."""
     search: bool = False
     """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
-    memory, and where each loses time to the first one."""
+    memory, and where each loses time to the first one. Faster ones that may fit come last."""
     explain: str | None = None
     """Print why a layout is slower than the fastest one, as in
     tp=8,pp=6,micro-batch=2,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
     recompute. What is not given is as in the training command. Also searches."""
     pareto: Path | None = None
-    """Draw time against memory of all layouts that fit into this file. Also searches."""
+    """Draw time against memory of all layouts that fit or may fit into this file. Also searches."""
     trace: Path | None = None
     """Write the predicted step as a trace for https://ui.perfetto.dev into this file."""
     picture: Path | None = None

@@ -20,6 +20,7 @@ from megatron.cost.goodput import (
 )
 from megatron.cost.hardware import Hardware
 from megatron.cost.layers import Seconds
+from megatron.cost.memory import Verdict
 from megatron.cost.pipeline import SimulatedPipeline, simulate_pipeline
 from megatron.cost.step import StepPrediction
 from megatron.cost.trace import build_trace
@@ -113,6 +114,15 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
     return [(name, seconds) for name, seconds in parts if seconds > 0]
 
 
+def build_verdict_json(prediction: StepPrediction) -> dict[str, Any]:
+    """Return the peak memory and whether it fits, as plain data."""
+    return {
+        "peak_bytes": prediction.peak.predicted,
+        "peak_bytes_with_margin": prediction.peak.with_margin,
+        "verdict": prediction.verdict,
+    }
+
+
 def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dict[str, Any] | None:
     """Return the prediction as plain data. None if there is none."""
     if not can_be_predicted(plan, hardware):
@@ -131,7 +141,7 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
         "mfu_causal": prediction.compute_mfu(causal=True),
         "memory_bytes_by_pipeline_rank": [rank.total for rank in prediction.memory],
         "memory_bytes_by_kind": vars(max(prediction.memory, key=lambda rank: rank.total)),
-        "fits": prediction.fits,
+        **build_verdict_json(prediction),
         "goodput": vars(goodput),
         "run": None
         if run is None
@@ -224,7 +234,7 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
     limit = prediction.job.hardware.memory_gib
     totals = [rank.total / 2**30 for rank in prediction.memory]
     fullest = totals.index(max(totals))
-    verdict = "fits" if prediction.fits else "DOES NOT FIT"
+    verdict = prediction.verdict
     # Kinds that do not matter would make the line longer than the terminal.
     kinds = ", ".join(
         f"{name.replace('_', ' ')} {size / 2**30:,.1f}"
@@ -233,7 +243,10 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
     )
     lines = [
         _format_row(
-            "  peak memory", f"{totals[fullest]:,.1f} of {limit:,.1f} GiB: {verdict} ({kinds})"
+            "  peak memory",
+            f"{totals[fullest]:,.1f}, with margin {prediction.peak.with_margin / 2**30:,.1f}, of "
+            f"{limit:,.1f} GiB: {verdict if verdict is Verdict.FITS else verdict.upper()} "
+            f"({kinds})",
         )
     ]
     if len(totals) > 1:

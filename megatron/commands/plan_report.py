@@ -17,6 +17,7 @@ from megatron.commands.plan_strategies import (
 )
 from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
 from megatron.cost.hardware import Hardware
+from megatron.cost.memory import Verdict
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
 from megatron.plan import Plan
@@ -94,7 +95,7 @@ def _build_communication_json(plan: Plan, hardware: Hardware) -> dict[str, Any] 
                 "inside_nodes": each.communication.inside_nodes,
                 "between_nodes": each.communication.between_nodes,
                 "memory_bytes": each.memory,
-                "fits": each.fits,
+                "verdict": each.verdict,
                 "step_seconds": each.step_seconds,
             }
             for each in estimates
@@ -436,13 +437,12 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
     ]
     for each in estimates:
         times = each.communication
-        fits = "" if each.fits else ", more than a device has"
         lines.append(
             _format_row(
                 f"  {each.name}",
                 f"{times.total:>12,.3g}   ({times.inside_nodes:,.3g} inside nodes, "
                 f"{times.between_nodes:,.3g} between them; step {each.step_seconds:,.3g} s; "
-                f"{each.memory / 1e9:,.1f} GB a rank{fits})",
+                f"{each.memory / 1e9:,.1f} GB a rank: {each.verdict})",
             )
         )
     best = choose_strategy(estimates)
@@ -450,5 +450,6 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
         advice = "none fits in memory: use more tensor or pipeline ranks, or recomputation"
     else:
         # --search also changes the micro-batch and the grid.
-        advice = f"{best.flags} (the shortest step of those that fit)"
+        verb = "fit" if best.verdict is Verdict.FITS else "may fit; none fits with a margin"
+        advice = f"{best.flags} (the shortest step of those that {verb})"
     return [*lines, _format_row("  recommended", advice)]

@@ -6,10 +6,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from megatron.commands.plan_cost import build_verdict_json
 from megatron.config.fields import all_fields, flatten
 from megatron.cost.hardware import Hardware
 from megatron.cost.layers import Seconds
 from megatron.cost.layout import RankLayout
+from megatron.cost.memory import Verdict
 from megatron.cost.search import SearchResult, find_pareto_front, search_layouts
 from megatron.cost.step import StepPrediction
 from megatron.engine.support import list_unsupported
@@ -29,6 +31,8 @@ from megatron.plural import format_count
 _SHOWN = 10
 _SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")
 _MOST_DIGITS = 9
+_INDENT = 37 * " "
+"""Width of the columns before the layout."""
 _EXPLAINED = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -84,8 +88,7 @@ def _build_candidate(prediction: StepPrediction, plan: Plan) -> dict[str, Any]:
         "layout": prediction.job.layout.describe(),
         "flags": format_flags(plan, prediction.job.layout),
         "seconds": prediction.seconds,
-        "peak_bytes": prediction.peak_bytes,
-        "fits": prediction.fits,
+        **build_verdict_json(prediction),
     }
 
 
@@ -103,6 +106,7 @@ def build_search_json(
         "fastest": [_build_candidate(each, search.plan) for each in search.result.fastest],
         "configured": _build_candidate(search.configured, search.plan),
         "fitting": len(search.result.fitting),
+        "uncertain": len(search.result.uncertain),
         "too_large": search.result.too_large,
     }
     if explained is None:
@@ -123,11 +127,12 @@ def build_search_json(
 def format_search(search: PlannedSearch) -> list[str]:
     """Format the fastest layouts, each with what it loses to the first one."""
     found = search.result
-    total = len(found.fitting) + found.too_large
+    total = len(found.fitting) + len(found.uncertain) + found.too_large
     lines = [
-        f"{total:,} layouts, of which {len(found.fitting):,} fit in "
-        f"{search.configured.job.hardware.memory_gib:g} GiB",
-        f"{'s/iteration':>12} {'GiB':>6} {'MFU, %':>7}  layout, and what it loses to the fastest",
+        f"{total:,} layouts, of which {len(found.fitting):,} fit and {len(found.uncertain):,} may "
+        f"fit in {search.configured.job.hardware.memory_gib:g} GiB",
+        f"{'s/iteration':>12} {'GiB':>6} {'margin':>7} {'MFU, %':>7}  layout, and what it loses "
+        "to the first",
     ]
     if not found.fastest:
         lines.append(
@@ -137,32 +142,37 @@ def format_search(search: PlannedSearch) -> list[str]:
         return [*lines, "the layout that is given:", _format_candidate(search.configured)]
     # Each one is compared with the first.
     best = found.fastest[0]
+    if best.verdict is not Verdict.FITS:
+        lines.append("none fits with the margin for what is outside of tensors; these may fit")
     for prediction in found.fastest:
         lines.append(_format_candidate(prediction))
         if prediction is not best:
-            lines.append(f"{'':>29}{explain_difference(prediction, best)}")
+            lines.append(f"{_INDENT}{explain_difference(prediction, best)}")
     lines.append(
-        f"flags of the fastest, after those of the command: "
+        f"flags of the first, after those of the command: "
         f"{format_flags(search.plan, best.job.layout)}"
     )
     lines += ["the layout that is given:", _format_candidate(search.configured)]
-    if search.configured.seconds > best.seconds or not search.configured.fits:
-        lines.append(f"{'':>29}{explain_difference(search.configured, best)}")
+    if search.configured.seconds > best.seconds or search.configured.verdict is not Verdict.FITS:
+        lines.append(f"{_INDENT}{explain_difference(search.configured, best)}")
     return lines
 
 
 def _format_candidate(prediction: StepPrediction) -> str:
     mfu = prediction.compute_mfu(causal=False)
+    peak = prediction.peak
+    mark = "" if prediction.verdict is Verdict.FITS else f"  {prediction.verdict.upper()}"
     return (
-        f"{prediction.seconds:>12,.3f} {prediction.peak_bytes / 2**30:>6.1f} {100 * mfu:>7.1f}  "
-        f"{prediction.job.layout.describe()}"
+        f"{prediction.seconds:>12,.3f} {peak.predicted / 2**30:>6.1f} "
+        f"{peak.with_margin / 2**30:>7.1f} {100 * mfu:>7.1f}  "
+        f"{prediction.job.layout.describe()}{mark}"
     )
 
 
 def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
     """Return the reasons for which a layout is slower than the best one, the largest first."""
-    if not prediction.fits:
-        over = (prediction.peak_bytes - prediction.job.hardware.memory_bytes) / 2**30
+    if prediction.verdict is Verdict.DOES_NOT_FIT:
+        over = (prediction.peak.predicted - prediction.job.hardware.memory_bytes) / 2**30
         return f"does not fit: {over:,.1f} GiB too much ({_name_largest_kind(prediction)})"
     lost = [
         (name, theirs - ours)
@@ -171,10 +181,13 @@ def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
         )
         if theirs - ours > 0.002 * best.seconds
     ]
-    if not lost:
-        return "about as fast"
     lost.sort(key=lambda each: -each[1])
-    return "; ".join(f"{name} +{seconds:,.3g} s" for name, seconds in lost[:4])
+    reasons = [f"{name} +{seconds:,.3g} s" for name, seconds in lost[:4]]
+    gained = best.seconds - prediction.seconds
+    if gained > 0.002 * best.seconds:
+        # Only a layout that may fit is faster than the first one.
+        reasons.insert(0, f"{gained:,.3g} s faster")
+    return "; ".join(reasons) or "about as fast"
 
 
 def _name_largest_kind(prediction: StepPrediction) -> str:
@@ -341,26 +354,30 @@ def _compare(prediction: StepPrediction, search: PlannedSearch) -> list[tuple[st
 
 
 def draw_pareto(search: PlannedSearch, path: Path) -> None:
-    """Draw time against memory of all layouts that fit, and the front that none beats in both.
+    """Draw time against memory of all layouts that may fit, and the front that none beats in both.
 
     Raises:
         ConfigError: matplotlib is absent, or the file cannot be written.
     """
     figure = make_figure(8, 5)
     axes = figure.add_subplot()
-    fitting = search.result.fitting
+    found = search.result
     # Most layouts are not simulated, so the axis has lower bounds.
-    front = find_pareto_front(fitting)
-    axes.scatter(
-        [each.lower_bound for each in fitting],
-        [each.peak_bytes / 2**30 for each in fitting],
-        s=8,
-        color="#bbbbbb",
-        label="layouts that fit",
-    )
+    front = find_pareto_front([*found.fitting, *found.uncertain])
+    for layouts, color, label in (
+        (found.fitting, "#bbbbbb", "layouts that fit"),
+        (found.uncertain, "#ddaa33", "layouts that may fit"),
+    ):
+        axes.scatter(
+            [each.lower_bound for each in layouts],
+            [each.peak.predicted / 2**30 for each in layouts],
+            s=8,
+            color=color,
+            label=label,
+        )
     axes.plot(
         [each.lower_bound for each in front],
-        [each.peak_bytes / 2**30 for each in front],
+        [each.peak.predicted / 2**30 for each in front],
         marker="o",
         markersize=4,
         color="#4477aa",
@@ -368,7 +385,11 @@ def draw_pareto(search: PlannedSearch, path: Path) -> None:
     )
     given = search.configured
     axes.scatter(
-        [given.lower_bound], [given.peak_bytes / 2**30], marker="x", color="#ee6677", label="given"
+        [given.lower_bound],
+        [given.peak.predicted / 2**30],
+        marker="x",
+        color="#ee6677",
+        label="given",
     )
     # The slowest layouts take a hundred times as long as the fastest.
     axes.set_xscale("log")

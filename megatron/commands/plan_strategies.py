@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.cost.hardware import Hardware
+from megatron.cost.memory import Verdict
 from megatron.cost.step import StepPrediction, count_step_traffic
 from megatron.plan import Plan
 from megatron.plan_prediction import predict_plan
@@ -25,7 +26,7 @@ class StrategyEstimate:
     communication: CommunicationTime
     memory: int
     """Bytes of the rank that needs most: parameters and activations."""
-    fits: bool
+    verdict: Verdict
     """Whether the strategy fits in the memory of a device."""
     step_seconds: float
     """Predicted seconds of a step. Communication that does not overlap is included."""
@@ -68,9 +69,15 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
 
 
 def choose_strategy(estimates: Sequence[StrategyEstimate]) -> StrategyEstimate | None:
-    """Return the strategy that fits in memory and has the shortest step. None if none fits."""
-    fitting = [each for each in estimates if each.fits]
-    return min(fitting, key=lambda each: each.step_seconds, default=None)
+    """Return the strategy that fits in memory and has the shortest step.
+
+    If none fits, it is one that may fit. None if none of them may fit.
+    """
+    for verdict in (Verdict.FITS, Verdict.MAY_FIT):
+        fitting = [each for each in estimates if each.verdict is verdict]
+        if fitting:
+            return min(fitting, key=lambda each: each.step_seconds)
+    return None
 
 
 def _estimate(
@@ -89,5 +96,5 @@ def _estimate(
         inner_ranks=layout.tensor,
     )
     changed = StepPrediction(job)
-    memory = round(changed.peak_bytes)
-    return StrategyEstimate(name, flags, time, memory, changed.fits, changed.seconds)
+    memory = round(changed.peak.predicted)
+    return StrategyEstimate(name, flags, time, memory, changed.verdict, changed.seconds)

@@ -19,6 +19,19 @@ def estimate_collective_seconds(
     )
 
 
+def estimate_added_seconds(communication: float, hidden: float, contention: float) -> float:
+    """Return the seconds that communication adds to computation.
+
+    Args:
+        communication: Seconds of the communication.
+        hidden: Seconds of computation that run at the same time.
+        contention: Seconds that computation loses for each second of both.
+    """
+    # What is hidden is not free: it slows the computation.
+    covered = min(communication, hidden)
+    return communication - covered + contention * covered
+
+
 def estimate_message_seconds(size: float, stride: int, hardware: Hardware) -> float:
     """Return the seconds in which rank r sends `size` bytes to rank r + `stride`."""
     network = hardware.network

@@ -34,6 +34,8 @@ class Gemm:
     batch: int = 1
     value: int = 2
     """Bytes of an element: 2 in half precision, and 4 in fp32."""
+    result: float | None = None
+    """Bytes that are read and written for an element of the result. Default: `value`."""
 
     @property
     def flops(self) -> int:
@@ -41,16 +43,22 @@ class Gemm:
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> float:
         """Bytes that are read and written at least once."""
-        elements = self.m * self.k + self.k * self.n + self.m * self.n
-        return self.value * self.batch * elements
+        factors = self.value * (self.m * self.k + self.k * self.n)
+        result = self.value if self.result is None else self.result
+        return self.batch * (factors + result * self.m * self.n)
 
-    def derive_backward(self) -> "tuple[Gemm, Gemm]":
-        """Return the products of the backward pass, for the input and for the weight."""
+    def derive_backward(self, gradient: float | None = None) -> "tuple[Gemm, Gemm]":
+        """Return the products of the backward pass, for the input and for the weight.
+
+        Args:
+            gradient: Bytes that are read and written for an element of the weight's gradient.
+                Default: `value`.
+        """
         return (
             Gemm(self.m, self.k, self.n, self.batch, self.value),
-            Gemm(self.k, self.n, self.m, self.batch, self.value),
+            Gemm(self.k, self.n, self.m, self.batch, self.value, gradient),
         )
 
 

@@ -8,7 +8,7 @@ Widths are in elements. An element has 2 bytes, or 4 in fp32.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.cost.collectives import estimate_collective_seconds
+from megatron.cost.collectives import estimate_added_seconds, estimate_collective_seconds
 from megatron.cost.hardware import Hardware
 from megatron.cost.kernels import (
     Gemm,
@@ -91,14 +91,26 @@ class LayerTimes:
         software: Software,
         hardware: Hardware,
         seq_length: int | None = None,
+        gradient_bytes: float | None = None,
     ) -> None:
-        """Take what determines the times. `seq_length` defaults to that of `shape`."""
+        """Take what determines the times.
+
+        Args:
+            shape: Sizes of the model.
+            layout: The layout.
+            software: The trainer.
+            hardware: The devices.
+            seq_length: Tokens of a sample. Default: that of `shape`.
+            gradient_bytes: Bytes that a product reads and writes for an element of a weight's
+                gradient. Default: those of an element.
+        """
         self._shape = shape
         self._layout = layout
         self._software = software
         self._hardware = hardware
         self._length = seq_length or shape.config.seq_length
         self._value = 2 if software.half else 4
+        self._gradient_bytes = gradient_bytes
         self._tokens = self._length * layout.micro_batch // layout.context
         config = shape.config
         # Heads are divided over tensor-parallel ranks.
@@ -182,13 +194,17 @@ class LayerTimes:
             self._make_gemm(h, self._f),
         ]
 
+    def _derive_backward(self, product: Gemm) -> tuple[Gemm, Gemm]:
+        """Return the products of the backward pass, for the input and for the weight."""
+        return product.derive_backward(self._gradient_bytes)
+
     def _make_gemm(self, columns: int, inner: int) -> Gemm:
         """Return the product of all tokens with a matrix."""
         return Gemm(self._tokens, columns, inner, value=self._value)
 
     def _estimate_projections(self) -> Passes:
         products = self._list_projections()
-        gradients = [each for product in products for each in product.derive_backward()]
+        gradients = [each for product in products for each in self._derive_backward(product)]
         forward = Seconds(gemm=self._time_gemms(products), gaps=self._wait(_KERNELS))
         # Without a product that adds to the fp32 sum by itself, the addition reads and writes the
         # gradients once more.
@@ -313,7 +329,9 @@ class LayerTimes:
         """Estimate the collectives of a layer: two all-reduces in each pass.
 
         With sequence parallelism each is a reduce-scatter and an all-gather of the same bytes, and
-        the backward pass gathers two inputs again.
+        the backward pass gathers two inputs again. These are ten messages. This trainer sends the
+        four at the entries of the backward pass during matrix products, and without sequence
+        parallelism both all-reduces.
         """
         forward = 0.0
         backward = 0.0
@@ -321,7 +339,10 @@ class LayerTimes:
         if self._layout.tensor > 1:
             reduced = self._time_collective(self._value * self._tokens * h, passes=2)
             forward += 2 * reduced
-            backward += 2 * reduced
+            if self._software.overlaps_entries:
+                backward += self._estimate_entries()
+            else:
+                backward += 2 * reduced
             if self._layout.sequence_parallel:
                 backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
         if self._layout.context > 1:
@@ -339,6 +360,29 @@ class LayerTimes:
         # What overlaps costs nothing here. Its contention is part of the fitted shares.
         waiting = 1 - self._software.hidden_tensor
         return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
+
+    def _estimate_entries(self) -> float:
+        """Estimate what the messages at the entries add to the backward pass.
+
+        The entries are the projection to queries, keys and values, and that to the MLP. See
+        `parallel/entered_linear.py`.
+        """
+        size = self._value * self._tokens * self._shape.config.hidden_size
+        once = self._time_collective(size, passes=1)
+        added = 0.0
+        queries, _, mlp, _ = self._list_projections()
+        for product in (queries, mlp):
+            # The sum of the input's gradient needs the product of the input.
+            of_input, of_weight = (
+                self._time_gemms([each]) for each in self._derive_backward(product)
+            )
+            contention = self._software.contention
+            if self._layout.sequence_parallel:
+                added += estimate_added_seconds(once, of_input, contention)
+                added += estimate_added_seconds(once, of_weight, contention)
+            else:
+                added += estimate_added_seconds(2 * once, of_weight, contention)
+        return added
 
     def _time_collective(self, size: float, passes: int) -> float:
         return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)

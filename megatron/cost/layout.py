@@ -85,11 +85,29 @@ class RankLayout:
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """Memory of a device beside the tensors."""
+
+    allocator: float = 1.0
+    """Reserved memory relative to the tensors in it."""
+    fixed_gib: float = 1.5
+    """Memory of the device's context, its kernels and the libraries."""
+
+    def estimate_bytes(self, tensors: float) -> float:
+        """Return the bytes that `tensors` bytes of tensors need in addition."""
+        return (self.allocator - 1) * tensors + self.fixed_gib * 2**30
+
+
+_MEASURED = Overhead(1.15, 4.5)
+"""What BLOOM's runs needed. A rank of a pipeline has up to 7 communicators, each with buffers."""
+
+
+@dataclass(frozen=True)
 class Software:
     """How a trainer uses the devices.
 
     These are properties that its documentation states, apart from `kernel_gap`, `contention`,
-    `allocator` and the logit's bytes, which are fitted.
+    `overhead` and the logit's bytes, which are fitted.
     """
 
     name: str
@@ -103,19 +121,22 @@ class Software:
     """Seconds that pass between two kernels of a stream."""
     hidden_tensor: float = 0.0
     """Share of the tensor-parallel communication that overlaps with matrix products."""
+    overlaps_entries: bool = False
+    """Whether the backward pass of a layer that enters a tensor-parallel region communicates during
+    the layer's matrix products. Each message then has the product that hides it."""
     hidden_data: float = 0.0
     """Share of the last backward pass of a step during which gradients can be sent, and of the
     first forward pass during which parameters can be gathered."""
     contention: float = 0.0
-    """Seconds that computation loses for each second of data-parallel communication that overlaps
-    with it. Both use the memory and the multiprocessors."""
+    """Seconds that computation loses for each second of communication that overlaps with it. Both
+    use the memory and the multiprocessors. Communication of `hidden_tensor` is left out."""
     hidden_pipeline: bool = False
     """Whether ranks compute while activations are sent between stages."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0
     """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
-    those of the matrix product."""
+    those of the matrix product. If tensors are counted, `cost.parameter_traffic` counts it."""
     held_gradient_bytes: int = 4
     """Bytes of a parameter's gradient in memory."""
     dropout: bool = True
@@ -128,7 +149,7 @@ class Software:
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
     counts_tensors: bool = False
     """Whether memory is counted tensor by tensor, as this trainer allocates them (`cost.tensors`).
-    Otherwise it is that of the papers' formulas."""
+    Otherwise it is that of the papers' formulas. Sums of gradients are counted as well."""
     fp16: bool = False
     """Whether the half precision is fp16, in which some gradients are in fp32."""
     fp32_residual: bool = False
@@ -137,16 +158,14 @@ class Software:
     """Operators whose results full recomputation keeps: matmul, attention or both. Only the memory
     model of this trainer uses it."""
     fused_gradients: bool = False
-    """Whether matrix products add to the weights' gradients in fp32. Only the memory model of
-    this trainer uses it."""
+    """Whether matrix products add to the weights' gradients in fp32. Only this trainer uses it."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     held_logit_bytes: int = 8
     """Memory of the loss for each logit."""
-    allocator: float = 1.0
-    """Reserved memory relative to the tensors in it."""
-    fixed_gib: float = 1.5
-    """Memory of the device's context, its kernels and the libraries."""
+    overhead: Overhead = Overhead()
+    margin: Overhead | None = None
+    """The overhead with which a layout must fit, if it is larger than what is predicted."""
 
 
 SOFTWARE = {
@@ -181,8 +200,7 @@ SOFTWARE = {
             gradient_bytes=2,
             dropout=False,
             held_outputs=True,
-            allocator=1.15,
-            fixed_gib=4.5,
+            overhead=_MEASURED,
         ),
         # Its bf16 optimizer keeps the sum of the gradients in fp32, beside bf16 gradients. The sum
         # is a second pass over them for each microbatch.
@@ -196,8 +214,7 @@ SOFTWARE = {
             gradient_bytes=4,
             dropout=False,
             held_outputs=True,
-            allocator=1.15,
-            fixed_gib=4.5,
+            overhead=_MEASURED,
         ),
         # Collectives of all kinds overlap with computation, as its documentation advises. Kernels
         # are fused, so there is next to no time between them.
@@ -231,14 +248,16 @@ SOFTWARE = {
             held_logit_bytes=16,
         ),
         # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. No GPU run of it has been
-        # measured yet, so its constants are those of FSDP.
+        # measured yet, so its constants are those of FSDP, and its memory has a margin.
         Software(
             "trainer",
             pointwise=1.5,
             hidden_data=1.0,
             contention=0.15,
             hidden_pipeline=True,
+            overlaps_entries=True,
             counts_tensors=True,
+            margin=_MEASURED,
         ),
     )
 }

@@ -6,6 +6,7 @@ This module adds what the layout, the schedule and the software decide.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from enum import StrEnum
 
 from megatron.config.parallel import ParallelConfig
 from megatron.cost.layout import RankLayout, Software
@@ -51,9 +52,41 @@ class RankMemory:
     """Context of the device, communicators, and what the allocator reserves but does not use."""
 
     @property
+    def tensors(self) -> float:
+        """Sum of all kinds apart from `fixed`."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "fixed")
+
+    @property
     def total(self) -> float:
         """Sum of all kinds."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.tensors + self.fixed
+
+
+class Verdict(StrEnum):
+    """Whether a layout fits in the memory of a device."""
+
+    FITS = "fits"
+    """Also with the margin for what lies outside of tensors."""
+    MAY_FIT = "may fit"
+    """Only without the margin."""
+    DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of the device that needs most."""
+
+    predicted: float
+    with_margin: float
+    """At least `predicted`."""
+
+    def judge(self, memory_bytes: float) -> Verdict:
+        """Return whether a device with this memory is large enough."""
+        if self.with_margin <= memory_bytes:
+            return Verdict.FITS
+        if self.predicted <= memory_bytes:
+            return Verdict.MAY_FIT
+        return Verdict.DOES_NOT_FIT
 
 
 def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
@@ -212,7 +245,7 @@ def _estimate_rank(
         working,
         logits,
         buffers,
-        (software.allocator - 1) * tensors + software.fixed_gib * 2**30,
+        software.overhead.estimate_bytes(tensors),
     )
 
 

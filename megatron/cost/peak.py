@@ -13,6 +13,11 @@ from fractions import Fraction
 from functools import lru_cache
 
 from megatron.cost.layout import RankLayout, Software
+from megatron.cost.parameter_traffic import (
+    count_outside_parameters,
+    reduces_each_microbatch,
+    uses_fsdp,
+)
 from megatron.cost.tensors import TensorSizes, measure_tensors
 from megatron.model import flops
 from megatron.model.partition import Stage
@@ -103,13 +108,11 @@ class _RankPeak:
         self._gradient_value = 4 if software.fused_gradients else self._value
         """Bytes of an element of a gradient that FSDP2 holds."""
         self._half = software.half
-        self._fsdp = layout.data * layout.context > 1
-        """Whether FSDP2 holds the parameters. One data-parallel rank needs none."""
+        self._fsdp = uses_fsdp(layout)
         self._s = layout.shard_size
         self._gathers = layout.zero_stage == 3 and self._fsdp
         """Whether weights are gathered for each layer, and dropped again."""
-        # Stages 0 and 1 reduce gradients after the last microbatch, and the others after each one.
-        self._reduces_each = self._fsdp and (layout.zero_stage >= 2 or schedule.microbatches == 1)
+        self._reduces_each = reduces_each_microbatch(layout, schedule.microbatches)
         # A gradient in fp32 is added to the sum at once, if the sum is kept.
         in_fp32 = not self._half or software.fused_gradients
         self._holds = self._fsdp and (not in_fp32 or self._reduces_each)
@@ -160,17 +163,7 @@ class _RankPeak:
 
     def _count_outside(self, stage: Stage) -> int:
         """Return the parameters of a stage outside of its layers."""
-        shape = self._shape
-        words = flops.count_word_embedding_parameters(shape, self._layout.tensor)
-        size = 0
-        if stage.first:
-            size += words + flops.count_first_stage_extra_parameters(shape)
-        if stage.last:
-            size += flops.count_norm_parameters(shape)
-            # On one stage, a tied output matrix is the embedding.
-            if shape.config.untie_embeddings_and_output_weights or not stage.first:
-                size += words
-        return size
+        return count_outside_parameters(self._shape, self._layout.tensor, stage)
 
     def _count_parameters(self) -> int:
         return sum(

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from megatron.cost.hardware import Hardware
 from megatron.cost.layout import RankLayout, Software
-from megatron.cost.memory import BALANCED_ENDS, build_stages
+from megatron.cost.memory import BALANCED_ENDS, Verdict, build_stages
 from megatron.cost.step import StepJob, StepPrediction
 from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
@@ -55,12 +55,15 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The layouts that fit, fastest first, and how many do not."""
+    """The layouts that fit or may fit, and how many do not."""
 
     fastest: tuple[StepPrediction, ...]
-    """The fastest, simulated."""
+    """The fastest that fit, simulated, fastest first. After them come those that may fit and are
+    faster than the first. If none fits, the fastest that may fit."""
     fitting: tuple[StepPrediction, ...]
     """All that fit, by the lower bounds of their times."""
+    uncertain: tuple[StepPrediction, ...]
+    """All that may fit, by the lower bounds of their times."""
     too_large: int
     """Number of layouts that do not fit in memory."""
 
@@ -206,12 +209,12 @@ def _iterate_recomputation(space: SearchSpace, base: RankLayout) -> Iterator[Ran
 def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
     """Return the `count` fastest layouts that fit, and what else was found.
 
+    At most `count` layouts that may fit are among the fastest as well.
+
     Raises:
         ConfigError: No layout is legal.
     """
-    found = []
-    too_large = 0
-    legal = 0
+    found: dict[Verdict, list[StepPrediction]] = {verdict: [] for verdict in Verdict}
     for layout in iterate_layouts(space):
         try:
             shape = space.get_shape(layout.tensor)
@@ -221,18 +224,23 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
         except ConfigError:
             # The layers or the vocabulary cannot be divided so.
             continue
-        legal += 1
-        if prediction.fits:
-            found.append(prediction)
-        else:
-            too_large += 1
-    if not legal:
+        found[prediction.verdict].append(prediction)
+    if not any(found.values()):
         raise ConfigError(
             f"no layout divides a batch of {space.batch_size} samples and the model over "
             f"{space.devices} devices; choose another number of devices or another batch size."
         )
-    found.sort(key=lambda each: each.lower_bound)
-    return SearchResult(_simulate_fastest(found, count), tuple(found), too_large)
+    for verdict in (Verdict.FITS, Verdict.MAY_FIT):
+        found[verdict].sort(key=lambda each: each.lower_bound)
+    fastest = _simulate_fastest(found[Verdict.FITS], count)
+    longest = fastest[0].seconds if fastest else float("inf")
+    risky = _simulate_fastest(found[Verdict.MAY_FIT], count)
+    return SearchResult(
+        (*fastest, *(each for each in risky if each.seconds < longest)),
+        tuple(found[Verdict.FITS]),
+        tuple(found[Verdict.MAY_FIT]),
+        len(found[Verdict.DOES_NOT_FIT]),
+    )
 
 
 def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[StepPrediction, ...]:
@@ -256,8 +264,8 @@ def find_pareto_front(predictions: Sequence[StepPrediction]) -> list[StepPredict
     front = []
     # From fast to slow, each layout of the front needs less memory than all before it.
     least = float("inf")
-    for prediction in sorted(predictions, key=lambda each: (each.lower_bound, each.peak_bytes)):
-        if prediction.peak_bytes < least:
+    for prediction in sorted(predictions, key=lambda each: (each.lower_bound, each.peak.predicted)):
+        if prediction.peak.predicted < least:
             front.append(prediction)
-            least = prediction.peak_bytes
+            least = prediction.peak.predicted
     return front

@@ -4,12 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron.cost.collectives import estimate_collective_seconds, estimate_message_seconds
+from megatron.cost.collectives import (
+    estimate_added_seconds,
+    estimate_collective_seconds,
+    estimate_message_seconds,
+)
 from megatron.cost.hardware import Hardware
 from megatron.cost.kernels import estimate_memory_seconds
 from megatron.cost.layers import LayerTimes, Passes, Seconds
 from megatron.cost.layout import RankLayout, Software
-from megatron.cost.memory import RankMemory, build_schedule, build_stages, estimate_memory
+from megatron.cost.memory import (
+    PeakMemory,
+    RankMemory,
+    Verdict,
+    build_schedule,
+    build_stages,
+    estimate_memory,
+)
+from megatron.cost.parameter_traffic import (
+    count_gather_bytes,
+    count_product_bytes,
+    count_sum_bytes,
+)
 from megatron.cost.pipeline import StageTimes, estimate_pipeline_seconds
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank
@@ -67,7 +83,9 @@ class StepPrediction:
         self.job = job
         self.stages: tuple[Stage, ...] = build_stages(job.shape, job.layout)
         self.schedule: PipelineSchedule = build_schedule(job.layout, job.batch_size)
-        self.passes: tuple[Passes, ...] = _estimate_stages(job, self.stages)
+        self.passes: tuple[Passes, ...] = _estimate_stages(
+            job, self.stages, self.schedule.microbatches
+        )
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -77,14 +95,9 @@ class StepPrediction:
             job.shape, job.layout, job.software, job.batch_size, stages=self.stages
         )
 
-    @property
-    def peak_bytes(self) -> float:
-        """Memory of the rank that needs most."""
-        return max(rank.total for rank in self._fullest)
-
     @cached_property
-    def _fullest(self) -> tuple[RankMemory, ...]:
-        """Memory of the ranks that may need most.
+    def peak(self) -> PeakMemory:
+        """Memory of the rank that needs most.
 
         Earlier ranks have at least as many microbatches in flight. So of ranks with the same
         stages, the first one needs most.
@@ -93,7 +106,7 @@ class StepPrediction:
         first: dict[tuple[tuple[int, ...], ...], int] = {}
         for rank in range(job.layout.pipeline):
             first.setdefault(self._describe_stages(rank), rank)
-        return estimate_memory(
+        ranks = estimate_memory(
             job.shape,
             job.layout,
             job.software,
@@ -101,6 +114,10 @@ class StepPrediction:
             stages=self.stages,
             ranks=list(first.values()),
         )
+        fullest = max(ranks, key=lambda rank: rank.total)
+        margin = job.software.margin or job.software.overhead
+        tensors = fullest.tensors
+        return PeakMemory(fullest.total, tensors + margin.estimate_bytes(tensors))
 
     def _describe_stages(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return what determines the memory of a pipeline rank, apart from its position."""
@@ -117,9 +134,9 @@ class StepPrediction:
         )
 
     @property
-    def fits(self) -> bool:
+    def verdict(self) -> Verdict:
         """Whether each rank fits in its device."""
-        return self.peak_bytes <= self.job.hardware.memory_bytes
+        return self.peak.judge(self.job.hardware.memory_bytes)
 
     @property
     def stage_times(self) -> StageTimes:
@@ -271,9 +288,10 @@ def _estimate_parts(
     software: Software,
     hardware: Hardware,
     seq_length: int | None,
+    gradient_bytes: float | None,
 ) -> _Parts:
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
-    times = LayerTimes(shape, layout, software, hardware, seq_length)
+    times = LayerTimes(shape, layout, software, hardware, seq_length, gradient_bytes)
     windows = {shape.describe_layer(index).window for index in range(shape.config.num_layers)}
     return _Parts(
         {window: times.estimate_layer(window) for window in windows},
@@ -283,8 +301,10 @@ def _estimate_parts(
     )
 
 
-def _estimate_stages(job: StepJob, stages: Sequence[Stage]) -> tuple[Passes, ...]:
-    """Return the times of each stage for one microbatch."""
+def _estimate_stages(
+    job: StepJob, stages: Sequence[Stage], microbatches: int
+) -> tuple[Passes, ...]:
+    """Return the times of each stage for one of the microbatches of a step."""
     layout = job.layout
     # Only these fields matter for the parts.
     key = RankLayout(
@@ -294,8 +314,31 @@ def _estimate_stages(job: StepJob, stages: Sequence[Stage]) -> tuple[Passes, ...
         recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel,
     )
-    parts = _estimate_parts(job.shape, key, job.software, job.hardware, job.seq_length)
-    return tuple(_sum_stage(job.shape, layout, stage, parts) for stage in stages)
+    gradient_bytes = None
+    if job.software.counts_tensors:
+        gradient_bytes = count_product_bytes(layout, job.software, microbatches)
+    parts = _estimate_parts(
+        job.shape, key, job.software, job.hardware, job.seq_length, gradient_bytes
+    )
+    passes = tuple(_sum_stage(job.shape, layout, stage, parts) for stage in stages)
+    if not job.software.counts_tensors:
+        return passes
+    return tuple(
+        each + _estimate_parameter_traffic(job, stage, microbatches)
+        for each, stage in zip(passes, stages, strict=True)
+    )
+
+
+def _estimate_parameter_traffic(job: StepJob, stage: Stage, microbatches: int) -> Passes:
+    """Return the mean time of one microbatch for gathered weights and sums of gradients."""
+    forward, backward = (
+        count(job.shape, job.layout, job.software, stage, microbatches) / microbatches
+        for count in (count_gather_bytes, count_sum_bytes)
+    )
+    return Passes(
+        Seconds(pointwise=forward / job.hardware.memory_rate),
+        Seconds(pointwise=backward / job.hardware.memory_rate),
+    )
 
 
 def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Parts) -> Passes:
@@ -375,6 +418,4 @@ def _estimate_data_parallel(
 
 def _hide(total: float, hidden: float, software: Software) -> DataParallelSeconds:
     """Return what is waited for if `hidden` seconds of computation run at the same time."""
-    # What is hidden is not free: it slows the computation by its contention.
-    covered = min(total, hidden)
-    return DataParallelSeconds(total, total - covered + software.contention * covered)
+    return DataParallelSeconds(total, estimate_added_seconds(total, hidden, software.contention))

@@ -186,7 +186,7 @@ def compare_bloom(row: dict[str, Any]) -> Iterator[Compared]:
         name += f" {row['heads']} heads"
     yield Compared(row["table"], name, "s", row["seconds"], step.seconds, layout.describe())
     # nvidia-smi prints MiB, which the chronicles round to "GB".
-    memory = step.peak_bytes / 2**30
+    memory = step.peak.predicted / 2**30
     yield Compared(row["table"], name, "GiB", row["gb_per_gpu"], memory, layout.describe())
 
 
@@ -285,7 +285,7 @@ def compare_torchtitan(row: dict[str, Any]) -> Iterator[Compared]:
     published = row["tokens_per_second_per_gpu"]
     chosen = layout.describe()
     yield Compared(row["table"], row["name"], "tokens/s", published, step.tokens_per_second, chosen)
-    memory = step.peak_bytes / 2**30
+    memory = step.peak.predicted / 2**30
     yield Compared(row["table"], row["name"], "GiB", row["gib"], memory, chosen)
 
 

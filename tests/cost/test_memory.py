@@ -6,13 +6,13 @@ import pytest
 from cost.published import make_gpt, make_llama, read_rows
 from shared_data import shared_dir
 
-from megatron.cost.layout import SOFTWARE, RankLayout
+from megatron.cost.layout import SOFTWARE, Overhead, RankLayout
 from megatron.cost.memory import estimate_memory
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
 GIB = 2**30
-PLAIN = replace(SOFTWARE["megatron-lm-2022"], fixed_gib=0, held_logit_bytes=0)
+PLAIN = replace(SOFTWARE["megatron-lm-2022"], overhead=Overhead(fixed_gib=0), held_logit_bytes=0)
 
 
 @pytest.mark.parametrize("name", ["22B", "530B"])
@@ -100,7 +100,7 @@ def test_the_7b_on_one_gpu_by_hand():
     """The sum of docs/dry_run.md."""
     config = make_llama(4096, 32, 32, 32, 11008, 2048, 32000).config
     shape = ModelShape(replace(config, hidden_dropout=0.0, attention_dropout=0.0), 32000, 32000)
-    software = replace(SOFTWARE["trainer"], fixed_gib=0)
+    software = replace(SOFTWARE["trainer"], overhead=Overhead(fixed_gib=0))
     (memory,) = estimate_memory(shape, RankLayout(zero_stage=1), software, 2)
     assert memory.total == pytest.approx(133_540_421_632, rel=1e-5)
     assert memory.weights == 2 * 6_738_415_616

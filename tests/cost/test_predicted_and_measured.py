@@ -52,6 +52,8 @@ def test_a_start_on_a_known_device_has_a_prediction(tmp_path):
     assert predicted["hardware"] == "a100-80g"
     assert predicted["batch_size"] == 128
     assert 1 < predicted["seconds"] < 4
+    assert predicted["verdict"] == "fits"
+    assert predicted["memory_gib"] < predicted["memory_gib_with_margin"] < 79
     slower = 2 * predicted["seconds"]
     write_run(tmp_path, start, [60.0, slower, slower, slower])
     facts = dict(list_facts(read_history(tmp_path)))

@@ -9,7 +9,7 @@ from cost.published import make_gpt
 
 from megatron.cost.hardware import load_hardware
 from megatron.cost.layout import SOFTWARE, TRAINER, RankLayout
-from megatron.cost.memory import BALANCED_ENDS, build_stages
+from megatron.cost.memory import BALANCED_ENDS, Verdict, build_stages
 from megatron.cost.search import (
     SearchSpace,
     find_pareto_front,
@@ -38,8 +38,8 @@ def test_the_search_is_at_least_as_fast_as_blooms_layout(software):
     result = search_layouts(space)
     best = result.fastest[0]
     theirs = StepPrediction(StepJob(BLOOM, CHOSEN, 2048, SOFTWARE[software], hardware))
-    assert theirs.fits
-    assert best.fits
+    assert theirs.verdict is Verdict.FITS
+    assert best.verdict is Verdict.FITS
     assert best.seconds <= theirs.seconds
     assert best.job.layout.ranks == 384
     assert result.too_large > 0
@@ -113,9 +113,9 @@ def test_the_pareto_front_trades_time_for_memory():
     assert len(front) > 1
     for faster, slower in pairwise(front):
         assert faster.lower_bound <= slower.lower_bound
-        assert faster.peak_bytes > slower.peak_bytes
-    least = min(each.peak_bytes for each in found.fitting)
-    assert front[-1].peak_bytes == least
+        assert faster.peak.predicted > slower.peak.predicted
+    least = min(each.peak.predicted for each in found.fitting)
+    assert front[-1].peak.predicted == least
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,75 @@ def measure_peaks(flags: str, world_size: int, stages: Sequence[int]) -> list[in
     ]
 
 
+@dataclass
+class ParameterBytes:
+    """Bytes that kernels of the computing stream move in a step for weights and gradients."""
+
+    gathers: int = 0
+    sums: int = 0
+    fused: int = 0
+    """Those of the gradients of layers that products in 16 bits write in fp32."""
+
+
+def count_parameter_bytes(flags: str, world_size: int) -> ParameterBytes:
+    """Run a step of the first rank, and count what is moved for its parameters.
+
+    An activation must not have the shape of a parameter, and the world size must divide all rows.
+    """
+    from megatron.dry_run.fake_gpu import FakeGpu
+    from megatron.dry_run.stand_ins import get_current_stream
+    from megatron.dry_run.step import FakeRank, run_rank
+
+    found = ParameterBytes()
+    shapes: set[tuple[int, ...]] = set()
+    of_layers: set[tuple[int, ...]] = set()
+    run = FakeGpu._run
+
+    def start(rank: FakeRank) -> None:
+        # The construction gathers weights too.
+        found.gathers = 0
+        for stage in rank.engine.stages:
+            shapes.update(tuple(each.shape) for each in stage.parameters())
+            for block in stage.get_blocks().values():
+                of_layers.update(tuple(each.shape) for each in block.parameters())
+
+    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        out = run(self, func, types, args, kwargs)
+        # FSDP2 adds up shards on a stream of its own.
+        if get_current_stream().stream_id == 0:
+            name = func.__name__.partition(".")[0]
+            if name == "split_with_sizes_copy":
+                found.gathers += 2 * args[0].nbytes
+            elif name == "chunk_cat":
+                found.sums += sum(each.nbytes for each in args[0]) + kwargs["out"].nbytes
+            elif tuple(getattr(out, "shape", ())) in shapes:
+                found.sums += _count_sum(name, args, out)
+            if tuple(getattr(out, "shape", ())) in of_layers:
+                found.fused += _count_product(name, args, out)
+        return out
+
+    with mock.patch.object(FakeGpu, "_run", count):
+        run_rank(plan_case(Case(flags, world_size)), 0, visit=start)
+    return found
+
+
+def _count_sum(name: str, args: Any, out: Any) -> int:
+    """Return the bytes of a conversion to fp32, or of a sum."""
+    if name == "_to_copy" and out.dtype.itemsize > args[0].dtype.itemsize:
+        return args[0].nbytes + out.nbytes
+    if name == "add_":
+        return args[0].nbytes + args[1].nbytes + out.nbytes
+    return 0
+
+
+def _count_product(name: str, args: Any, out: Any) -> int:
+    """Return the bytes of the result of a product of 16-bit matrices in fp32."""
+    # Both operators have a factor there.
+    if name not in ("mm", "addmm") or out.dtype.itemsize == args[1].dtype.itemsize:
+        return 0
+    return out.nbytes * (2 if name == "addmm" else 1)
+
+
 def count_attention(case: Case) -> dict[str, int]:
     """Run the steps of a case. Return how often the operators of attention ran."""
     return {

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import tiny_corpus
 
 from megatron.config.cli import load_config
 from megatron.cost.hardware import load_hardware
+from megatron.cost.memory import Verdict
 from megatron.errors import ConfigError
 from megatron.observe.metrics import read_metrics
 from megatron.plan import Plan, resolve
@@ -23,6 +25,8 @@ GPUS = {
     "llama3-8b": 64,
     "llama3-70b": 512,
 }
+MEMORY_GIB = {"llama3-160m": 23.5}
+"""Memory of the GPUs that a file is for, if it is not that of an A100 of 80 GB."""
 PARAMETERS = {
     "llama3-160m": 159_861_504,
     # The published sizes of Llama 3. The 70B is padded to 129,024 ids for 8 tensor-parallel ranks.
@@ -87,6 +91,15 @@ def test_a_file_has_the_numbers_of_its_comments(name: str) -> None:
     assert round(tensors / 1e9) == find_number(name, r"micro_batch_size: .* # (\d+) GB")
     # The total has what lies outside of tensors, such as the context.
     assert max(rank.total for rank in ranks) / 1e9 < find_number(name, r"(\d+) GB\b")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_file_says_if_it_only_may_fit(name: str) -> None:
+    hardware = load_hardware("a100-80g")
+    memory = MEMORY_GIB.get(name, hardware.memory_gib)
+    verdict = predict_plan(plan_example(name), replace(hardware, memory_gib=memory)).verdict
+    assert verdict is not Verdict.DOES_NOT_FIT
+    assert ("may fit" in read_example(name)) == (verdict is Verdict.MAY_FIT)
 
 
 @pytest.fixture
