@@ -145,6 +145,8 @@ def format_search(search: PlannedSearch) -> list[str]:
         f"flags of the fastest, after those of the command: "
         f"{format_flags(search.plan, best.job.layout)}"
     )
+    if search.plan.can_mask_tokens(training=True) and search.plan.config.loss.loss_mean != "step":
+        lines.append("another micro-batch size changes the loss of this run (--loss-mean)")
     lines += ["the layout that is given:", _format_candidate(search.configured)]
     if search.configured.seconds > best.seconds or not search.configured.fits:
         lines.append(f"{'':>29}{explain_difference(search.configured, best)}")

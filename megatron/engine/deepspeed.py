@@ -39,7 +39,6 @@ from megatron.engine.base import (
     PhaseTimers,
     StepResult,
     Vote,
-    build_inputs,
     skip_timing,
     skip_waiting,
 )
@@ -588,10 +587,12 @@ class DeepSpeedEngine(EngineBase):
             engine.set_train_batch_size(size)
         self._accept = accept
         self._rejected = False
+        inputs = self._build_inputs(microbatches, iteration, training=True)
+        # DeepSpeed drops no update of its own accord for gradients of 0, so it does not run.
+        if self._is_empty():
+            return self._finish_step(0.0, 0.0, applied=False, num_zeros=None, empty=True)
         with self._timers("forward-backward"):
-            loss, votes = self._train(
-                build_inputs(microbatches, iteration, self._mesh.device), vote
-            )
+            loss, votes = self._train(inputs, vote)
         applied = engine.was_step_applied()
         # What DeepSpeed returns after a dropped step depends on its optimizer.
         if applied:

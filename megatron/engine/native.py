@@ -21,7 +21,6 @@ from megatron.engine.base import (
     PhaseTimers,
     StepResult,
     Vote,
-    build_inputs,
     skip_timing,
     skip_waiting,
 )
@@ -177,7 +176,7 @@ class NativeEngine(EngineBase):
             # as many data-parallel ranks, each has half as many microbatches. Its fp16 gradients
             # are then twice as large before they are averaged, and overflow at half the scale.
             loss = self.runner.run(
-                build_inputs(microbatches, iteration, self._mesh.device),
+                self._build_inputs(microbatches, iteration, training=True),
                 scale / len(microbatches),
                 train=True,
             )
@@ -229,10 +228,12 @@ class NativeEngine(EngineBase):
             norm = math.sqrt(squares) / scale
         else:
             norm = squares
-        # All ranks have the same two numbers, so all of them take the same decision.
+        # All ranks have the same numbers, so all of them take the same decision.
         finite = math.isfinite(loss_value) and math.isfinite(norm)
-        rejected = finite and accept is not None and not accept(loss_value, norm)
-        applied = finite and not rejected
+        # The host has waited for the sums already, so it does not wait here.
+        empty = finite and self._is_empty()
+        rejected = finite and not empty and accept is not None and not accept(loss_value, norm)
+        applied = finite and not empty and not rejected
         if applied:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and norm > self._clip:
@@ -254,7 +255,12 @@ class NativeEngine(EngineBase):
         if self._count_zeros:
             num_zeros = int(zeros)
         result = self._finish_step(
-            loss_value, norm, applied=applied, num_zeros=num_zeros, rejected=rejected
+            loss_value,
+            norm,
+            applied=applied,
+            num_zeros=num_zeros,
+            rejected=rejected,
+            empty=empty,
         )
         result = replace(result, votes=votes)
         if recorder is None:
