@@ -588,8 +588,9 @@ class DeepSpeedEngine(EngineBase):
         self._accept = accept
         self._rejected = False
         inputs = self._build_inputs(microbatches, iteration, training=True)
-        # DeepSpeed drops no update of its own accord for gradients of 0, so it does not run.
-        if self._is_empty():
+        # DeepSpeed updates moments and weights also if all gradients are 0, so it does not run. The
+        # host reads a number here, as DeepSpeed does in its update.
+        if self._counted_tokens is not None and float(self._counted_tokens) == 0:
             return self._finish_step(0.0, 0.0, applied=False, num_zeros=None, empty=True)
         with self._timers("forward-backward"):
             loss, votes = self._train(inputs, vote)

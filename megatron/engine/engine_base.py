@@ -178,10 +178,6 @@ class EngineBase(ABC):
                 counted += mask.sum(dtype=torch.float64)
         return counted
 
-    def _is_empty(self) -> bool:
-        """Return whether no token of the training batch counts. The host waits for the device."""
-        return self._counted_tokens is not None and float(self._counted_tokens) == 0
-
     def _get_scale(self) -> float:
         """Return the factor on the loss of the next step, which is 1 without fp16."""
         if self._loss_scale is None:

@@ -223,17 +223,16 @@ class NativeEngine(EngineBase):
         if recorder is not None:
             recorder.record_gradients(self._list_counted(), scale)
         # The norm is only right after the partial and tied gradients were added up.
-        loss_value, squares, zeros, votes = self._reduce_step(loss, vote)
+        loss_value, squares, zeros, votes, empty = self._reduce_step(loss, vote)
         if math.isfinite(squares):
             norm = math.sqrt(squares) / scale
         else:
             norm = squares
         # All ranks have the same numbers, so all of them take the same decision.
         finite = math.isfinite(loss_value) and math.isfinite(norm)
-        # The host has waited for the sums already, so it does not wait here.
-        empty = finite and self._is_empty()
-        rejected = finite and not empty and accept is not None and not accept(loss_value, norm)
-        applied = finite and not empty and not rejected
+        usable = finite and not empty
+        rejected = usable and accept is not None and not accept(loss_value, norm)
+        applied = usable and not rejected
         if applied:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and norm > self._clip:
@@ -260,7 +259,7 @@ class NativeEngine(EngineBase):
             applied=applied,
             num_zeros=num_zeros,
             rejected=rejected,
-            empty=empty,
+            empty=finite and empty,
         )
         result = replace(result, votes=votes)
         if recorder is None:
@@ -299,10 +298,11 @@ class NativeEngine(EngineBase):
 
     def _reduce_step(
         self, loss: Tensor, vote: Vote | None
-    ) -> tuple[float, float, float, float | None]:
+    ) -> tuple[float, float, float, float | None, bool]:
         """Return the mean loss, the squared gradient norm, the number of zeros, and the votes.
 
-        They are those of the complete model and of all ranks. One all-reduce sums all four.
+        They are those of the complete model and of all ranks. One all-reduce sums all four. The
+        last value is whether no token of the batch counts.
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
@@ -314,10 +314,20 @@ class NativeEngine(EngineBase):
         own_vote = 0.0 if vote is None else vote()
         # A fill is one kernel. Making a tensor from the number would copy it from host memory.
         votes = torch.full_like(squares, own_vote)
-        loss_value, squares_value, zeros_value, votes_value = self._sum_over_ranks(
-            torch.stack((self._compute_loss_share(loss), squares, zeros, votes))
+        sums = [self._compute_loss_share(loss), squares, zeros, votes]
+        # It is the same on all ranks already, but the host reads all numbers in one copy.
+        if self._counted_tokens is not None:
+            sums.append(self._counted_tokens)
+        loss_value, squares_value, zeros_value, votes_value, *counted = self._sum_over_ranks(
+            torch.stack(sums)
         )
-        return loss_value, squares_value, zeros_value, None if vote is None else votes_value
+        return (
+            loss_value,
+            squares_value,
+            zeros_value,
+            None if vote is None else votes_value,
+            counted == [0.0],
+        )
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
         """Return this rank's term of the mean loss. The sum over all ranks is the mean.
