@@ -143,7 +143,9 @@ def _resolve_loss_mean(line: CommandLine, given: dict[str, ValueWithOrigin]) -> 
 
     It has an effect only if tokens are masked. A flag that changes no number changes no field.
     """
-    if not any(_get_value(given, dotted) for dotted in ("data.eod_mask_loss", "loss.goldfish_loss")):
+    if not any(
+        _get_value(given, dotted) for dotted in ("data.eod_mask_loss", "loss.goldfish_loss")
+    ):
         return
     foreign = line.foreign
     if foreign is None and (path := _get_value(given, "parallel.deepspeed_config")):

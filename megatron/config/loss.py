@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 
 from megatron.config.interval import NOT_NEGATIVE, Range
 
-
 LossMean = Literal["step", "microbatch"]
 LOSS_MEAN = "loss.loss_mean"
 """The dotted name of the field below."""

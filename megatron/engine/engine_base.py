@@ -160,7 +160,7 @@ class EngineBase(ABC):
         if self._mesh.grid.world_size > 1:
             with self._mesh.tensor_parallel.comm_timer():
                 dist.all_reduce(counted)
-        # The ranks that share a microbatch have all counted it, so the mean over all ranks is exact.
+        # All ranks that share a microbatch have counted it, so the mean over all ranks is right.
         # If no token counts, the lower limit makes the loss and its gradient 0.
         shares = len(inputs) * self._mesh.grid.world_size
         divisor = (counted.clamp(min=1.0) / shares).float()

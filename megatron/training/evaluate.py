@@ -123,7 +123,9 @@ def _evaluate_set(
             text_bytes += sum(_count_bytes(each, token_bytes) for each in microbatches)
     nats, correct, positions, counted = _sum_over_ranks(run.mesh, tally, text_bytes)
     if positions == 0:
-        run.reporter.say("warning: no token of the evaluation counts, so its loss of 0 means nothing")
+        run.reporter.say(
+            "warning: no token of the evaluation counts, so its loss of 0 means nothing"
+        )
     loss = losses / iterations
     # Batches may have different numbers of tokens that count.
     if run.plan.counts_tokens_of_step(training=False):

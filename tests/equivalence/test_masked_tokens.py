@@ -8,10 +8,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from process_pool import ProcessPool, succeed
+
+if TYPE_CHECKING:
+    from megatron.data.batches import Microbatch
+    from megatron.training.run import Run
 
 BOUND = 1e-5
 BATCH = 8
@@ -47,12 +52,7 @@ EMPTY = STEPS.index(())
 
 
 def train_cases(flags: Sequence[str], micro_batch_size: int, cases: Sequence[str]) -> Any:
-    """Train every case on this rank. Return for each case the steps and the validation loss.
-
-    A step is (loss, gradient norm, whether it was applied, whether the state has changed).
-    """
-    import torch
-
+    """Train every case on this rank. Return for each case the steps and the validation loss."""
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.training.job import agree_on_job
@@ -63,63 +63,67 @@ def train_cases(flags: Sequence[str], micro_batch_size: int, cases: Sequence[str
     ranks = None
     results = []
     for case in cases:
-        loaded = load_config(
-            [*flags, *case.split(), "--micro-batch-size", str(micro_batch_size)]
-        )
+        loaded = load_config([*flags, *case.split(), "--micro-batch-size", str(micro_batch_size)])
         ranks = ranks or join_ranks(loaded, world)
         job = agree_on_job(loaded, ranks, print)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         run = start_run(loaded, job, mesh, timers, None)
-        engine = run.engine
-
-        def mask_samples(microbatch: Any, first: int, counted: tuple[int, ...]) -> Any:
-            mask = microbatch.loss_mask
-            if mask is None:
-                mask = torch.ones(microbatch.tokens.shape)
-            keep = [float(first + i in counted) for i in range(len(mask))]
-            return dataclasses.replace(microbatch, loss_mask=mask * torch.tensor(keep)[:, None])
-
-        def read_state() -> tuple[list[torch.Tensor], dict[str, Any]]:
-            shards = engine.shards(optimizer=True)
-            return [shard.tensor.detach().clone() for shard in shards], engine.get_scalars()
-
-        steps = []
-        for number, counted in enumerate(STEPS):
-            batch = run.sources.train.read_batch(BATCH, LENGTH)
-            if counted is not None:
-                # The order of `compute_sample_positions`.
-                batch = [
-                    mask_samples(
-                        each,
-                        (m * mesh.grid.data + mesh.coordinate.data) * micro_batch_size,
-                        counted,
-                    )
-                    for m, each in enumerate(batch)
-                ]
-            before = read_state()
-            result = engine.train_batch(batch, iteration=number + 1, lr=1e-3)
-            after = read_state()
-            kept = before[1] == after[1] and all(map(torch.equal, before[0], after[0]))
-            outcome = result.applied, result.empty, result.is_nan
-            steps.append((result.loss, result.grad_norm, outcome, not kept))
+        steps = [train_step(run, number, counted) for number, counted in enumerate(STEPS, 1)]
         validation = 0.0
         if "--eod-mask-loss" in case:
-            batch = run.sources.valid["validation"].read_batch(BATCH)
-            validation = engine.eval_batch(batch)
+            validation = run.engine.eval_batch(run.sources.valid["validation"].read_batch(BATCH))
         results.append((steps, validation))
         run.reporter.close()
         run.sources.close()
     return results
 
 
+def train_step(run: "Run", iteration: int, counted: tuple[int, ...] | None) -> Any:
+    """Train a step in which these samples of the batch count.
+
+    Returns:
+        (loss, gradient norm, what happened to the step, whether the state of this rank changed).
+    """
+    assert run.sources.train is not None
+    batch = run.sources.train.read_batch(BATCH, LENGTH)
+    if counted is not None:
+        batch = [
+            mask_samples(each, (number * run.mesh.grid.data + run.mesh.coordinate.data), counted)
+            for number, each in enumerate(batch)
+        ]
+    before = read_state(run)
+    result = run.engine.train_batch(batch, iteration=iteration, lr=1e-3)
+    after = read_state(run)
+    kept = before[1] == after[1] and all(map(torch.equal, before[0], after[0]))
+    outcome = result.applied, result.empty, result.is_nan
+    return result.loss, result.grad_norm, outcome, not kept
+
+
+def mask_samples(microbatch: "Microbatch", number: int, counted: tuple[int, ...]) -> "Microbatch":
+    """Return a microbatch, given its number in the global batch, in which only some samples count.
+
+    See `compute_sample_positions` for the order of the samples.
+    """
+    size, _ = microbatch.tokens.shape
+    keep = [float(number * size + sample in counted) for sample in range(size)]
+    mask = torch.tensor(keep)[:, None].expand(microbatch.tokens.shape)
+    if microbatch.loss_mask is not None:
+        mask = mask * microbatch.loss_mask
+    return dataclasses.replace(microbatch, loss_mask=mask)
+
+
+def read_state(run: "Run") -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return copies of the weights and moments of this rank, and the optimizer's other state."""
+    shards = run.engine.shards(optimizer=True)
+    return [shard.tensor.detach().clone() for shard in shards], run.engine.get_scalars()
+
+
 Train = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def train(
-    pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
-) -> Train:
+def train(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains all cases in a world, and returns the results of each rank."""
     cache = tmp_path_factory.mktemp("cache")
 
@@ -155,8 +159,9 @@ def full(*case: object) -> object:
         full(2, "--zero-stage 3", 2),
         full(2, f"{PP2}", 2),
         full(2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-layers 4", 1),
-        (4, "--sharding-strategy hsdp --hsdp-shard-size 2", 2),
-        (4, f"{TP2} {PP2}", 1),
+        (4, f"{PP2} --zero-stage 1", 1),
+        full(4, "--sharding-strategy hsdp --hsdp-shard-size 2", 2),
+        full(4, f"{TP2} {PP2}", 1),
         full(8, f"{TP2} {PP2} --zero-stage 1", 2),
         (2, "--deepspeed --zero-stage 1", 2),
         full(2, "--deepspeed --zero-stage 3", 1),
