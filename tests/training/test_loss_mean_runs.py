@@ -27,9 +27,14 @@ def read_numbers(run: Runner) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(
-    "masks", [EOD, "--goldfish-loss --goldfish-k 4 --goldfish-h 5"], ids=["eod", "goldfish"]
+GOLDFISH = (
+    "--goldfish-loss --goldfish-k 4 --goldfish-h 5 --curriculum-schedule-type fixed_discrete "
+    "--curriculum-difficulties 32 64 --curriculum-max-steps 2 --train-tokens 1000000 "
+    "--lr-decay-tokens 10000"
 )
+
+
+@pytest.mark.parametrize("masks", [EOD, GOLDFISH], ids=["eod", "goldfish and curriculum"])
 def test_the_micro_batch_size_changes_no_number(masks: str, run: Runner, other: Runner) -> None:
     flags = f"{masks} {SIZE} {EVALUATED}"
     log = run(f"{flags} --micro-batch-size 1")
