@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config.cli import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.loss import LOSS_MEAN
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.rules import check_rules
 from megatron.config.tree import Config
@@ -89,6 +90,8 @@ class Plan:
     train_seconds: float | None = None
     shard_size: int = 1
     """Data-parallel ranks that share one copy of the model. See `choose_shard_size`."""
+    loss_mean_origin: str = "default"
+    """Where --loss-mean came from. See `LoadedConfig.origin`."""
 
     @property
     def copies(self) -> int:
@@ -145,6 +148,33 @@ class Plan:
         """Virtual stages of each pipeline rank. It is 1 if stages are not interleaved."""
         # If partitioning failed, one placeholder stage is shared by all ranks.
         return max(1, len(self.stages) // self.pipeline_size)
+
+    def can_mask_tokens(self, *, training: bool) -> bool:
+        """Return whether the loss of some tokens may be left out.
+
+        The goldfish loss leaves out none in an evaluation.
+        """
+        config = self.config
+        return config.data.eod_mask_loss or (training and config.loss.goldfish_loss)
+
+    def counts_tokens_of_step(self, *, training: bool) -> bool:
+        """Return whether the loss is divided by the counted tokens of all ranks."""
+        return self.config.loss.loss_mean == "step" and self.can_mask_tokens(training=training)
+
+    def describe_loss_mean(self) -> tuple[str, str] | None:
+        """Return what the loss is the mean of, and why. None if no token can be masked."""
+        if not self.can_mask_tokens(training=True):
+            return None
+        if self.config.loss.loss_mean == "step":
+            mean = "over all counted tokens of a step"
+        else:
+            mean = "of microbatch means, which depends on the micro-batch size"
+        origin = self.loss_mean_origin
+        if origin == "default":
+            return mean, "the default of a new run"
+        if origin.startswith("as in "):
+            return mean, origin
+        return mean, f"given by {origin}"
 
     def choose_pipeline_schedule(self, batch_size: int) -> PipelineSchedule:
         """Choose how a global batch of `batch_size` samples runs through the stages.
@@ -328,6 +358,7 @@ def resolve(
         warnings=tuple(dict.fromkeys(report.warnings)),
         train_seconds=train_seconds,
         shard_size=shard_size,
+        loss_mean_origin=(origin or {}).get(LOSS_MEAN, "default"),
     )
 
 

@@ -143,7 +143,6 @@ def _group_by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
         flags = [
             _format_foreign_flag(row, underscores)
             + (f" with `{all_fields()[row.needs].flag}`" if row.needs else "")
-            + (f" without `{all_fields()[row.excludes].flag}`" if row.excludes else "")
             for row in others
         ]
         yield [", ".join(flags), reason]

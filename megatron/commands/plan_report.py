@@ -66,6 +66,7 @@ def build_json(
             {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
         ],
         "data_phases": [build_phase_json(planned) for planned in plan.data_phases],
+        "loss_mean": plan.config.loss.loss_mean,
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
         "memory_bytes": estimate_memory(plan),
         "flops": compute_flops(plan),
@@ -288,6 +289,9 @@ def _format_training(plan: Plan) -> list[str]:
             )
         )
     lines.append(_format_row("learning rate", _describe_schedule(plan.lr_schedule)))
+    if described := plan.describe_loss_mean():
+        mean, why = described
+        lines.append(_format_row("loss", f"mean {mean} ({why})"))
     return lines
 
 

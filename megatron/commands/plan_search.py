@@ -152,6 +152,8 @@ def format_search(search: PlannedSearch) -> list[str]:
         f"flags of the first, after those of the command: "
         f"{format_flags(search.plan, best.job.layout)}"
     )
+    if search.plan.can_mask_tokens(training=True) and search.plan.config.loss.loss_mean != "step":
+        lines.append("another micro-batch size changes the loss of this run (--loss-mean)")
     lines += ["the layout that is given:", _format_candidate(search.configured)]
     if search.configured.seconds > best.seconds or search.configured.verdict is not Verdict.FITS:
         lines.append(f"{_INDENT}{explain_difference(search.configured, best)}")

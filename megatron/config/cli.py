@@ -16,6 +16,7 @@ from megatron.config.compat_derived import derive_values, find_defaults
 from megatron.config.deepspeed_json import merge_json
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
 from megatron.config.help import print_help
+from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.presets import read_preset
@@ -98,6 +99,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     errors += fill_errors
     warnings += fill_warnings
     _resolve_sharding_strategy(given)
+    _resolve_loss_mean(line, given)
     # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps
     # --no-embed-layernorm in effect if it was given.
     if _get_value(given, "optimizer.use_bnb_optimizer"):
@@ -136,12 +138,29 @@ def _resolve_sharding_strategy(given: dict[str, ValueWithOrigin]) -> None:
         del given["parallel.sharding_strategy"]
 
 
+def _resolve_loss_mean(line: CommandLine, given: dict[str, ValueWithOrigin]) -> None:
+    """Set --loss-mean for the command line of another trainer, in place, unless it was given.
+
+    It has an effect only if tokens are masked. A flag that changes no number changes no field.
+    """
+    if not any(
+        _get_value(given, dotted) for dotted in ("data.eod_mask_loss", "loss.goldfish_loss")
+    ):
+        return
+    foreign = line.foreign
+    if foreign is None and (path := _get_value(given, "parallel.deepspeed_config")):
+        foreign = f"--deepspeed-config {path}"
+    if foreign is not None:
+        given.setdefault(LOSS_MEAN, ValueWithOrigin("microbatch", f"{FOREIGN_ORIGIN}{foreign}"))
+
+
 def _merge_lines(below: CommandLine, above: CommandLine) -> CommandLine:
     """Return two command lines as one. Values of `above` take precedence."""
     return CommandLine(
         given=below.given | above.given,
         preset=above.preset or below.preset,
         typed=below.typed | above.typed,
+        foreign=above.foreign or below.foreign,
         conditions=[*below.conditions, *above.conditions],
         warnings=list(dict.fromkeys([*below.warnings, *above.warnings])),
         errors=[*below.errors, *above.errors],
@@ -211,12 +230,9 @@ def _check_conditions(line: CommandLine, given: Mapping[str, ValueWithOrigin]) -
     """
     errors = []
     for shown, row in line.conditions:
-        field = all_fields()[row.needs or row.excludes]
-        changed = field.dotted in given and given[field.dotted].value != field.default
-        if row.needs and not changed:
+        field = all_fields()[row.needs]
+        if field.dotted not in given or given[field.dotted].value == field.default:
             errors.append(f"{shown} needs {field.flag} as well: {row.reason}.")
-        if row.excludes and changed:
-            errors.append(f"{shown} is not possible here with {field.flag}: {row.reason}.")
     return errors
 
 
@@ -239,6 +255,8 @@ def load_yaml(text: str, *, fast: bool = False) -> Config:
     contents = read_text(text, "<yaml>", fast=fast)
     given, errors = _read_preset(contents.preset)
     given |= contents.given
+    # Versions without this field averaged the means of the microbatches.
+    given.setdefault(LOSS_MEAN, ValueWithOrigin("microbatch", "an older version"))
     # A text that cannot be parsed gives no values, so each required field would be reported as
     # missing too.
     errors = contents.errors or errors or find_missing(given)

@@ -173,11 +173,7 @@ _OPTIMIZER_AND_LOSS = (
     ignore_flag("--muon-use-syrk", _KERNELS),
     ignore_flag("--muon-scalar-optimizer", "it is AdamW", arity=1, only=("adam",)),
     refuse_flag("--muon-scalar-optimizer", "it is AdamW: remove it", arity=1),
-    ignore_flag(
-        "--calculate-per-token-loss",
-        "every microbatch has the same number of tokens, unless the loss of some is masked",
-        excludes="data.eod_mask_loss",
-    ),
+    rename_flag("--calculate-per-token-loss", "--loss-mean", "step"),
     *ignore_flags(_MASTERS, "--use-precision-aware-optimizer"),
     *(
         ignore_flag(flag, _MASTERS, arity=1, only=("fp32",))

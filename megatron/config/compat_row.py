@@ -35,8 +35,6 @@ class Row:
     needs: str = ""
     """The row holds only if this field is also given and is not its default. `reason` then explains
     why."""
-    excludes: str = ""
-    """The row holds only if this field has its default. `reason` then explains why."""
 
 
 def rename_flag(
@@ -52,15 +50,10 @@ def rename_flag(
 
 
 def ignore_flag(
-    flag: str,
-    reason: str,
-    arity: Arity = 0,
-    only: tuple[str, ...] = (),
-    needs: str = "",
-    excludes: str = "",
+    flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = (), needs: str = ""
 ) -> Row:
     """Return the row of a flag that changes no number here."""
-    return Row(flag, "harmless", arity, reason, (), only, needs, excludes)
+    return Row(flag, "harmless", arity, reason, (), only, needs)
 
 
 def derive_from(

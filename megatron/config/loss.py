@@ -1,15 +1,29 @@
 """The training loss, apart from cross entropy itself."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megatron.config.interval import NOT_NEGATIVE, Range
+
+LossMean = Literal["step", "microbatch"]
+LOSS_MEAN = "loss.loss_mean"
+"""The dotted name of the field below."""
+FOREIGN_ORIGIN = "as in the trainer of "
+"""The origin of --loss-mean begins with this if the command line is that of another trainer. The
+flag that shows it follows."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """Settings that change the training loss. The validation loss is always cross entropy."""
 
+    # Without this field, a checkpoint has "microbatch" (`load_yaml`).
+    loss_mean: LossMean = "step"
+    """What the loss is the mean of, if tokens are masked (--eod-mask-loss, --goldfish-loss). step:
+    all tokens of the step that count. microbatch: the means of the microbatches, which depends on
+    the micro-batch size. A resume keeps the checkpoint's. A command line with a flag that only
+    another trainer has, or with --deepspeed-config, gets microbatch, as such trainers compute it.
+    --calculate-per-token-loss means step."""
     z_loss_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
     """Add this factor times the mean of log(sum of exp(logits))^2, which keeps the logits small
     (https://arxiv.org/abs/2204.02311). The logged training loss contains it. 0 turns it off."""

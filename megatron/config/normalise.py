@@ -33,8 +33,10 @@ class CommandLine:
     typed: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Flag of the compatibility table, with hyphens -> its values. Flags that are turned off are
     left out."""
+    foreign: str | None = None
+    """The first flag in a spelling that only another trainer has, as typed."""
     conditions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
-    """(flag as typed, row) of flags whose row needs or excludes another field."""
+    """(flag as typed, row) of flags whose row needs another field."""
     refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Reason -> the flags that are refused for this reason, as typed."""
     warnings: list[str] = dataclasses.field(default_factory=list)
@@ -123,6 +125,7 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
 def _read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[str]) -> None:
     """Read a flag of another system as its row in the compatibility table prescribes."""
     shown = " ".join([typed, *values])
+    line.foreign = line.foreign or shown
     off = False
     # A row for single values states what each of them means.
     if row.arity == 0 and values and not row.only:
@@ -132,7 +135,7 @@ def _read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[s
             return
         off = values[0].lower() == "false"
     # A flag that is off needs no other one.
-    if (row.needs or row.excludes) and not off:
+    if row.needs and not off:
         line.conditions.append((shown, row))
     if not off:
         line.typed[flag] = tuple(values)

@@ -150,10 +150,10 @@ def _load_run_config(
         ConfigError: a setting is not possible here.
         CheckpointError: there is no word embedding, or a setting is missing.
     """
+    # All three trainers average the means of the microbatches.
+    words = ["--loss-mean", "microbatch"]
     if command.trainer == "nanogpt":
-        words = write_nanogpt_words(opened.path, opened.settings)
-    else:
-        words = []
+        words += write_nanogpt_words(opened.path, opened.settings)
     words += command.flags
     word = "embedding.weight" if command.trainer == "fms-fsdp" else "transformer.wte.weight"
     if len(opened.shapes.get(word, ())) != 2:

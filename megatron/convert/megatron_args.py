@@ -108,6 +108,7 @@ _ON = (
     "reset_position_ids",
     "reset_attention_mask",
     "eod_mask_loss",
+    "calculate_per_token_loss",
 )
 """Arguments that are flags without a value, if they are true."""
 _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
@@ -218,6 +219,8 @@ def load_run_config(
         ConfigError: a setting is not possible here.
     """
     words, used = _write_words(run.args)
+    # Megatron averages the means of the microbatches, unless an argument changes it.
+    words = ["--loss-mean", "microbatch", *words]
     words += ["--vocab-size", str(vocab_size)]
     if divisor := run.args.get("make_vocab_size_divisible_by"):
         words += ["--make-vocab-size-divisible-by", str(divisor)]

@@ -94,13 +94,15 @@ class StepResult:
     """None if they were not asked for."""
     rejected: bool = False
     """Whether the step was finite and was dropped because `accept` returned False."""
+    empty: bool = False
+    """Whether the step was dropped because no token of the batch counts. Loss and norm are 0."""
     votes: Sequence[float] | None = None
     """The sums of the ranks' votes. None if there was no vote, or no message to carry it."""
 
     @property
     def is_nan(self) -> bool:
         """Whether the step was dropped and no other loss scale would have prevented it."""
-        return not self.applied and not self.overflow and not self.rejected
+        return not (self.applied or self.overflow or self.rejected or self.empty)
 
 
 def build_inputs(
@@ -150,6 +152,8 @@ class Engine(Protocol):
         vote: Vote | None = None,
     ) -> StepResult:
         """Train on one global batch.
+
+        A step in which no token counts changes neither weights nor moments nor the loss scale.
 
         Args:
             microbatches: This rank's microbatches, in order.

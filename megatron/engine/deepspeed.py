@@ -39,7 +39,6 @@ from megatron.engine.base import (
     PhaseTimers,
     StepResult,
     Vote,
-    build_inputs,
     skip_timing,
     skip_waiting,
 )
@@ -590,10 +589,13 @@ class DeepSpeedEngine(EngineBase):
             engine.set_train_batch_size(size)
         self._accept = accept
         self._rejected = False
+        inputs = self._build_inputs(microbatches, iteration, training=True)
+        # DeepSpeed updates moments and weights also if all gradients are 0, so it does not run. The
+        # host reads a number here, as DeepSpeed does in its update.
+        if self._counted_tokens is not None and float(self._counted_tokens) == 0:
+            return self._finish_step(0.0, 0.0, applied=False, num_zeros=None, empty=True)
         with self._timers("forward-backward"):
-            loss, votes = self._train(
-                build_inputs(microbatches, iteration, self._mesh.device), vote
-            )
+            loss, votes = self._train(inputs, vote)
         applied = engine.was_step_applied()
         # What DeepSpeed returns after a dropped step depends on its optimizer.
         if applied:

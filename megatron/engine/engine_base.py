@@ -19,6 +19,7 @@ from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.attention_kernels import require_attention_kernels
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
+from megatron.model.goldfish import find_loss_mask
 from megatron.model.gpt import GPT
 from megatron.model.init import Initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
@@ -76,6 +77,8 @@ class EngineBase(ABC):
             device=mesh.device,
             by_document=plan.config.data.reset_attention_mask,
         )
+        self._counted_tokens: Tensor | None = None
+        """Tokens that count in the latest batch, on all ranks. None if they were not counted."""
         self._loss_scale: LossScale | None = None
         if plan.config.precision.fp16:
             self._loss_scale = LossScale(plan.config.precision)
@@ -139,6 +142,42 @@ class EngineBase(ABC):
             for stage in self.stages:
                 stage.tally = None
 
+    def _build_inputs(
+        self, microbatches: Sequence[Microbatch], iteration: int, *, training: bool
+    ) -> list[Inputs]:
+        """Return the inputs of a global batch, with the divisor of their losses.
+
+        The runners average over microbatches, and over data-parallel ranks. The divisor is the mean
+        count of a microbatch, so the result is the mean over all counted tokens. It stays on the
+        device, so the host does not wait for it.
+        """
+        inputs = build_inputs(microbatches, iteration, self._mesh.device)
+        # Without masks each microbatch has the same count, and no rank needs a message. This must
+        # not depend on the data, because all ranks take part in the message.
+        if not self._plan.counts_tokens_of_step(training=training):
+            return inputs
+        counted = self._count_tokens(inputs, training=training)
+        if self._mesh.grid.world_size > 1:
+            with self._mesh.tensor_parallel.comm_timer():
+                dist.all_reduce(counted)
+        # All ranks that share a microbatch have counted it, so the mean over all ranks is right.
+        # If no token counts, the lower limit makes the loss and its gradient 0.
+        shares = len(inputs) * self._mesh.grid.world_size
+        divisor = (counted.clamp(min=1.0) / shares).float()
+        self._counted_tokens = counted
+        return [replace(each, loss_divisor=divisor) for each in inputs]
+
+    def _count_tokens(self, inputs: Sequence[Inputs], *, training: bool) -> Tensor:
+        """Return the number of tokens that count in this rank's microbatches, a scalar in fp64."""
+        counted = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for each in inputs:
+            mask = find_loss_mask(each, self._plan.config.loss, training=training)
+            if mask is None:
+                counted += each.tokens.numel()
+            else:
+                counted += mask.sum(dtype=torch.float64)
+        return counted
+
     def _get_scale(self) -> float:
         """Return the factor on the loss of the next step, which is 1 without fp16."""
         if self._loss_scale is None:
@@ -153,25 +192,33 @@ class EngineBase(ABC):
         applied: bool,
         num_zeros: int | None,
         rejected: bool = False,
+        empty: bool = False,
     ) -> StepResult:
         """Update the loss scale after a step, and return the result of the step."""
         used_scale = None
         overflow = False
         if self._loss_scale is not None:
             used_scale = self._loss_scale.scale
-        # A rejected step had no overflow, and must leave all state as it was.
-        if self._loss_scale is not None and not rejected:
+        # A rejected or empty step had no overflow, and must leave all state as it was.
+        if self._loss_scale is not None and not rejected and not empty:
             overflow = self._loss_scale.update_after_step(
                 applied=applied, loss_is_finite=math.isfinite(loss)
             )
         return StepResult(
-            loss, grad_norm, applied, num_zeros, used_scale, overflow, rejected=rejected
+            loss,
+            grad_norm,
+            applied,
+            num_zeros,
+            used_scale,
+            overflow,
+            rejected=rejected,
+            empty=empty,
         )
 
     def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         """Return the mean loss of one global batch. See `Engine.eval_batch`."""
         with self._use_tally(tally):
-            return self._evaluate(build_inputs(microbatches, 0, self._mesh.device))
+            return self._evaluate(self._build_inputs(microbatches, 0, training=False))
 
     def score_batch(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return how likely the labels of each sample are. See `Engine.score_batch`."""

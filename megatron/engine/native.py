@@ -21,7 +21,6 @@ from megatron.engine.base import (
     PhaseTimers,
     StepResult,
     Vote,
-    build_inputs,
     skip_timing,
     skip_waiting,
 )
@@ -177,7 +176,7 @@ class NativeEngine(EngineBase):
             # as many data-parallel ranks, each has half as many microbatches. Its fp16 gradients
             # are then twice as large before they are averaged, and overflow at half the scale.
             loss = self.runner.run(
-                build_inputs(microbatches, iteration, self._mesh.device),
+                self._build_inputs(microbatches, iteration, training=True),
                 scale / len(microbatches),
                 train=True,
             )
@@ -224,15 +223,16 @@ class NativeEngine(EngineBase):
         if recorder is not None:
             recorder.record_gradients(self._list_counted(), scale)
         # The norm is only right after the partial and tied gradients were added up.
-        loss_value, squares, zeros, votes = self._reduce_step(loss, vote)
+        loss_value, squares, zeros, votes, empty = self._reduce_step(loss, vote)
         if math.isfinite(squares):
             norm = math.sqrt(squares) / scale
         else:
             norm = squares
-        # All ranks have the same two numbers, so all of them take the same decision.
+        # All ranks have the same numbers, so all of them take the same decision.
         finite = math.isfinite(loss_value) and math.isfinite(norm)
-        rejected = finite and accept is not None and not accept(loss_value, norm)
-        applied = finite and not rejected
+        usable = finite and not empty
+        rejected = usable and accept is not None and not accept(loss_value, norm)
+        applied = usable and not rejected
         if applied:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and norm > self._clip:
@@ -254,7 +254,12 @@ class NativeEngine(EngineBase):
         if self._count_zeros:
             num_zeros = int(zeros)
         result = self._finish_step(
-            loss_value, norm, applied=applied, num_zeros=num_zeros, rejected=rejected
+            loss_value,
+            norm,
+            applied=applied,
+            num_zeros=num_zeros,
+            rejected=rejected,
+            empty=finite and empty,
         )
         result = replace(result, votes=votes)
         if recorder is None:
@@ -293,10 +298,11 @@ class NativeEngine(EngineBase):
 
     def _reduce_step(
         self, loss: Tensor, vote: Vote | None
-    ) -> tuple[float, float, float, Sequence[float] | None]:
+    ) -> tuple[float, float, float, Sequence[float] | None, bool]:
         """Return the mean loss, the squared gradient norm, the number of zeros, and the votes.
 
-        They are those of the complete model and of all ranks. One all-reduce sums all of them.
+        They are those of the complete model and of all ranks. One all-reduce sums all of them. The
+        last value is whether no token of the batch counts.
         """
         mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
@@ -308,10 +314,14 @@ class NativeEngine(EngineBase):
         own_votes = () if vote is None else vote()
         # A fill is one kernel. Making a tensor from the number would copy it from host memory.
         votes = [torch.full_like(squares, number) for number in own_votes]
-        loss_value, squares_value, zeros_value, *sums = self._sum_over_ranks(
-            torch.stack((self._compute_loss_share(loss), squares, zeros, *votes))
-        )
-        return loss_value, squares_value, zeros_value, None if vote is None else sums
+        terms = [self._compute_loss_share(loss), squares, zeros, *votes]
+        # It is the same on all ranks already, but the host reads all numbers in one copy.
+        if self._counted_tokens is not None:
+            terms.append(self._counted_tokens)
+        loss_value, squares_value, zeros_value, *rest = self._sum_over_ranks(torch.stack(terms))
+        sums = None if vote is None else rest[: len(votes)]
+        empty = rest[len(votes) :] == [0.0]
+        return loss_value, squares_value, zeros_value, sums, empty
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
         """Return this rank's term of the mean loss. The sum over all ranks is the mean.

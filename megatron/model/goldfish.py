@@ -12,8 +12,25 @@ import functools
 import torch
 from torch import Tensor
 
+from megatron.config.loss import LossConfig
+from megatron.model.inputs import Inputs
+
 _TABLE_SIZE = 1_000_003
 _TABLE_SEED = 2971215073
+
+
+def find_loss_mask(inputs: Inputs, loss: LossConfig, *, training: bool) -> Tensor | None:
+    """Return 1 for each position whose loss counts and 0 for the others, [b, s] in fp32.
+
+    None means that all positions count. An evaluation keeps the tokens that training leaves out.
+    """
+    if not training or not loss.goldfish_loss:
+        return inputs.loss_mask
+    assert inputs.labels is not None, "the loss needs labels"
+    kept = keep_tokens(inputs.labels, loss.goldfish_k, loss.goldfish_h)
+    if inputs.loss_mask is None:
+        return kept
+    return inputs.loss_mask * kept
 
 
 def keep_tokens(labels: Tensor, k: int, h: int) -> Tensor:

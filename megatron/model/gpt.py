@@ -14,7 +14,7 @@ from megatron.config.loss import LossConfig
 from megatron.model.block import Block
 from megatron.model.embedding import Embedding
 from megatron.model.execution import Execution
-from megatron.model.goldfish import keep_tokens
+from megatron.model.goldfish import find_loss_mask
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.loss import (
     VocabSlice,
@@ -148,14 +148,7 @@ class GPT(nn.Module):
         if self.head is None:
             return x
         assert inputs.labels is not None, "the loss needs labels"
-        mask = inputs.loss_mask
-        z_loss = 0.0
-        # The validation loss stays comparable between runs.
-        if self.training:
-            z_loss = self._loss.z_loss_coefficient
-            if self._loss.goldfish_loss:
-                kept = keep_tokens(inputs.labels, self._loss.goldfish_k, self._loss.goldfish_h)
-                mask = kept if mask is None else mask * kept
+        mask = find_loss_mask(inputs, self._loss, training=self.training)
         hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
         if inputs.likelihoods is not None:
             return self._fill_likelihoods(inputs.likelihoods, hidden, inputs)
@@ -166,7 +159,9 @@ class GPT(nn.Module):
             self._vocab,
             self.tp,
             None if mask is None else mask.t(),
-            z_loss=z_loss,
+            divisor=inputs.loss_divisor,
+            # The validation loss stays comparable between runs.
+            z_loss=self._loss.z_loss_coefficient if self.training else 0.0,
             tally=None if self.training else self.tally,
             fp32_weight_gradient=self._fused_gradients,
         )

@@ -50,6 +50,9 @@ class Inputs:
     """Seeds the dropout of this forward pass."""
     likelihoods: SampleLikelihoods | None = None
     """If given, the last stage fills it. The mask must be given as well."""
+    loss_divisor: Tensor | None = None
+    """What the sum of the losses is divided by, a scalar in fp32. None: the number of positions
+    that count in this microbatch."""
 
     def to(self, device: torch.device) -> "Inputs":
         """Return the inputs with their tensors on `device`. The host does not wait for copies."""
@@ -74,4 +77,5 @@ class Inputs:
             self.documents,
             self.dropout_key,
             self.likelihoods,
+            self.loss_divisor,
         )

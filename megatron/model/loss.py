@@ -58,6 +58,7 @@ def cross_entropy(
     tp: TensorParallel,
     loss_mask: Tensor | None = None,
     *,
+    divisor: Tensor | None = None,
     z_loss: float = 0.0,
     tally: Tally | None = None,
     fp32_weight_gradient: bool = False,
@@ -74,6 +75,7 @@ def cross_entropy(
         rows: The ids of the rows of `weight`.
         tp: The tensor-parallel ranks.
         loss_mask: [s, b], 1 where a position counts. None means that all positions count.
+        divisor: What the sum of the losses is divided by, a scalar. None: the positions that count.
         z_loss: Coefficient of the z-loss. 0 turns it off.
         tally: Receives the sums of an evaluation. It needs the most likely token, so the logits
             are read once more. It must be None if gradients are computed.
@@ -100,14 +102,13 @@ def cross_entropy(
         tally,
         torch.float32 if fp32_weight_gradient else weight.dtype,
     )
+    if divisor is not None:
+        return total / divisor
+    if mask is None:
+        return total / float(labels.numel())
     # The lower limit of the count avoids 0 / 0 for a microbatch whose positions are all masked. Its
     # loss is then 0, and so is its gradient.
-    count: float | Tensor
-    if mask is None:
-        count = float(labels.numel())
-    else:
-        count = mask.sum().clamp(min=1.0)
-    return total / count
+    return total / mask.sum().clamp(min=1.0)
 
 
 def find_largest_output_logit(hidden: Tensor, weight: Tensor, rows: VocabSlice) -> Tensor:

@@ -88,7 +88,7 @@ class EvaluationResult:
     """What one evaluation of one validation or test set gives."""
 
     loss: float
-    """Mean over the positions, in nats."""
+    """Mean over the positions that count, in nats. See --loss-mean."""
     accuracy: float
     """Share of the positions at which the most likely token is the next one, 0 to 1."""
     bits_per_byte: float | None

@@ -122,8 +122,16 @@ def _evaluate_set(
         if len(token_bytes):
             text_bytes += sum(_count_bytes(each, token_bytes) for each in microbatches)
     nats, correct, positions, counted = _sum_over_ranks(run.mesh, tally, text_bytes)
+    if positions == 0:
+        run.reporter.say(
+            "warning: no token of the evaluation counts, so its loss of 0 means nothing"
+        )
+    loss = losses / iterations
+    # Batches may have different numbers of tokens that count.
+    if run.plan.counts_tokens_of_step(training=False):
+        loss = nats / max(positions, 1.0)
     return EvaluationResult(
-        losses / iterations,
+        loss,
         # All positions may be masked.
         accuracy=correct / max(positions, 1.0),
         bits_per_byte=nats / math.log(2) / counted if counted else None,

@@ -21,6 +21,7 @@ from megatron.checkpoint.start import (
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
+from megatron.config.loss import LOSS_MEAN
 from megatron.config.tree import Config
 from megatron.data.documents import needs_documents
 from megatron.data.phases import PlannedPhase
@@ -36,6 +37,7 @@ from megatron.training.resume import (
     check_optimizer,
     check_tokenizer,
     choose_curriculum,
+    choose_loss_mean,
     choose_schedule,
     choose_skip_ranges,
     list_changes,
@@ -65,6 +67,7 @@ class Job:
             "lr_schedule": asdict(self.plan.lr_schedule),
             "skip_ranges": self.plan.skip_ranges,
             "shard_size": self.plan.shard_size,
+            "loss_mean_origin": self.plan.loss_mean_origin,
             "data_phases": [asdict(planned) for planned in self.plan.data_phases],
             "checkpoint": describe_checkpoint(self.checkpoint),
             "guard_windows": self.state.spike_guard.get("windows", []),
@@ -81,6 +84,7 @@ class Job:
         plan = resolve(
             config,
             world_size,
+            {LOSS_MEAN: record["loss_mean_origin"]},
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
             iteration=state.iteration,
@@ -179,6 +183,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
             "evaluate"
         )
     state = build_starting_state(checkpoint, loaded.config)
+    loaded = choose_loss_mean(loaded, checkpoint)
     # The order matters. The unit of the thresholds and the curriculum change the configuration
     # that the plan is resolved from. The schedule and the ranges are compared with the plan.
     config, about_steps = read_bare_thresholds(loaded.config, checkpoint)

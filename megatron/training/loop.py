@@ -288,7 +288,13 @@ def train_iteration(run: Run) -> None:
         warning = run.divergence.observe(result.loss, state.iteration)
         if warning is not None:
             run.reporter.say(warning)
-    respond_to_step(run, result, rate)
+    if result.empty:
+        run.reporter.say(
+            f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
+            "weights. Its samples are consumed"
+        )
+    else:
+        respond_to_step(run, result, rate)
 
 
 def count_step(

@@ -3,8 +3,10 @@
 from dataclasses import asdict, replace
 
 from megatron.checkpoint.load import Checkpoint
+from megatron.config.cli import LoadedConfig
 from megatron.config.compare import find_config_differences
 from megatron.config.fields import Field, all_fields
+from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.plan import Plan, build_curriculum
@@ -161,6 +163,24 @@ def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple
         "tokens. Write the unit."
     )
     return replace(config, batch=replace(config.batch, step_batch_size_schedule=spelled)), [note]
+
+
+def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint | None) -> LoadedConfig:
+    """Return the configuration with the --loss-mean of the checkpoint, unless it was given.
+
+    Raises:
+        CheckpointError: The checkpoint's configuration is damaged.
+    """
+    origin = loaded.origin.get(LOSS_MEAN, "default")
+    given = origin != "default" and not origin.startswith(FOREIGN_ORIGIN)
+    if checkpoint is None or loaded.config.checkpoint.finetune or given:
+        return loaded
+    mean = checkpoint.read_config().loss.loss_mean
+    return replace(
+        loaded,
+        config=replace(loaded.config, loss=replace(loaded.config.loss, loss_mean=mean)),
+        origin={**loaded.origin, LOSS_MEAN: "as in the checkpoint"},
+    )
 
 
 def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:

@@ -343,6 +343,7 @@ def build_run(
         *describe_data(uses),
         *describe_stream(sources),
         *describe_phases(plan),
+        *describe_loss(plan),
         *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
         *reporter.describe_conventions(),
@@ -604,6 +605,15 @@ def describe_phases(plan: Plan) -> list[tuple[str, str, str]]:
     return [
         ("data phases", f"phase {number} of {len(plan.data_phases)}", f"first iterations {begin}")
     ]
+
+
+def describe_loss(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return the row "loss" of the table at the start, or no row if no token can be masked."""
+    described = plan.describe_loss_mean()
+    if described is None:
+        return []
+    mean, why = described
+    return [("loss", f"mean {mean}", why)]
 
 
 def describe_index_helpers() -> tuple[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from config.minimal import REQUIRED
 
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import LoadedConfig, dump_yaml, load_config, load_yaml
 from megatron.config.compat import SYSTEMS, TABLE, find_row, find_rows
 from megatron.config.compat_row import Row
 from megatron.config.fields import all_fields
@@ -580,10 +580,42 @@ def test_width_of_swiglu_is_that_of_megatron():
     assert load("--glu-activation", "swiglu").config.model.ffn_hidden_size is None
 
 
-def test_flag_that_excludes_another_one():
-    assert "has no effect" in load("--calculate-per-token-loss").warnings[0]
-    with pytest.raises(ConfigError, match=r"^--calculate-per-token-loss .* --eod-mask-loss"):
-        load("--calculate-per-token-loss", "--eod-mask-loss")
+@pytest.mark.parametrize("masks", ["--eod-mask-loss", "--goldfish-loss"])
+def test_mean_of_the_loss(masks: str, tmp_path: Path):
+    """A command line of another trainer keeps its mean over microbatches."""
+    file = tmp_path / "ds_config.json"
+    file.write_text("{}")
+    json_flags = ("--deepspeed-config", str(file))
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text("loss: {loss_mean: step}\n")
+
+    def load_mean(*flags: str) -> tuple[str, str]:
+        loaded = load(masks, *flags)
+        return loaded.config.loss.loss_mean, loaded.origin["loss.loss_mean"]
+
+    assert load_mean() == ("step", "default")
+    assert load_mean("--use-flash-attn")[0] == "microbatch"
+    assert load_mean("--optimizer", "dist_muon") == (
+        "microbatch",
+        "as in the trainer of --optimizer dist_muon",
+    )
+    assert load_mean(*json_flags)[0] == load_mean("--deepspeed", *json_flags)[0] == "microbatch"
+    assert load_mean("--deepspeed")[0] == "step"
+    per_token = "--calculate-per-token-loss"
+    assert load_mean(per_token) == ("step", per_token)
+    assert load_mean("--use-flash-attn", *json_flags, per_token) == ("step", per_token)
+    assert load_mean("--use-flash-attn", "--config", str(yaml)) == ("step", f"{yaml}:1")
+    assert load_mean("--loss-mean", "microbatch") == ("microbatch", "--loss-mean")
+    # It has an effect, so no message denies it.
+    assert load(masks, per_token).warnings == [f"{per_token} is read as --loss-mean step."]
+
+
+def test_version_without_the_mean_of_the_loss():
+    text = dump_yaml(load().config)
+    assert load_yaml(text).loss.loss_mean == "step"
+    older = text.replace('  loss_mean: "step"\n', "")
+    assert older != text
+    assert load_yaml(older).loss.loss_mean == "microbatch"
 
 
 def test_a_family_covers_flags_without_a_row():

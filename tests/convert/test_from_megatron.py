@@ -23,6 +23,7 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint
 from megatron.convert.fields import normalise_model
+from megatron.convert.megatron_args import SavedRun, load_run_config
 from megatron.observe.metrics import read_metrics
 
 SIZES = (
@@ -183,6 +184,22 @@ def test_imported_tensors_are_equal(
     assert {n: checkpoint.state[n] for n in same} == {n: saved.state[n] for n in same}
     before = open_checkpoint(trained(model), 2).read_config()
     assert normalise_model(checkpoint.read_config().model) == normalise_model(before.model)
+    assert checkpoint.read_config().loss.loss_mean == "microbatch"
+
+
+def test_the_mean_of_the_loss_is_that_of_the_saved_arguments() -> None:
+    args = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "seq_length": 8,
+        "micro_batch_size": 1,
+    }
+    for per_token, mean in ((False, "microbatch"), (True, "step")):
+        saved = SavedRun({**args, "calculate_per_token_loss": per_token}, 1, 3.0, None, {}, None)
+        loaded, unused = load_run_config(saved, 100)
+        assert loaded.config.loss.loss_mean == mean
+        assert unused == []
 
 
 def test_a_universal_checkpoint_with_unknown_halves_is_refused(

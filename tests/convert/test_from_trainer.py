@@ -85,6 +85,7 @@ def test_nanogpt_computes_the_same_and_keeps_its_states(
     checkpoint = open_checkpoint(tmp_path / "imported", 7)
     check_model(theirs, checkpoint)
     assert checkpoint.optimizer == {"optimizer_step": 7}
+    assert checkpoint.read_config().loss.loss_mean == "microbatch"
     # The same command does not replace the result.
     assert run("nanogpt", *command) == 2
     assert "exists" in capsys.readouterr().err

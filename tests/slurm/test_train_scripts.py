@@ -44,8 +44,10 @@ LOCATIONS = {
     "logging.metrics_file",
     "batch.kill_switch_path",
     "parallel.distributed_backend",
+    "loss.loss_mean",
 }
-"""Fields that name a file or folder, and the backend, which follows from the device."""
+"""Fields that name a file or folder, the backend, which follows from the device, and the mean of
+the loss, which has no effect without masked tokens. The scripts name it."""
 
 
 def test_scripts_are_found() -> None:

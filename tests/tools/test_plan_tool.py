@@ -132,6 +132,26 @@ def test_report_describes_the_learning_rate(capsys):
     ) in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "mean", "why", "changes"),
+    [
+        ("", "step", "", False),
+        ("--goldfish-loss", "step", "the default of a new run", False),
+        ("--goldfish-loss --calculate-per-token-loss", "step", "given by --calc", False),
+        ("--goldfish-loss --use-flash-attn", "microbatch", "in the trainer of --use-flash", True),
+    ],
+)
+def test_report_has_the_mean_of_the_loss(capsys, flags, mean, why, changes):
+    argv = [*SMALL, *flags.split(), "--bf16"]
+    plan.main(["--world-size", "1", "--search", *argv])
+    text = capsys.readouterr().out
+    # Without masked tokens all means are the same.
+    assert why in text
+    assert ("\nloss  " in text) == bool(why)
+    assert ("another micro-batch size changes the loss" in text) == changes
+    assert as_json(capsys, "--world-size", "1", *argv)["loss_mean"] == mean
+
+
 def test_report_has_a_decoupled_rate(capsys):
     flags = "--lr-decay-style linear --decoupled-lr 4e-3 --decoupled-min-lr 1e-4"
     argv = ["--world-size", "1", "--at", "0", "50", "--", *SMALL, *flags.split()]

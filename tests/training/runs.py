@@ -3,10 +3,14 @@
 A command line goes in. Loss curve, log and files come out.
 """
 
+import dataclasses
+import re
 from pathlib import Path
 
 from process_pool import Outcome, ProcessPool, pretrain
 
+from megatron.checkpoint.digest import digest_of_file
+from megatron.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
 from megatron.observe.metrics import read_metrics
 
 SIZES = (
@@ -15,6 +19,19 @@ SIZES = (
     "--lr-decay-style constant --log-interval 1 --eval-interval 1000 --eval-iters 0 "
     "--vocab-size 5000 --train-iters 10"
 )
+
+
+def rewrite_config(folder: Path, pattern: str, replacement: str) -> None:
+    """Change a line in the configuration of a checkpoint, as an earlier version stored it."""
+    config = folder / CONFIG
+    old, count = re.subn(pattern, replacement, config.read_text())
+    assert count == 1
+    config.write_text(old)
+    digest = digest_of_file(config)
+    manifest = read_manifest(folder)
+    facts = {"bytes": digest.bytes, "xxh128": digest.xxh128}
+    manifest = dataclasses.replace(manifest, files={**manifest.files, CONFIG: facts})
+    (folder / MANIFEST).write_text(manifest.dump_json())
 
 
 class Runner:

@@ -1,13 +1,8 @@
 """Schedules of the batch size whose thresholds have no unit, at a launch and at a resume."""
 
-import dataclasses
-import re
 from pathlib import Path
 
-from training.runs import Runner
-
-from megatron.checkpoint.digest import digest_of_file
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
+from training.runs import Runner, rewrite_config
 
 STEPS = "--step-batch-size-schedule 0:2 12samples:4"
 BARE = "--step-batch-size-schedule 0:2 12:4"
@@ -18,15 +13,7 @@ def make_old(folder: Path) -> None:
 
     It is one text, and its thresholds have no unit.
     """
-    config = folder / CONFIG
-    old, count = re.subn(r"(step_batch_size_schedule: ).*", r'\1"0:2 12:4"', config.read_text())
-    assert count == 1
-    config.write_text(old)
-    digest = digest_of_file(config)
-    manifest = read_manifest(folder)
-    facts = {"bytes": digest.bytes, "xxh128": digest.xxh128}
-    manifest = dataclasses.replace(manifest, files={**manifest.files, CONFIG: facts})
-    (folder / MANIFEST).write_text(manifest.dump_json())
+    rewrite_config(folder, r"(step_batch_size_schedule: ).*", r'\1"0:2 12:4"')
 
 
 def test_old_run_with_bare_thresholds_continues_in_samples(run: Runner, other: Runner) -> None:
