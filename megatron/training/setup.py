@@ -15,7 +15,7 @@ from megatron.byte_size import format_bytes
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.lineage import Lineage, read_lineage
+from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.checkpoint.save import Saver, check_writable
@@ -419,6 +419,9 @@ def build_saver(
     # and saves to another starts a new lineage.
     if job.checkpoint is not None and config.resumes_itself:
         lineage = read_lineage(job.checkpoint.manifest)
+        # Rank 0 alone writes and removes by the lineage, so it alone reads the file for that.
+        if mesh.rank == 0:
+            lineage = find_run_lineage(Path(str(config.save)), job.checkpoint.manifest)
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
