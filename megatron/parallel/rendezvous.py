@@ -16,6 +16,7 @@ from megatron.errors import LayoutError
 from megatron.open_files import allow_open_files
 from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.roll_call import store_is_rank_zeros
+from megatron.parallel.store_values import read_text
 from megatron.parallel.time_limit import TimeLimit
 
 _NAMED = 16
@@ -68,7 +69,7 @@ def start_process_group(
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     store = _meet(rank, world_size, timedelta(minutes=timeout_minutes), _name_gpu(device))
-    sharing = store.get(_SHARED_GPU).decode() if store.check([_SHARED_GPU]) else ""
+    sharing = read_text(store, _SHARED_GPU) if store.check([_SHARED_GPU]) else ""
     if backend == "nccl" and sharing:
         if rank == 0:
             # The store ends with this rank. The others still read from it that a GPU is shared.
