@@ -6,10 +6,10 @@ name of a file could hide a line of a log, or forge one.
 
 
 def make_plain(text: object, longest: int | None = None) -> str:
-    """Return a text on one line, without characters that a terminal obeys.
+    r"""Return a text on one line, without characters that a terminal obeys.
 
     White space becomes a space. Every other character that cannot be printed, such as ESC or a mark
-    that reverses the direction of the text, is written as an escape: "\\x1b".
+    that reverses the direction of the text, is written as an escape: "\x1b".
 
     Args:
         text: The text, or an object that is printed as text.
