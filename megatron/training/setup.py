@@ -321,7 +321,14 @@ def build_run(
     ranks = build_ranks(mesh)
     say = make_printer(mesh.rank)
     sources = open_data(plan, mesh, state, say)
-    data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
+    data_files = DataFiles(
+        sources.registry,
+        state,
+        ranks,
+        mesh.describe(),
+        say,
+        allow_changed_data=config.data.allow_changed_data,
+    )
     # Digests of small files are known by now. A changed file must be found before the first step.
     data_files.check()
     reporter.open()
