@@ -357,11 +357,10 @@ def test_streamed_file_altered_between_the_samples(tmp_path: Path) -> None:
 
     def check(recorded: dict[str, str | None], *, allow: bool = False) -> dict[str, str | None]:
         registry = DatasetRegistry(None)
-        registry.file_sets += [
-            files
-            for listing in list_streamed_datasets(config, ["."]).values()
-            if (files := listing.get_file_set()) is not None
-        ]
+        listing = list_streamed_datasets(config, ["."])["."]
+        file_set = listing.get_file_set()
+        assert file_set is not None
+        registry.file_sets.append(file_set)
         state = TrainState(data={"train": {}}, data_digests=recorded)
         files = DataFiles(
             registry, state, Ranks(), "rank 0", messages.append, allow_changed_data=allow

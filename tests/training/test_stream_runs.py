@@ -170,7 +170,12 @@ def test_a_server_that_fails_twice_changes_nothing(
         assert "password" in message
         assert "secret" not in message
     assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
-    assert run.state(10) == other.state(10)
+    states = [run.state(10), other.state(10)]
+    for state in states:
+        for record in state["stream"]["datasets"]:
+            # The contents of remote files are those of their ETags.
+            del record["sampled"], record["last_change_ns"]
+    assert states[0] == states[1]
 
 
 def write_plain(path: Path, documents: list[list[int]]) -> None:
