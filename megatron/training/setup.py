@@ -55,7 +55,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.training.clock import RunClock
 from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
-from megatron.training.exits import Exits
+from megatron.training.exits import Exits, ignore_stop_signals
 from megatron.training.hf_export import HFExporter
 from megatron.training.host_memory import require_host_memory
 from megatron.training.job import Job, confirm_job
@@ -631,3 +631,4 @@ def leave(closing: contextlib.ExitStack) -> None:
         # At its normal exit, Python would wait for the threads that hang.
         sys.stdout.flush()
         os._exit(0)
+    ignore_stop_signals()
