@@ -2,17 +2,22 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from process_pool import ProcessPool, find_free_port, succeed
 
+from megatron.errors import LayoutError
 from megatron.open_files import allow_open_files
+from megatron.parallel.rendezvous import _meet
 
 
 @contextmanager
@@ -162,3 +167,24 @@ def test_pipeline_ranks_are_connected_before_the_first_step(pool: ProcessPool) -
     succeed(outcomes)
     for rank, outcome in enumerate(outcomes):
         assert f"all-reduce {[rank % 2, rank % 2 + 2]}" in outcome.value
+
+
+def test_a_port_whose_program_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts connections and never answers, as a program of another user may."""
+    errors: list[Exception] = []
+
+    def meet() -> None:
+        try:
+            _meet(1, 2, timedelta(seconds=1), "")
+        except LayoutError as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert f"the program that listens at 127.0.0.1:{port} has not answered" in str(errors[0])

@@ -14,6 +14,7 @@ import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import Runner
 
+from megatron.config.batch import BatchConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.errors import TrainingError
 from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
@@ -48,9 +49,10 @@ def test_kill_switch(run: Runner, tmp_path: Path) -> None:
 
 
 def send_until_end(process: subprocess.Popen) -> None:
-    """Send signals to stop until a process has ended."""
+    """Send signals to stop until a process has ended, for less than `_REPEATED_SECONDS`."""
+    end = time.monotonic() + 7
     for number in itertools.cycle([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]):
-        if process.poll() is not None:
+        if process.poll() is not None or time.monotonic() > end:
             return
         process.send_signal(number)
         time.sleep(0.005)
@@ -97,7 +99,7 @@ def test_signals_that_the_parent_ignores_stay_ignored() -> None:
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
-        Exits(None, None, print, saves=True).catch_signals()
+        Exits(BatchConfig(), None, print, saves=True).catch_signals()  # type: ignore[arg-type]
         ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
         assert ignored == [signal.SIGINT, signal.SIGHUP]
     finally:
