@@ -1,9 +1,16 @@
-"""The version of the code that runs, and in a git checkout its commit."""
+"""The version of the code that runs, in a git checkout its commit, and digests of its files."""
 
+import os
 from functools import cache
 from pathlib import Path
 
+import xxhash
+
 from megatron import __version__
+
+_PACKAGE = Path(__file__).resolve().parent
+_SOURCES = (".py", ".yaml", ".cpp")
+"""Endings of the files of the package that are compared. Others are built on each host."""
 
 
 @cache
@@ -11,10 +18,34 @@ def get_code_version() -> str:
     """Return the version, such as `0.1.0`, or `0.1.0+g1a2b3c4d5e` in a git checkout."""
     # Git's files are read here. Running `git` would fork a process that has threads and open
     # devices, and such a fork can deadlock.
-    commit = read_commit(Path(__file__).resolve().parents[1] / ".git")
+    commit = read_commit(_PACKAGE.parent / ".git")
     if commit:
         return f"{__version__}+g{commit[:10]}"
     return __version__
+
+
+def compute_file_digests(package: Path = _PACKAGE) -> dict[str, str]:
+    """Return the xxh3_64 of each source file of the package, by its path below `package`.
+
+    A file that cannot be read has the error in place of its digest.
+    """
+    digests = {}
+    prefix = len(os.path.join(package, ""))
+    for folder, folders, names in os.walk(package):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(names):
+            if name.endswith(_SOURCES):
+                path = os.path.join(folder, name)
+                digests[path[prefix:]] = _digest_of_file(path)
+    return digests
+
+
+def _digest_of_file(path: str) -> str:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return xxhash.xxh3_64_hexdigest(file.read())
+    except OSError as error:
+        return str(error.strerror)
 
 
 def read_commit(git: Path) -> str | None:

@@ -12,6 +12,9 @@ A value that is known only at run time stays as it is written, and the result na
 """
 
 import re
+import signal
+import stat
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -39,7 +42,7 @@ from megatron.shell.syntax import (
     While,
     parse_script,
 )
-from megatron.shell.values import MARK_CHARACTERS, Unknown, Values
+from megatron.shell.values import MARK_CHARACTERS, LimitExceededError, Unknown, Values
 
 SCRIPT_SUFFIXES = (".slurm", ".sh", ".sbatch", ".bash")
 """Endings of the names of launch scripts."""
@@ -60,6 +63,10 @@ EXPECTED_COMMAND = (
 SILENT_COMMANDS = frozenset(["echo", "printf", "cat", "sed", "grep", "ls", "cp", "vim", "tee", "["])
 DECLARATIONS = frozenset(["export", "declare", "typeset", "local", "readonly"])
 DEPTH_LIMIT = 20
+SECONDS_LIMIT = 10.0
+"""Time in which a script must be read as text."""
+BYTES_LIMIT = 4 * 2**20
+"""Size of a script. The longest published ones have some 10 kB."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def read_launch_script(
     inherited = build_environment(text, environment or {})
     values = Values.build(str(path), inherited, None if parameters is None else list(parameters))
     reader = _Reader(values)
-    with _refuse_deep_nesting(path):
+    with _limit_reading(path):
         reader.read(parse_script(text, str(path)))
         return add_slurm_request(reader.build(), text)
 
@@ -141,7 +148,7 @@ def expand_launch_script(
     source = str(path)
     inherited = build_environment(text, environment or {})
     marks = Values(source)
-    with _refuse_deep_nesting(path):
+    with _limit_reading(path):
         rewritten = rewrite_script(
             parse_script(text, source), source, lambda part: marks.mark("command", part, part)
         )
@@ -153,12 +160,14 @@ def expand_launch_script(
         training=TRAINING_IN_SHELL,
     )
     for words, exported in trace.commands:
-        reader = _Reader(Values(source, parameters=[], unknown=marks.unknown), trace.documents)
-        reader.read(parse_script(exported, source))
-        reader.find_training(list(words))
-        if reader.has_found():
+        with _limit_reading(path):
+            reader = _Reader(Values(source, parameters=[], unknown=marks.unknown), trace.documents)
+            reader.read(parse_script(exported, source))
+            reader.find_training(list(words))
+            found = reader.build() if reader.has_found() else None
+        if found is not None:
             unset = _find_unset_variables(path, parameters, inherited)
-            return add_slurm_request(replace(reader.build(), unresolved=unset), text)
+            return add_slurm_request(replace(found, unresolved=unset), text)
     if trace.exit_line is not None:
         raise ConfigError(
             f"{path}:{trace.exit_line}: the script ends here (exit) before it starts training. "
@@ -169,12 +178,33 @@ def expand_launch_script(
 
 
 @contextmanager
-def _refuse_deep_nesting(path: Path) -> Iterator[None]:
-    """Turn Python's error about too many nested calls into one about the script."""
+def _limit_reading(path: Path) -> Iterator[None]:
+    """Limit the time, the memory and the nesting of what reads a script within this context.
+
+    Raises:
+        ConfigError: A limit is exceeded.
+    """
+
+    def expire(number: int, frame: object) -> None:
+        raise LimitExceededError(f"reading it takes more than {SECONDS_LIMIT:g} s")
+
+    # Only the main thread receives signals. One also interrupts a search by a regular expression.
+    in_main = threading.current_thread() is threading.main_thread()
     try:
+        if in_main:
+            before = signal.signal(signal.SIGALRM, expire)
+            signal.setitimer(signal.ITIMER_REAL, SECONDS_LIMIT)
         yield
     except RecursionError:
         raise ConfigError(f"{path}: its commands or expansions are nested too deeply.") from None
+    except (LimitExceededError, MemoryError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a script: {error}. Plan the command line that it starts."
+        ) from None
+    finally:
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 def _find_unset_variables(
@@ -196,6 +226,13 @@ def read_text(path: Path) -> str:
         ConfigError: It cannot be read, or has characters with a meaning of their own here.
     """
     try:
+        status = path.stat()
+        # Reading a pipe or a device may never end.
+        if not stat.S_ISREG(status.st_mode) or status.st_size > BYTES_LIMIT:
+            raise ConfigError(
+                f"{path} cannot be read as a script: it must be a regular file of at most "
+                f"{BYTES_LIMIT:,} bytes."
+            )
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import find_stored_folder
@@ -23,6 +24,11 @@ from megatron.errors import CheckpointError, DamagedError
 
 LINEAGE_FILE = "course.json"
 """File with a copy of the newest checkpoint's lineage, in case its manifest is damaged."""
+UNPUBLISHED_FILE = "unpublished.json"
+"""File that lists checkpoints which may have their final name before the pointers name them.
+
+It exists only while a checkpoint is published, and after an interruption of that.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,49 @@ def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def record_unpublished(root: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
+    """Add a checkpoint to `UNPUBLISHED_FILE`. See `write_lineage` for arguments and errors."""
+    records = _read_unpublished(root)
+    records.append([manifest.iteration, manifest.digest])
+    replace_file(root / UNPUBLISHED_FILE, json.dumps(records) + "\n", confirm)
+
+
+def _read_unpublished(root: Path) -> list[Any]:
+    """Return [iteration, digest] of each checkpoint in `UNPUBLISHED_FILE`, the newest last."""
+    try:
+        records = json.loads((root / UNPUBLISHED_FILE).read_text())
+        return [[i, digest] for i, digest in records if is_count(i)]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return []
+
+
+def find_run_lineage(root: Path, manifest: Manifest) -> Lineage:
+    """Return the lineage of a run that continues in its folder.
+
+    The run may have saved checkpoints after the one that it starts from, without moving the
+    pointers to them, because the disk was full. They belong to the run. A checkpoint that the
+    pointers did name, and that was rolled back, does not.
+
+    Args:
+        root: Folder of the checkpoints.
+        manifest: The manifest of the checkpoint that the run starts from.
+    """
+    own = read_lineage(manifest)
+    unpublished = _read_unpublished(root)
+    for iteration, digest in reversed(unpublished):
+        try:
+            found = read_manifest(find_stored_folder(root, iteration))
+        except CheckpointError:
+            continue
+        lineage = read_lineage(found)
+        if found.digest != digest or own[-1] not in lineage:
+            continue
+        later = lineage[lineage.index(own[-1]) + 1 :]
+        if all([entry.iteration, entry.digest] in unpublished for entry in later):
+            return (*own, *later)
+    return own
 
 
 def is_entry_on_disk(root: Path, entry: LineageEntry) -> bool:

@@ -25,11 +25,13 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import (
+    UNPUBLISHED_FILE,
     Lineage,
     LineageEntry,
     is_entry_on_disk,
     make_entry,
     read_lineage,
+    record_unpublished,
     select_removable_entries,
     write_lineage,
 )
@@ -139,6 +141,9 @@ class Publisher:
         # leave them at a folder without its final name, or without the copy of its lineage.
         try:
             if fresh is not None:
+                # Otherwise a start after an interruption below could not distinguish the checkpoint
+                # from one that was rolled back, and retention would never remove it.
+                record_unpublished(self._root, manifest, self.confirm_lease)
                 put_in_place(fresh, step_folder(self._root, iteration))
             write_lineage(self._root, manifest, self.confirm_lease)
             point_to(self._root, iteration, self.confirm_lease)
@@ -199,6 +204,7 @@ class Publisher:
         messages = [f"warning: {trouble}" for trouble in remove_interrupted_leftovers(self._root)]
         try:
             remove_started_marker(self._root)
+            (self._root / UNPUBLISHED_FILE).unlink(missing_ok=True)
         except OSError as error:
             messages.append(f"warning: {error}; the next save tries again to remove it")
         removed: list[LineageEntry] = []

@@ -20,6 +20,7 @@ from megatron.observe.chronicle import CHRONICLE, append_event
 from megatron.operations.chronicle.history import RunHistory, read_history
 from megatron.operations.chronicle.page import write_page
 from megatron.operations.chronicle.summary import format_text
+from megatron.plain_text import make_plain
 
 _SHOWN_DAMAGED = 10
 """Messages about damaged lines that are printed for each run."""
@@ -69,7 +70,7 @@ def write_report(arguments: ReportArguments) -> int:
 def _print_damaged(history: RunHistory) -> None:
     """Print which lines of a run's files were left out."""
     for message in history.damaged[:_SHOWN_DAMAGED]:
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {make_plain(message)}", file=sys.stderr)
     more = len(history.damaged) - _SHOWN_DAMAGED
     if more > 0:
         print(f"warning: {more:,} more lines of {history.folder} are left out", file=sys.stderr)

@@ -24,6 +24,7 @@ import tyro
 from megatron.errors import ConfigError, MegatronError
 from megatron.operations.hub.client import Hub, HubUnavailableError
 from megatron.operations.hub.follow import Follower
+from megatron.plain_text import make_plain
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class FollowLog:
 
 def warn(line: str) -> None:
     """Print a line to standard error."""
-    print(line, file=sys.stderr, flush=True)
+    print(make_plain(line), file=sys.stderr, flush=True)
 
 
 def follow(

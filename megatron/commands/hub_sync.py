@@ -45,6 +45,7 @@ from megatron.operations.hub.push import (
     get_default_state_path,
     hold_sync_lock,
 )
+from megatron.plain_text import make_plain
 from megatron.standard_streams import protect_standard_streams
 
 
@@ -83,15 +84,15 @@ class HubSync:
 
 
 def say(line: str) -> None:
-    """Print a line to standard output."""
+    """Print a line to standard output. It may contain names of files and answers of the Hub."""
     # Cron jobs and pipes buffer their output. Without a flush a long sync would print nothing for
     # hours.
-    print(line, flush=True)
+    print(make_plain(line), flush=True)
 
 
 def warn(line: str) -> None:
     """Print a line to standard error."""
-    print(line, file=sys.stderr, flush=True)
+    print(make_plain(line), file=sys.stderr, flush=True)
 
 
 def sync(given: HubSync) -> int:

@@ -49,6 +49,7 @@ from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.verification import Verification, ensure_undisturbed, format_shape, verify
 from megatron.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.model.shape import ModelShape
+from megatron.plain_text import make_plain, make_plain_lines
 from megatron.schedule.lr import LRSchedule
 from megatron.training.state import TrainState
 
@@ -123,12 +124,12 @@ def main(argv: list[str] | None = None) -> int:
             message = str(error)
         if given.json:
             print(json.dumps({"error": message}, indent=1))
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {make_plain_lines(message)}", file=sys.stderr)
         return 2
     # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
     # Reading the text back with `parse_constant` turns them into null.
     record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)
-    print(json.dumps(record, indent=1) if given.json else "\n".join(report.lines))
+    print(json.dumps(record, indent=1) if given.json else "\n".join(map(make_plain, report.lines)))
     return report.code
 
 

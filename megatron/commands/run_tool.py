@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from megatron.errors import MegatronError, describe_os_error
+from megatron.plain_text import make_plain_lines
 
 
 def prepare_output() -> None:
@@ -48,5 +49,5 @@ def run_tool(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {make_plain_lines(message)}", file=sys.stderr)
     return 2

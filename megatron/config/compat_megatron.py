@@ -411,7 +411,9 @@ _STOPPING_AND_CHECKPOINTS = (
         "it is for one cluster only: requeue with --exit-duration-in-mins or SIGTERM",
     ),
     ignore_flag("--adlr-autoresume-interval", "it is only for --adlr-autoresume", arity=1),
-    ignore_flag("--exit-signal-handler", "SIGTERM, SIGUSR1 and SIGUSR2 always save and exit"),
+    ignore_flag(
+        "--exit-signal-handler", "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 always save and exit"
+    ),
 )
 
 _LOGGING = (

@@ -78,6 +78,9 @@ class DataConfig:
     data_cache_gb: Annotated[int, Range("[0, 1048576]")] = 20
     """If --data-path is a URL: gigabytes of the data that are kept in --data-cache-path. What was
     not used for the longest time is removed first. 0 keeps nothing."""
+    allow_changed_data: bool = False
+    """Continue with --dataset-format although the contents of files have changed since the
+    checkpoint. Their names, sizes and row groups must be the same."""
     num_workers: Annotated[int, WORKERS] = 2
     """Threads that read training samples ahead. 0 reads in the training thread."""
     valid_num_workers: Annotated[int, WORKERS] = 2

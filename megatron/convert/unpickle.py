@@ -307,8 +307,23 @@ def load_metadata(path: Path) -> Any:
         raise _make_error(path, error) from error
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads names of `_METADATA` and torch's dtypes only."""
+def _refuse_bytearray(unpickler: object) -> None:
+    """Refuse an array of bytes, whose memory is taken before its bytes are read.
+
+    Raises:
+        UnpicklingError: always.
+    """
+    raise pickle.UnpicklingError("metadata contain no arrays of bytes")
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Reads names of `_METADATA` and torch's dtypes only.
+
+    The unpickler in C keeps its memo in an array. An index of 4 bytes in the file makes it as long
+    as the index, which takes gigabytes. This one keeps it in a dictionary.
+    """
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: _refuse_bytearray}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a name stands for.

@@ -101,6 +101,7 @@ def build_sources(
             tools=stream_tools or StreamTools(),
             say=registry.notes.append,
         )
+        registry.file_sets += streamed.list_file_sets()
         return Sources(
             streamed.train,
             {"validation": streamed.valid} if streamed.valid is not None else {},

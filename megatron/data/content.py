@@ -75,6 +75,19 @@ class FileIdentity:
         return (self.size, self.mtime_ns, self.ctime_ns, self.inode)
 
 
+@dataclass(frozen=True)
+class FileSet:
+    """Files that are one data set, and have one digest of all bytes."""
+
+    fingerprint: str
+    """Identifies the data set before its bytes are known."""
+    place: str
+    """Where the files are, for messages."""
+    paths: tuple[Path, ...]
+    cache_folder: Path
+    """Folder of the digest of each file."""
+
+
 class DigestFolder:
     """Digests in a folder, one small file each. A folder that cannot be written holds none."""
 
@@ -138,7 +151,10 @@ class ContentDigests:
 
     @property
     def known(self) -> dict[str, str]:
-        """The digests that are known so far: path -> xxh3_128 of all bytes."""
+        """The digests that are known so far: path -> xxh3_128 of all bytes.
+
+        Of a `FileSet`, it is the fingerprint -> the digest of the digests of its files.
+        """
         return dict(self._known)
 
     def request(self, path: Path, folder: Path) -> None:
@@ -158,16 +174,35 @@ class ContentDigests:
         if identity.size <= min(SMALL_BYTES, self._budget):
             # Many small files together must not delay the first step either.
             self._budget -= identity.size
-            self._digest(path, folder, digest_of_file)
+            self._known[str(path)] = self._digest(path, folder, digest_of_file)
             return
 
         def check() -> None:
-            self._digest(path, folder, self._read_slowly)
+            self._known[str(path)] = self._digest(path, folder, self._read_slowly)
 
         self._background.submit(f"the content of {path}", check)
 
-    def _digest(self, path: Path, folder: Path, read: Callable[[Path], str]) -> None:
-        """Read a file, and keep its digest if the file did not change meanwhile."""
+    def request_set(self, files: FileSet) -> None:
+        """Request the digest of a data set of many files. They are read in the background."""
+
+        def check() -> None:
+            together = xxhash.xxh3_128()
+            kept = DigestFolder(files.cache_folder)
+            for path in files.paths:
+                digest = kept.get(FileIdentity.of(path))
+                if digest is None:
+                    digest = self._digest(path, files.cache_folder, self._read_slowly)
+                together.update(digest.encode())
+            self._known[files.fingerprint] = together.hexdigest()
+
+        self._background.submit(f"the content of {files.place}", check)
+
+    def _digest(self, path: Path, folder: Path, read: Callable[[Path], str]) -> str:
+        """Read a file, store its digest and return it.
+
+        Raises:
+            OSError: the file cannot be read, or changed meanwhile.
+        """
         # A file that changes while it is read gets a digest that belongs to none of its states.
         before = FileIdentity.of(path)
         started = time.time_ns()
@@ -175,10 +210,9 @@ class ContentDigests:
         after = FileIdentity.of(path)
         if before != after:
             raise OSError(f"{path} changed while it was read")
-        self._known[str(path)] = digest
         # Valid for this run, but not safe to store. See _SETTLED_NS.
         if started - after.ctime_ns < _SETTLED_NS:
-            return
+            return digest
         try:
             DigestFolder(folder).put(after, digest)
         except OSError as error:
@@ -187,6 +221,7 @@ class ContentDigests:
                 f"the digest of {path} cannot be stored in {folder} ({error.strerror}); it is "
                 "computed again at each start"
             )
+        return digest
 
     def _read_slowly(self, path: Path) -> str:
         """Return the digest of a file, read at the pace of a background check."""

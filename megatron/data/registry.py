@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.data.background import Background
 from megatron.data.building import Say
 from megatron.data.cache import WAIT_SECONDS, IndexCache, discard_entry, say_to_stderr
+from megatron.data.content import FileSet
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 
@@ -35,6 +36,8 @@ class DatasetRegistry:
         self.notes: list[str] = []
         self.background = Background()
         """Verifies what is too large to be read before the first step."""
+        self.file_sets: list[FileSet] = []
+        """The data sets that are streamed from files of rows."""
         self._data_cache_path = data_cache_path
         self._say = say
         self._wait_seconds = wait_seconds

@@ -9,6 +9,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from megatron.plain_text import make_plain_lines
+
 
 class ProgressBar:
     """Bar over the iterations of a run. It draws only if `show` is set and `stream` a terminal."""
@@ -41,6 +43,7 @@ class ProgressBar:
 
     def say(self, line: str) -> None:
         """Print a line to stdout immediately, above the bar."""
+        line = make_plain_lines(line)
         if self._bar is None:
             print(line, flush=True)
         else:

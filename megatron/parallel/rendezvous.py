@@ -5,6 +5,7 @@ Nothing here depends on the layout. `parallel/mesh.py` divides the ranks into gr
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ from megatron.errors import LayoutError
 from megatron.open_files import allow_open_files
 from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.roll_call import store_is_rank_zeros
+from megatron.parallel.store_values import read_text
 from megatron.parallel.time_limit import TimeLimit
 
 _NAMED = 16
@@ -73,7 +75,7 @@ def start_process_group(
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     store = _meet(rank, world_size, timedelta(minutes=timeout_minutes), _name_gpu(device))
-    sharing = store.get(_SHARED_GPU).decode() if store.check([_SHARED_GPU]) else ""
+    sharing = read_text(store, _SHARED_GPU) if store.check([_SHARED_GPU]) else ""
     if backend == "nccl" and sharing:
         if rank == 0:
             # The store ends with this rank. The others still read from it that a GPU is shared.
@@ -144,13 +146,8 @@ def _meet(rank: int, world_size: int, limit: timedelta, gpu: str) -> dist.Store:
     """
     host, port = read_meeting_point()
     keeps_it = rank == 0 and store_is_rank_zeros()
-    # `wait_for_workers` would wait inside torch, and its error does not name missing ranks. The
-    # ranks are awaited below instead. With `multi_tenant`, stores of one process at the same port
-    # share a server.
     try:
-        store: dist.Store = dist.TCPStore(
-            host, port, is_master=keeps_it, timeout=limit, wait_for_workers=False, multi_tenant=True
-        )
+        store = _connect(host, port, limit, keeps_it=keeps_it)
     except dist.DistError as error:
         if keeps_it:
             raise LayoutError(
@@ -186,6 +183,49 @@ def _meet(rank: int, world_size: int, limit: timedelta, gpu: str) -> dist.Store:
             f"{host}:{port}"
         ) from error
     return store
+
+
+def _connect(host: str, port: int, limit: timedelta, *, keeps_it: bool) -> dist.Store:
+    """Return the store at an address. The rank that keeps it starts it.
+
+    Raises:
+        dist.DistError: The address cannot be used, or nobody listens there within the limit.
+        LayoutError: A program listens there, and does not answer within the limit.
+    """
+    # torch waits for the first answer without a limit. In a thread the wait can be abandoned.
+    # `wait_for_workers` would wait inside torch as well, and its error does not name missing ranks.
+    # With `multi_tenant`, stores of one process at the same port share a server.
+    found: list[dist.Store] = []
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=keeps_it,
+                timeout=limit,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            found.append(store)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    thread.start()
+    # torch's own error at its limit says more.
+    thread.join(limit.total_seconds() + 1)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise LayoutError(
+            f"the program that listens at {host}:{port} has not answered {os.uname().nodename} "
+            f"within --distributed-timeout-minutes {limit / timedelta(minutes=1):g}, so it is not "
+            "the store of this run, or it hangs; give another MASTER_PORT (torchrun: "
+            "--master-port), or end that program"
+        )
+    return found[0]
 
 
 def _name_missing(store: dist.Store, keys: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from megatron.errors import LOST_EXIT_CODE, LayoutError, LostRanksError
 from megatron.parallel.hang_verdict import describe_places
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_state import find_location, locate_thread
+from megatron.parallel.store_values import parse_answer
 from megatron.parallel.time_limit import TimeLimit
 
 CALLED = "roll_call/called"
@@ -230,9 +231,9 @@ class RollCall:
             if self._store.check([_make_key(rank)])
         }
         answers = self._store.multi_get(list(keys.values()))
-        found.answers = {
-            rank: json.loads(answer) for rank, answer in zip(keys, answers, strict=True)
-        }
+        parsed = {rank: parse_answer(answer) for rank, answer in zip(keys, answers, strict=True)}
+        # A rank whose answer cannot be read counts as one that does not answer.
+        found.answers = {rank: answer for rank, answer in parsed.items() if answer is not None}
         self._store.set(FINISHED, self._conclude(found))
 
     def _describe_call(self) -> str:

@@ -38,6 +38,12 @@ from megatron.parallel.roll_call import (
     call_in_thread,
     store_is_rank_zeros,
 )
+from megatron.parallel.store_values import (
+    make_call_name,
+    parse_state,
+    read_call_name,
+    read_text,
+)
 from megatron.parallel.time_limit import TimeLimit
 
 TICK_SECONDS = 0.25
@@ -85,7 +91,7 @@ class Watchdog(RollCall):
         self._stopwatch = Stopwatch(progress, hang_timeout, TICK_SECONDS)
         self._folder = folder
         self._report = report
-        self._beats: dict[int, dict[str, Any]] = {}
+        self._beats: dict[int, RankState] = {}
         """The last known state of the ranks that do not answer, and of rank 0."""
         self._hang_timeout = hang_timeout
         self._verdict = ""
@@ -106,8 +112,14 @@ class Watchdog(RollCall):
         """Publish this rank's state, and remember rank 0's in case its store stops answering."""
         state = read_state(self._main, self._progress, with_collectives=False)
         store.set(_make_beat_key(self._rank), json.dumps(asdict(state)))
-        if store_is_rank_zeros() and store.check([_make_beat_key(0)]):
-            self._beats[0] = json.loads(store.get(_make_beat_key(0)))
+        if store_is_rank_zeros():
+            self._read_beat(store, 0)
+
+    def _read_beat(self, store: dist.Store, rank: int) -> None:
+        """Remember the state that a rank has published, if there is one."""
+        key = _make_beat_key(rank)
+        if store.check([key]) and (state := parse_state(store.get(key))) is not None:
+            self._beats[rank] = state
 
     def _describe_self(self) -> dict[str, Any]:
         state = read_state(self._main, self._progress, with_collectives=True)
@@ -160,10 +172,11 @@ class Watchdog(RollCall):
         """
         verdict = self._describe_exit()
         try:
-            self._write_files(store.get(CALLED).decode())
+            # Without a valid name, this rank uses one of its own.
+            self._write_files(read_call_name(store, CALLED) or self._describe_call())
             self._wait_until({FINISHED}, 2 * self._window, store)
             if store.check([FINISHED]):
-                verdict = store.get(FINISHED).decode()
+                verdict = read_text(store, FINISHED)
         finally:
             # The caller has printed the verdict. The launcher reads it from any rank's file.
             self._report(HungRanksError(verdict), self._describe_exit())
@@ -201,7 +214,7 @@ class Watchdog(RollCall):
 
     def _describe_call(self) -> str:
         """Return the name of the folder for the files of all ranks: iteration and time."""
-        self._call_name = f"{self._progress.iteration:07d}-{time.strftime('%Y%m%dT%H%M%S')}"
+        self._call_name = make_call_name(self._progress.iteration)
         return self._call_name
 
     def _write_files(self, name: str) -> None:
@@ -222,9 +235,8 @@ class Watchdog(RollCall):
     def _conclude(self, found: Found) -> str:
         """Compare the states of all ranks, and return the verdict."""
         for rank in range(len(self._names)):
-            key = _make_beat_key(rank)
-            if rank not in found.answers and self._store.check([key]):
-                self._beats[rank] = json.loads(self._store.get(key))
+            if rank not in found.answers:
+                self._read_beat(self._store, rank)
         self._verdict = self._describe_hang(found)
         return self._verdict
 
@@ -266,7 +278,7 @@ class Watchdog(RollCall):
         beat = self._beats.get(rank)
         if beat is None:
             return text
-        return f"{text}; a second before, it was at {beat['at']} in {beat['phase']}"
+        return f"{text}; a second before, it was at {beat.at} in {beat.phase}"
 
     def _find_hosts(self, found: Found) -> list[str]:
         """Return the hosts of the ranks that the others wait for, each once.
@@ -307,7 +319,7 @@ def _write_in_thread(write: Callable[[], None]) -> None:
 def _parse_states(found: Found) -> dict[int, RankState]:
     """Return the states of the ranks that have answered and have not left."""
     return {
-        rank: RankState(**answer) for rank, answer in found.answers.items() if "left" not in answer
+        rank: RankState(**answer) for rank, answer in found.answers.items() if "sequence" in answer
     }
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from megatron.data.indexed import IndexedDataset
 from megatron.figure import make_figure, save_figure
+from megatron.plain_text import make_plain
 
 # Documents handled at once.
 _DOCUMENTS = 1 << 18
@@ -235,7 +236,9 @@ def report(inspection: Inspection) -> str:
             f"{word} {p.kind}: {p.count} {p.text}{doubt}; for example in documents "
             f"{', '.join(map(str, p.examples))}"
         )
-    return "\n".join(lines if i.problems else [*lines, "no problems found"])
+    shown = lines if i.problems else [*lines, "no problems found"]
+    # Names of files are foreign text.
+    return "\n".join(map(make_plain, shown))
 
 
 def plot_lengths(inspection: Inspection, path: str) -> None:

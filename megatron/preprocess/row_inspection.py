@@ -15,6 +15,7 @@ from megatron.data.stream.formats import FORMATS
 from megatron.data.stream.listing import find_files
 from megatron.data.stream.row_format import FileGroups, FilePath, Row
 from megatron.errors import DataError
+from megatron.plain_text import make_plain
 
 _SAMPLED_GROUPS = 32
 _SAMPLED_ROWS = 64
@@ -159,7 +160,8 @@ def format_rows_report(found: RowInspection) -> str:
     lines += [f"PROBLEM {problem}" for problem in found.problems]
     if not found.problems and not found.damaged:
         lines.append("no problems found")
-    return "\n".join(lines)
+    # Names of files and columns are foreign text.
+    return "\n".join(map(make_plain, lines))
 
 
 def _read_sample(

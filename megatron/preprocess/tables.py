@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.data.stream.arrow_columns import check_values
 from megatron.errors import DataError
 from megatron.preprocess.blocks import InputBlock, Position
 from megatron.preprocess.input_files import InputFormat, find_format
@@ -47,6 +48,7 @@ def read_parquet_blocks(
                 # it has read.
                 passed = max(0, begin.offset - begin_row)
                 if passed < batch.num_rows:
+                    _check_values(path, batch, begin_row)
                     end = Position(begin.file, next_row, next_row)
                     yield InputBlock(
                         path,
@@ -71,6 +73,7 @@ def read_arrow_blocks(
             start = max(0, begin.offset - first_row)
             while start < batch.num_rows:
                 part = batch.slice(start, rows)
+                _check_values(path, part, first_row + start)
                 end = first_row + start + part.num_rows
                 yield InputBlock(
                     path,
@@ -90,9 +93,9 @@ def _open_parquet_file(path: str) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, ValueError, SystemError) as error:
         raise DataError(
             f"{path} cannot be read as Parquet: {error}. Fix or leave out the file."
         ) from error
@@ -106,10 +109,16 @@ def _open_arrow_stream(path: str) -> Iterator[tuple[Any, Any]]:
         # With a memory map, columns that are not used are not read.
         with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
             yield stream, source
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, ValueError, SystemError) as error:
         raise DataError(
             f"{path} cannot be read as an Arrow stream: {error}. Fix or leave out the file."
         ) from error
+
+
+def _check_values(path: str, batch: Any, first_row: int) -> None:
+    """Check a record batch whose first row has this number in the file, from 0."""
+    for column in batch.columns:
+        check_values(path, column, first_row + 1, "of the file")
 
 
 def _import_pyarrow(path: str, format: str) -> Any:

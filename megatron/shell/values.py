@@ -25,6 +25,10 @@ MARK = re.compile("\ue000(\\d+)\ue001")
 MARK_CHARACTERS = ("\ue000", "\ue001")
 WORDS_LIMIT = 10_000
 """Words that are made of one written word."""
+WORD_COST = 64
+"""Characters that a word counts for besides its own, because each takes some memory."""
+CHARACTERS_LIMIT = 16 * 2**20
+"""Characters of all values together that the expansions of a script may make."""
 PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]", re.ASCII)
 SUBSCRIPT = re.compile(r"\[([^][]*(?:\[[^]]*\])?[^][]*)\]")
 BRACES = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})\}|\{([^{},\s'\"$]*(?:,[^{},\s'\"$]*)+)\}")
@@ -33,6 +37,10 @@ REPLACED = re.compile(r"(?:\\.|'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|[^/])*", re.DOTALL
 C_STRING = re.compile(r"((?:[^\\']|\\.)*)'", re.DOTALL)
 C_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{1,2}|[0-7]{1,3}|.)", re.DOTALL)
 C_CHARACTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"e": b"\x1b"}
+
+
+class LimitExceededError(Exception):
+    """A script takes more time or memory to read than is allowed. The message has the limit."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,18 @@ class Values:
     parameters: list[str] | None = None
     unknown: list[Unknown] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
+    _made: int = 0
+    """Characters that expansions have made so far."""
+
+    def count(self, characters: int) -> None:
+        """Count characters before they are made.
+
+        Raises:
+            LimitExceededError: They are too many. `x=$x$x` doubles a value.
+        """
+        self._made += characters
+        if self._made > CHARACTERS_LIMIT:
+            raise LimitExceededError(f"its values have more than {CHARACTERS_LIMIT:,} characters")
 
     @classmethod
     def build(
@@ -95,6 +115,7 @@ class Values:
         needs: Sequence[Unknown] = (),
     ) -> str:
         """Return the mark that stands for a part whose value is not known. See `Unknown`."""
+        self.count(len(text) + len(needs))
         self.unknown.append(Unknown(kind, name, text, is_alone, tuple(needs)))
         return f"\ue000{len(self.unknown) - 1}\ue001"
 
@@ -112,6 +133,7 @@ class Values:
         """Return `text` with each mark replaced by the part that it stands for, as written."""
         while found := MARK.search(text):
             # The text of one part may have the mark of another part.
+            self.count(len(self.unknown[int(found[1])].text))
             text = text[: found.start()] + self.unknown[int(found[1])].text + text[found.end() :]
         return text
 
@@ -258,12 +280,14 @@ class _Expansion:
     def finish(self) -> list[str]:
         """Return the words."""
         if self._word is not None:
+            self._values.count(WORD_COST)
             self._words.append(self._word)
             self._word = None
         return self._words
 
     def _add(self, text: str) -> None:
         """Add text that is not split."""
+        self._values.count(len(text))
         self._word = (self._word or "") + text
 
     def _add_value(self, text: str, quoted: bool) -> None:
@@ -595,7 +619,12 @@ class _Expansion:
         expression = {"#": r"\A", "": "", "%": ""}[anchor] + expression
         if anchor == "%":
             expression += r"\Z"
-        return re.sub(expression, lambda _: new, value, count=0 if everywhere else 1)
+
+        def replace(_: re.Match[str]) -> str:
+            self._values.count(len(new))
+            return new
+
+        return re.sub(expression, replace, value, count=0 if everywhere else 1)
 
 
 def _split_blanks(raw: str) -> list[str]:

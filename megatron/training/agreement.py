@@ -1,14 +1,15 @@
 """Comparison of what the ranks were started with.
 
-Rank 0's configuration is the run's. A rank whose own command line, YAML file, DeepSpeed JSON or
-code version differs is named before anything is read for the run.
+Rank 0's configuration is the run's. A rank whose own command line, YAML file, DeepSpeed JSON, code
+version or source files differ is named before anything is read for the run.
 """
 
 import json
 from pathlib import Path
 
+from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.ranks import Ranks
-from megatron.code_version import get_code_version
+from megatron.code_version import compute_file_digests, get_code_version
 from megatron.config.cli import load_yaml
 from megatron.config.compare import compute_config_digest, list_config_differences
 from megatron.config.deepspeed_json import read_json, select_passed_on
@@ -16,9 +17,11 @@ from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
 from megatron.errors import ConfigError, LayoutError
 
+_NAMED_FILES = 5
+
 
 def check_agreement(config: Config, ranks: Ranks) -> None:
-    """Compare configuration, code version and DeepSpeed's settings between ranks.
+    """Compare configuration, code and DeepSpeed's settings between ranks.
 
     All ranks call it together.
 
@@ -34,23 +37,42 @@ def check_agreement(config: Config, ranks: Ranks) -> None:
         return
     # A digest is enough to find a difference. Gathering every rank's YAML file here would send
     # megabytes over the control group in a large job.
-    mine = [compute_config_digest(config), get_code_version(), _describe_deepspeed_settings(config)]
+    # The version is the commit. A file of a checkout may have been edited since.
+    code = compute_file_digests()
+    mine = [
+        compute_config_digest(config),
+        get_code_version(),
+        digest_of_text(json.dumps(code)),
+        _describe_deepspeed_settings(config),
+    ]
     everyone = ranks.gather(mine)
     if all(other == everyone[0] for other in everyone):
         return
     # Every rank holds the same list of digests, so every rank reaches this second gather or none.
     rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
-    own_text = None
+    own: tuple[str, dict[str, str]] | None = None
     if ranks.rank in (0, rank):
-        own_text = dump_yaml(config)
-    texts = ranks.gather(own_text)
-    differing = _differences(texts[0], texts[rank])
+        own = (dump_yaml(config), code)
+    gathered = ranks.gather(own)
+    first_text, first_code = gathered[0]
+    other_text, other_code = gathered[rank]
+    differing = _differences(first_text, other_text)
     # The digest is explained by the differences in the YAML files. The others are not part of the
     # configuration, so each needs its own line.
-    _, version, settings = everyone[rank]
-    _, first_version, first_settings = everyone[0]
+    _, version, _, settings = everyone[rank]
+    _, first_version, _, first_settings = everyone[0]
     if version != first_version:
         differing.append(f"its version is {version}, and rank 0's is {first_version}")
+    names = sorted(
+        name
+        for name in {**first_code, **other_code}
+        if first_code.get(name) != other_code.get(name)
+    )
+    if names:
+        more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
+        differing.append(
+            f"these files of its package differ: {', '.join(names[:_NAMED_FILES])}{more}"
+        )
     if settings != first_settings:
         differing.append(
             f"its {config.parallel.deepspeed_config} passes {settings} to DeepSpeed, and "

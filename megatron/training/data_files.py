@@ -177,6 +177,8 @@ class DataFiles:
         ranks: Ranks,
         who: str,
         say: Callable[[str], None],
+        *,
+        allow_changed_data: bool = False,
     ) -> None:
         """Start the computation of the digests.
 
@@ -188,11 +190,14 @@ class DataFiles:
             ranks: All ranks of the run.
             who: Name of this rank and its host, for error messages.
             say: Prints a line of the log.
+            allow_changed_data: Accept streamed data that have changed, with a warning.
 
         Raises:
             DataError: A file cannot be read.
         """
         self._registry = registry
+        self._allow_changed_data = allow_changed_data
+        self._streamed = {files.fingerprint: files for files in registry.file_sets}
         self._ranks = ranks
         self._who = who
         self._say = say
@@ -209,6 +214,10 @@ class DataFiles:
         problem = None
         try:
             self._request_own()
+            # Other hosts have compared the sampled contents. A complete corpus is read once.
+            if ranks.rank == 0:
+                for files in registry.file_sets:
+                    self._digests.request_set(files)
         except OSError as error:
             problem = f"{who}: a data file cannot be read: {error}"
         # Raised after the gather, so that no rank waits for one that has already failed.
@@ -238,6 +247,11 @@ class DataFiles:
                 ]
                 for prefix, data in self._registry.datasets.items()
                 if str(get_bin_path(prefix)) in digests
+            ]
+            + [
+                [fingerprint, files.place, digests[fingerprint]]
+                for fingerprint, files in self._streamed.items()
+                if fingerprint in digests
             ],
         }
         # `mine` holds a copy of the notes. Without this the next check would print them again.
@@ -256,10 +270,15 @@ class DataFiles:
 
         A digest is None if it is not known yet.
         """
-        unknown: dict[str, str | None] = {
-            data.compute_fingerprint(): None for data in self._registry.datasets.values()
-        }
+        unknown: dict[str, str | None] = dict.fromkeys(self._list_fingerprints().values())
         return unknown | self._recorded
+
+    def _list_fingerprints(self) -> dict[str, str]:
+        """Return the place of each data set -> its sampled fingerprint."""
+        indexed = {
+            prefix: data.compute_fingerprint() for prefix, data in self._registry.datasets.items()
+        }
+        return indexed | {files.place: key for key, files in self._streamed.items()}
 
     def _compare(self, rank: int, who: str, fingerprint: str, path: str, digest: str) -> None:
         """Compare one rank's digest with the recorded one.
@@ -283,21 +302,32 @@ class DataFiles:
                 path, first_path = first_path, path
                 digest, expected = expected, digest
             source = f"{first_path} on {first_who}"
-        if digest != expected:
-            raise DataError(
-                f"{who}: {path} has changed: its xxh3_128 is {digest}, and that of {source} "
-                f"is {expected}, although the sampled fingerprint {fingerprint} is the same. A run "
-                f"must continue with the data that it started with. Restore that file, {_NEW_RUN}"
-            )
+        if digest == expected:
+            return
+        what = (
+            f"{who}: {path} has changed: its xxh3_128 is {digest}, and that of {source} "
+            f"is {expected}, although the sampled fingerprint {fingerprint} is the same"
+        )
+        if fingerprint in self._streamed and self._allow_changed_data:
+            self._recorded[fingerprint] = digest
+            self._say(f"warning: {what}. --allow-changed-data accepts it")
+            return
+        way_out = _NEW_RUN
+        if fingerprint in self._streamed:
+            way_out = f"accept it with --allow-changed-data, {_NEW_RUN}"
+        raise DataError(
+            f"{what}. A run must continue with the data that it started with. Restore that file, "
+            f"{way_out}"
+        )
 
     def _say_what_is_not_compared(self, state: TrainState) -> None:
         """Warn of data sets whose digest the checkpoint lacks. A run from scratch has none."""
         if not state.data:
             return
         missing = [
-            prefix
-            for prefix, data in self._registry.datasets.items()
-            if data.compute_fingerprint() not in self._recorded
+            place
+            for place, fingerprint in self._list_fingerprints().items()
+            if fingerprint not in self._recorded
         ]
         if missing:
             self._say(

@@ -44,6 +44,26 @@ The limit is short, so that a second Ctrl-C of the user takes effect soon.
 """
 
 
+_STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""Ctrl-C, the end of a job, the end of a terminal, and the signals that Slurm may send before."""
+
+
+def ignore_stop_signals() -> None:
+    """Ignore all further signals to stop. Call it when everything is saved and closed.
+
+    While Python ends, it gives every signal its default action again, unless it is ignored. A
+    repeated signal would then end the process with an exit code that reads as a crash.
+    """
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopReason(IntEnum):
     """Reasons to stop. If several apply, the highest value is reported."""
 
@@ -98,11 +118,13 @@ class Exits:
         """Whether no rank worked on a stage of a save when the ranks last voted or decided."""
 
     def catch_signals(self) -> None:
-        """Let SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGUSR2 stop the run after its iteration."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        """Let the signals of `_STOP_SIGNALS` stop the run after its iteration."""
+        for number in _STOP_SIGNALS:
             # A shell starts background jobs with SIGINT ignored, because Ctrl-C in the terminal is
-            # meant for the program in the foreground.
-            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+            # meant for the program in the foreground. nohup ignores SIGHUP, so that the run goes on
+            # when the terminal is closed.
+            keeps_ignoring = number in (signal.SIGINT, signal.SIGHUP)
+            if keeps_ignoring and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             signal.signal(number, self._handle_signal)
 

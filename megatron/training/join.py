@@ -14,6 +14,7 @@ from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.messages import gather_json
 from megatron.parallel.rank_state import FLIGHT_RECORDER_ENTRIES
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
+from megatron.plain_text import make_plain_lines
 
 
 def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
@@ -65,4 +66,4 @@ def make_printer(rank: int) -> Callable[[str], None]:
 
 def print_line(line: str) -> None:
     """Print a line of the log, on any rank."""
-    print(line, flush=True)
+    print(make_plain_lines(line), flush=True)

@@ -22,6 +22,7 @@ from megatron.error_report import (
     write_report,
 )
 from megatron.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError, MegatronError
+from megatron.plain_text import make_plain_lines
 from megatron.training.closing import close_within_limit
 
 
@@ -42,7 +43,7 @@ def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> 
         prefix = f"rank {rank} on {platform.node()}: "
     else:
         prefix = ""
-    message = f"{prefix}{type(error).__name__}: {error}"
+    message = make_plain_lines(f"{prefix}{type(error).__name__}: {error}")
     # Reported before the wait below, because the launcher may end this process during the wait.
     report_error(error, message)
     if rank > 0:
@@ -90,7 +91,7 @@ def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> 
 
     The exit code is 1, because no flag is wrong and the same command may succeed.
     """
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(f"{type(error).__name__}: {make_plain_lines(error)}", file=sys.stderr, flush=True)
     close_after_error(closing)
     # Nothing is reported to the launcher. A report means an error that a person must correct.
     os._exit(LOST_EXIT_CODE)
@@ -99,7 +100,7 @@ def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> 
 def report_hang(error: HungRanksError, message: str) -> None:
     """Report a hang to the launcher, and print a message. The watchdog then ends the process."""
     report_error(error, f"{type(error).__name__}: {error}")
-    print(f"{type(error).__name__}: {message}", file=sys.stderr, flush=True)
+    print(f"{type(error).__name__}: {make_plain_lines(message)}", file=sys.stderr, flush=True)
 
 
 def leave_after_crash(error: Exception, closing: ExitStack) -> NoReturn:

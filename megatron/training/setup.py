@@ -15,7 +15,7 @@ from megatron.byte_size import format_bytes
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.lineage import Lineage, read_lineage
+from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.checkpoint.save import Saver, check_writable
@@ -55,7 +55,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.training.clock import RunClock
 from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
-from megatron.training.exits import Exits
+from megatron.training.exits import Exits, ignore_stop_signals
 from megatron.training.hf_export import HFExporter
 from megatron.training.host_memory import require_host_memory
 from megatron.training.job import Job, confirm_job
@@ -322,7 +322,14 @@ def build_run(
     ranks = build_ranks(mesh)
     say = make_printer(mesh.rank)
     sources = open_data(plan, mesh, state, say)
-    data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
+    data_files = DataFiles(
+        sources.registry,
+        state,
+        ranks,
+        mesh.describe(),
+        say,
+        allow_changed_data=config.data.allow_changed_data,
+    )
     # Digests of small files are known by now. A changed file must be found before the first step.
     data_files.check()
     reporter.open()
@@ -421,6 +428,9 @@ def build_saver(
     # and saves to another starts a new lineage.
     if job.checkpoint is not None and config.resumes_itself:
         lineage = read_lineage(job.checkpoint.manifest)
+        # Rank 0 alone writes and removes by the lineage, so it alone reads the file for that.
+        if mesh.rank == 0:
+            lineage = find_run_lineage(Path(str(config.save)), job.checkpoint.manifest)
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
@@ -632,3 +642,4 @@ def leave(closing: contextlib.ExitStack) -> None:
         # At its normal exit, Python would wait for the threads that hang.
         sys.stdout.flush()
         os._exit(0)
+    ignore_stop_signals()

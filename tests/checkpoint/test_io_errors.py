@@ -1,7 +1,8 @@
 """Test an I/O error at each call of a save that changes the file system, one after the other.
 
 Whichever call fails, the pointers name a complete checkpoint and the message describes what is on
-the disk. A later save succeeds. After two of them, nothing is left that they should remove.
+the disk. A later save succeeds, also after a new start. After two of them, nothing is left that
+they should remove.
 """
 
 import errno
@@ -25,7 +26,7 @@ from megatron.checkpoint.folder import (
     remove_interrupted_leftovers,
     step_folder,
 )
-from megatron.checkpoint.lineage import read_lineage
+from megatron.checkpoint.lineage import find_run_lineage
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import CheckpointContents, Saver, check_writable
 from megatron.checkpoint.start import find_start
@@ -46,7 +47,7 @@ class Run:
         self.root = root
         self.messages: list[str] = []
         self.saved: list[int] = []
-        lineage = read_lineage(read_manifest(step_folder(root, 2)))
+        lineage = find_run_lineage(root, read_manifest(step_folder(root, 2)))
         config = CheckpointConfig(
             keep_latest_checkpoints=2, max_save_failures=100, async_save=asynchronous
         )
@@ -172,6 +173,12 @@ def fail_each_call(
         assert failed == ([] if saved else ["3"]), (call, messages)
         assert check_pointers(root) == (3 if saved else 2), (call, messages)
         assert is_ours(root, 3) == (saved or stays), (call, messages)
+        if stays and retry == 4:
+            # A new start, which never saves iteration 3 again, removes it like any other.
+            again = tmp_path / f"again_{number}"
+            shutil.copytree(root, again)
+            check_later_saves(Run(again, asynchronous=asynchronous), retry, call)
+            shutil.rmtree(again)
         outcomes.add((saved, stays, "Input/output error" in messages))
         check_later_saves(run, retry, call)
         shutil.rmtree(root)

@@ -5,6 +5,7 @@ import collections
 import os
 import pickle
 import subprocess
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -163,3 +164,28 @@ def test_members_of_enumerations_in_metadata_are_read(tmp_path: Path) -> None:
         path.write_bytes(pickle.dumps(Call(getattr, owner, name)))
         with pytest.raises(CheckpointError, match="enumeration"):
             load_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        # LONG_BINPUT with the index 0x1000000, and BYTEARRAY8 with 256 MB.
+        (b"Nr\x00\x00\x00\x01.", None),
+        (b"\x80\x05\x96\x00\x00\x00\x10\x00\x00\x00\x00.", "no arrays of bytes"),
+    ],
+)
+def test_small_metadata_take_little_memory(
+    data: bytes, message: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        if message is None:
+            assert load_metadata(path) is None
+        else:
+            with pytest.raises(CheckpointError, match=message):
+                load_metadata(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()

@@ -4,8 +4,10 @@ tests/checkpoint/test_io_errors.py covers all calls.
 """
 
 import pytest
-from faults.launches import NewJob, saved_lines
+from faults.launches import NewJob, loaded_line, saved_lines
 from faults.test_disk import failures
+
+from megatron.checkpoint.folder import point_to
 
 FLAGS = "--save-interval 4 --save-retry-interval 2 --keep-latest-checkpoints 2"
 
@@ -40,3 +42,18 @@ def test_run_survives_one_io_error(
     job.succeed("--train-iters 14")  # two more saves, at 12 and 14
     job.check(14, saved=[12, 14])
     assert not (job.folder / "no_checkpoint_yet").exists()
+
+
+def test_new_start_counts_a_checkpoint_that_no_pointer_names(new_job: NewJob) -> None:
+    """Retention removes it like any other, and keeps one that was rolled back."""
+    job = new_job("job", "--save-interval 2 --keep-latest-checkpoints 2 --max-save-failures 1", 1)
+    job.succeed("--exit-interval 2")
+    error = job.fail("--exit-interval 6", io_error=(str(job.folder), "replace latest.new"))
+    assert "global_step4 is complete and stays" in error
+    assert job.names() == {"global_step2", "global_step4"}
+    output = job.succeed("--save-interval 3 --exit-interval 6")
+    assert loaded_line(output) == 2
+    assert job.names() == {"global_step3", "global_step6"}
+    point_to(job.folder, 3)
+    job.succeed("--save-interval 4 --exit-interval 9")
+    assert job.names() == {"global_step6", "global_step8", "global_step9"}

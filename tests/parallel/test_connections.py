@@ -2,11 +2,14 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ import pytest
 from process_pool import ProcessPool, find_free_port, succeed
 from training.runs import Runner
 
+from megatron.errors import LayoutError
 from megatron.open_files import allow_open_files
+from megatron.parallel.rendezvous import _meet
 
 
 @contextmanager
@@ -361,3 +366,24 @@ def test_lost_rank_and_the_group_that_misses_it_are_named(
     errors = [str(outcome.error) for outcome in outcomes[:3]]
     (told,) = [error for error in errors if "has left the run: ValueError: a mistake" in error]
     assert "must exchange a message before the first step" in told
+
+
+def test_a_port_whose_program_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts connections and never answers, as a program of another user may."""
+    errors: list[Exception] = []
+
+    def meet() -> None:
+        try:
+            _meet(1, 2, timedelta(seconds=1), "")
+        except LayoutError as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert f"the program that listens at 127.0.0.1:{port} has not answered" in str(errors[0])

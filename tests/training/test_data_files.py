@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_damage import flip
+from data.row_files import make_documents, write_rows
 from process_pool import Outcome, PerRank, pretrain
 from tiny_corpus import MERGES, VOCAB
 from training.runs import Runner
@@ -20,9 +22,12 @@ from training.runs import Runner
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.ranks import Ranks
+from megatron.config.data import DataConfig
 from megatron.data import array_file, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.registry import DatasetRegistry
+from megatron.data.stream.build import list_streamed_datasets
+from megatron.errors import DataError
 from megatron.training.data_files import DataFiles
 from megatron.training.state import TrainState
 
@@ -342,3 +347,43 @@ def test_damaged_large_index_ends_the_run_before_its_save_and_is_rebuilt(
         None,
     ]
     assert run.losses() == other.losses()
+
+
+def test_streamed_file_altered_between_the_samples(tmp_path: Path) -> None:
+    """Its digest is computed in the background, and compared before the next save."""
+    file = tmp_path / "data" / "a.parquet"
+    write_rows(file, "tokens", make_documents(5000, 0))
+    config = DataConfig(data_path=(str(file.parent),), dataset_format="parquet", col_name="tokens")
+
+    def check(recorded: dict[str, str | None], *, allow: bool = False) -> dict[str, str | None]:
+        registry = DatasetRegistry(None)
+        listing = list_streamed_datasets(config, ["."])["."]
+        file_set = listing.get_file_set()
+        assert file_set is not None
+        registry.file_sets.append(file_set)
+        state = TrainState(data={"train": {}}, data_digests=recorded)
+        files = DataFiles(
+            registry, state, Ranks(), "rank 0", messages.append, allow_changed_data=allow
+        )
+        try:
+            assert registry.background.wait(30)
+            files.check()
+        finally:
+            registry.background.close()
+        return files.record()
+
+    messages: list[str] = []
+    recorded = check({})
+    ((fingerprint, digest),) = recorded.items()
+    assert digest is not None
+    assert check(recorded) == recorded
+    times = file.stat()
+    flip(file, position=file.stat().st_size // 3)
+    # Only the time of the last change of the inode shows this.
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(DataError, match=r"has changed: its xxh3_128 is .* --allow-changed-data"):
+        check(recorded)
+    changed = check(recorded, allow=True)
+    assert changed.keys() == {fingerprint}
+    assert changed[fingerprint] not in (None, digest)
+    assert "--allow-changed-data accepts it" in messages[-1]

@@ -1,5 +1,6 @@
 """Reasons to stop, NaN losses, evaluation, and errors before training starts."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import Runner
 
+from megatron.config.batch import BatchConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.errors import TrainingError
 from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
+from megatron.training.exits import Exits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,8 +48,17 @@ def test_kill_switch(run: Runner, tmp_path: Path) -> None:
     assert sorted(run.losses()) == [1, 2]
 
 
-# Some scripts let Slurm send SIGUSR1 or SIGUSR2 before the time limit.
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGUSR2, 1), (signal.SIGTERM, 2)])
+def send_until_end(process: subprocess.Popen) -> None:
+    """Send signals to stop until a process has ended, for less than `_REPEATED_SECONDS`."""
+    end = time.monotonic() + 7
+    for number in itertools.cycle([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]):
+        if process.poll() is not None or time.monotonic() > end:
+            return
+        process.send_signal(number)
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGHUP, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_and_ends_all_ranks(run: Runner, number: signal.Signals, ranks: int) -> None:
     launcher = [sys.executable]
     if ranks > 1:
@@ -65,9 +77,10 @@ def test_a_signal_saves_and_ends_all_ranks(run: Runner, number: signal.Signals, 
             if "iteration        3/" in line:
                 process.send_signal(number)
                 if ranks == 1:
-                    # Slurm sends the signal to the tasks, and srun passes it on to them again.
-                    time.sleep(0.02)
-                    process.send_signal(number)
+                    # Slurm sends the signal to the tasks, and srun passes it on to them again. Some
+                    # scripts let Slurm send SIGUSR1 or SIGUSR2 before the time limit.
+                    repeating = threading.Thread(target=send_until_end, args=(process,))
+                    repeating.start()
                 break
         rest, _ = process.communicate(timeout=60)
         watchdog.cancel()
@@ -79,6 +92,19 @@ def test_a_signal_saves_and_ends_all_ranks(run: Runner, number: signal.Signals, 
     assert max(run.losses()) == last
     if ranks == 1:
         assert process.returncode == 0
+
+
+def test_signals_that_the_parent_ignores_stay_ignored() -> None:
+    """nohup ignores SIGHUP, and a shell ignores SIGINT for jobs in the background."""
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        Exits(BatchConfig(), None, print, saves=True).catch_signals()  # type: ignore[arg-type]
+        ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
+        assert ignored == [signal.SIGINT, signal.SIGHUP]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_later_signal_ends_a_process_that_reaches_no_iteration() -> None:

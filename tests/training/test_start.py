@@ -1,6 +1,7 @@
 """Tests of the start: rank 0 finds and resolves the job, and the other ranks get it as JSON."""
 
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import SIZES, Runner
 
+import megatron
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import load_config
 from megatron.training.job import Job, resolve_job, select_checkpoint_config
@@ -116,6 +118,33 @@ def test_a_rank_of_another_version_is_named(run: Runner, pool: ProcessPool) -> N
         assert outcome.kind == "LayoutError"
         assert "rank 2 on" in str(outcome.error)
         assert "its version is 1.1, and rank 0's is 1.0" in str(outcome.error)
+
+
+def test_a_rank_with_a_changed_file_is_named(
+    run: Runner, pool: ProcessPool, tmp_path: Path
+) -> None:
+    """Its checkout has the same commit."""
+    copies = [tmp_path / name for name in ("zero", "one")]
+    package = Path(megatron.__file__).parent
+    for copy in copies:
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    with open(copies[1] / "model" / "loss.py", "a") as file:
+        file.write("\n")
+    (copies[1] / "model" / "added.py").touch()
+    packages = PerRank([str(copy) for copy in copies])
+    for outcome in pool.run(2, pretrain_from_package, run.argv(""), packages):
+        assert outcome.kind == "LayoutError"
+        assert "rank 1 on" in str(outcome.error)
+        names = "these files of its package differ: model/added.py, model/loss.py\n"
+        assert names in str(outcome.error)
+
+
+def pretrain_from_package(argv: list[str], package: str) -> None:
+    """Train as if the package were in another folder."""
+    from megatron.code_version import compute_file_digests
+
+    with mock.patch.object(compute_file_digests, "__defaults__", (Path(package),)):
+        pretrain(argv)
 
 
 def test_a_rank_without_the_deepspeed_json_is_named(

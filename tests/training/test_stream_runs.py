@@ -1,8 +1,11 @@
 """Runs with --dataset-format, as black boxes: layouts, resumes at other sizes, skips, refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from data.file_server import serve
 from data.row_files import make_dirty_documents, make_documents, write_dataset, write_rows
@@ -167,4 +170,43 @@ def test_a_server_that_fails_twice_changes_nothing(
         assert "password" in message
         assert "secret" not in message
     assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
-    assert run.state(10) == other.state(10)
+    states = [run.state(10), other.state(10)]
+    for state in states:
+        for record in state["stream"]["datasets"]:
+            # The contents of remote files are those of their ETags.
+            del record["sampled"], record["last_change_ns"]
+    assert states[0] == states[1]
+
+
+def write_plain(path: Path, documents: list[list[int]]) -> None:
+    """Write a file whose size depends on the lengths of the documents alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"tokens": pa.array(documents, pa.list_(pa.int32()))})
+    parquet.write_table(table, path, row_group_size=70, compression="none", use_dictionary=False)
+
+
+def test_files_overwritten_between_launches_are_refused(run: StreamRunner, tmp_path: Path) -> None:
+    """The new files have the same names, sizes and row groups."""
+    for name, count in (("web", 600), ("code", 200)):
+        for number in range(3):
+            documents = make_documents(count // 3, number)
+            write_plain(tmp_path / "data" / name / f"{number}.parquet", documents)
+    run.data = str(tmp_path / "data")
+    run("--exit-interval 2")
+    # A copy elsewhere, with other modification times, is the same data.
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "data", copy, copy_function=shutil.copyfile)
+    run.data = str(copy)
+    run("--exit-interval 4", ranks=2)
+    file = copy / "web" / "1.parquet"
+    size = file.stat().st_size
+    write_plain(file, [document[::-1] for document in make_documents(200, 1)])
+    assert file.stat().st_size == size
+    error = run.error("--exit-interval 6", ranks=2)
+    assert "of data set web" in error
+    assert f"and other contents. Modified since then: {file}. A run must" in error
+    output = run("--exit-interval 6 --allow-changed-data", ranks=2)
+    assert "--allow-changed-data accepts them" in output
+    # The next checkpoint records the new files.
+    run("--exit-interval 8")
+    assert sorted(run.losses()) == list(range(1, 9))

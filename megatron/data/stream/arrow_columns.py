@@ -11,11 +11,12 @@ from megatron.data.stream.row_format import FilePath, Kind, Row
 from megatron.errors import DataError
 
 
-def convert_column(path: FilePath, column: Any) -> list[Row]:
-    """Return the rows of a pyarrow array."""
+def convert_column(path: FilePath, column: Any, first_row: int, place: str) -> list[Row]:
+    """Return the rows of a pyarrow array. See `check_values` for the arguments and errors."""
     import pyarrow as pa
     import pyarrow.compute
 
+    check_values(path, column, first_row, place)
     if not is_list(column.type):
         return [text if text is not None else "" for text in column.to_pylist()]
     lengths = pa.compute.list_value_length(column)
@@ -29,6 +30,42 @@ def convert_column(path: FilePath, column: Any) -> list[Row]:
         raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.")
     ids = ids.astype(np.int64)
     return list[Row](np.split(ids, np.cumsum(sizes)[:-1]))
+
+
+def check_values(path: FilePath, values: Any, first_row: int, place: str) -> None:
+    """Check offsets, lengths and texts of a pyarrow array, before anything else reads it.
+
+    pyarrow believes them. A wrong offset lets it read any address, which ends the process.
+
+    Args:
+        path: The file.
+        values: The array.
+        first_row: Number of its first row.
+        place: Where the rows are counted from, for messages: "of row group 3".
+
+    Raises:
+        DataError: a value is damaged.
+    """
+    try:
+        values.validate(full=True)
+    except ValueError as error:
+        row = next(
+            (row for row in range(len(values)) if not _is_valid(values.slice(row, 1))),
+            0,
+        )
+        reason = str(error).rstrip(".\n")
+        raise DataError(
+            f"{path} is damaged: row {first_row + row} {place}: {reason}. Restore or leave out the "
+            "file."
+        ) from error
+
+
+def _is_valid(values: Any) -> bool:
+    try:
+        values.validate(full=True)
+    except ValueError:
+        return False
+    return True
 
 
 def is_list(kind: Any) -> bool:
@@ -73,7 +110,8 @@ def report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing. Restore the file.") from error
-    except (OSError, pa.ArrowException) as error:
+    # Names of columns may be no UTF-8, and sizes may be negative.
+    except (OSError, pa.ArrowException, ValueError, SystemError) as error:
         if getattr(error, "errno", None) == errno.EMFILE:
             raise DataError(
                 f"{path} cannot be opened, because this process has too many open files. Each "

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.data.stream.arrow_columns import (
+    check_values,
     convert_column,
     find_kind,
     import_pyarrow,
@@ -35,6 +36,8 @@ class ArrowFormat:
                     begin = place
                     tokens = 0 if kind == "tokens" else -1
                 values = _get_rows(batch, column)
+                if kind == "tokens":
+                    check_values(path, values, rows, f"of the group at {begin}")
                 rows += len(values)
                 if kind == "tokens":
                     # Only the sizes in the batch's header are read, not the ids.
@@ -64,7 +67,9 @@ class ArrowFormat:
                 row += len(values)
                 # A record batch may be far larger than a group of the other formats.
                 for start in range(left_out, len(values), GROUP_ROWS):
-                    yield convert_column(path, values.slice(start, GROUP_ROWS))
+                    part = values.slice(start, GROUP_ROWS)
+                    first = row - len(values) + start
+                    yield convert_column(path, part, first, f"of the group at {begin}")
 
 
 def _has_document_batches(schema: Any, column: str) -> bool:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
+from megatron.data.content import FileSet
 from megatron.data.phases import PlannedPhase, find_phase_shares, select_phases
 from megatron.data.source import BatchSlice
 from megatron.data.splits import compute_split_bounds
@@ -137,6 +138,12 @@ class StreamSources:
     valid: StreamSource | None
     test: StreamSource | None
 
+    def list_file_sets(self) -> list[FileSet]:
+        """Return the files of each data set that is not remote, once."""
+        sources = [each for each in (self.train, self.valid, self.test) if each is not None]
+        found = [listing.get_file_set() for source in sources for listing in source.listings]
+        return list({each.fingerprint: each for each in found if each is not None}.values())
+
 
 def build_stream_sources(
     data: DataConfig,
@@ -256,6 +263,7 @@ class _StreamOpener:
             self.ranks,
             # Another data set on a resume may change the number of shards of an evaluation.
             may_restart=piece > 0,
+            allow_changed_data=self.data.allow_changed_data,
         )
 
     def _find_ranges(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron.config.url import is_url, redact
+from megatron.data.content import FileSet
 from megatron.data.stream.block_cache import BlockCache
 from megatron.data.stream.formats import FORMATS
 from megatron.data.stream.remote import (
@@ -33,7 +34,9 @@ from megatron.durable import replace_file_by
 from megatron.errors import DataError
 
 _THREADS = 16
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
+_SAMPLES = 8
+_SAMPLE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,15 @@ class FileRecord:
     size: int
     version: int
     """Time of the last change in ns. Of remote files, see `RemoteStatus`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedFile:
+    """What was found in a file when it was opened for the list."""
+
+    groups: FileGroups
+    sampled: str
+    """See `_sample_file`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +75,12 @@ class Listing:
     end: NDArray[np.int64]
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
+    sampled: tuple[str, ...] = ()
+    """A digest of each file, see `_sample_file`."""
     remote: RemoteFolder | None = None
     """Where the files are, if the folder is a URL."""
+    cache_folder: Path | None = None
+    """Folder of everything that is derived from the files."""
 
     def compute_fingerprint(self) -> str:
         """Return a digest of the names, sizes and row groups of all files."""
@@ -75,6 +91,41 @@ class Listing:
         for array in (self.file, self.begin, self.end, self.rows, self.tokens):
             digest.update(array.tobytes())
         return digest.hexdigest()
+
+    def compute_sampled_digest(self) -> str:
+        """Return a digest of sampled contents of all files.
+
+        It begins with what was sampled. Digests of another kind cannot be compared.
+        """
+        kind = "bytes" if self.remote is None else "etag"
+        return f"{kind}-{xxhash.xxh3_128_hexdigest(json.dumps(self.sampled).encode())}"
+
+    def find_last_change(self) -> int:
+        """Return the time of the last change of any file in ns. 0 if the files are remote."""
+        if self.remote is not None:
+            return 0
+        return max(record.version for record in self.files)
+
+    def list_changed_since(self, time_ns: int) -> list[str]:
+        """Return the local files that were changed after a time."""
+        if self.remote is not None:
+            return []
+        return [
+            _get_local_path(self.folder, record)
+            for record in self.files
+            if record.version > time_ns
+        ]
+
+    def get_file_set(self) -> FileSet | None:
+        """Return the files for a digest of all bytes, or None if they are remote."""
+        if self.remote is not None or self.cache_folder is None:
+            return None
+        return FileSet(
+            f"{self.compute_fingerprint()}-{self.compute_sampled_digest()}",
+            self.folder,
+            tuple(Path(_get_local_path(self.folder, record)) for record in self.files),
+            self.cache_folder,
+        )
 
     def get_path(self, file: int) -> FilePath:
         """Return a file that can be read.
@@ -180,11 +231,13 @@ def list_dataset(
     cache = _find_cache_path(folder, format, column, cache_folder)
     known = _read_cache(cache)
     # A record has size and time, so a file that has changed is not found.
-    groups: list[FileGroups | None] = [known.get(record) for record in records]
+    groups: list[ListedFile | None] = [known.get(record) for record in records]
     missing = [number for number, found in enumerate(groups) if found is None]
 
-    def list_file(number: int) -> FileGroups:
-        return FORMATS[format].list_groups(found_files.get_path(records[number]), column)
+    def list_file(number: int) -> ListedFile:
+        path = found_files.get_path(records[number])
+        groups = FORMATS[format].list_groups(path, column)
+        return ListedFile(groups, _sample_file(path, records[number]))
 
     if missing:
         # Opening a file on a network file system is mostly waiting.
@@ -194,14 +247,39 @@ def list_dataset(
             progress = tqdm(opened, f"listing {redact(folder)}", len(missing), unit="file", delay=1)
             for number, found in zip(missing, progress, strict=True):
                 groups[number] = found
-        complete = [found for found in groups if found is not None]
-        _write_cache(cache, records, complete, say)
-    listing = _join_files(folder, format, column, records, [g for g in groups if g is not None])
+        _write_cache(cache, records, [found for found in groups if found is not None], say)
+    complete = [found for found in groups if found is not None]
+    listing = _join_files(folder, format, column, records, [found.groups for found in complete])
     if int(listing.rows.sum()) == 0:
         raise DataError(
             f"the {len(records)} files in {redact(folder)} have no rows. Use other data."
         )
-    return dataclasses.replace(listing, remote=remote)
+    sampled = tuple(found.sampled for found in complete)
+    return dataclasses.replace(listing, sampled=sampled, remote=remote, cache_folder=cache.parent)
+
+
+def _sample_file(path: FilePath, record: FileRecord) -> str:
+    """Return a digest of the first and the last bytes of a file, and of some between them.
+
+    Of a remote file, it is the version that the server gives, because each read of bytes would
+    transfer a whole block.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if isinstance(path, RemoteDataFile):
+        return f"{record.version:x}"
+    digest = xxhash.xxh3_64()
+    last = max(0, record.size - _SAMPLE_BYTES)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            for number in range(_SAMPLES):
+                begin = last * number // (_SAMPLES - 1)
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, begin))
+    except OSError as error:
+        reason = f"{path} cannot be read ({error.strerror}). Repair or remove the file."
+        raise DataError(reason) from error
+    return digest.hexdigest()
 
 
 def _open_remote_folder(url: str, cache_folder: str | None, cache_gb: int) -> RemoteFolder:
@@ -341,8 +419,8 @@ def _find_cache_path(folder: str, format: str, column: str, cache_folder: str | 
     return Path(cache_folder or os.path.join(parent, ".index-cache")) / f"listing-{key}.npz"
 
 
-def _read_cache(path: Path) -> dict[FileRecord, FileGroups]:
-    """Return the row groups of files that were listed before. A damaged cache is not used."""
+def _read_cache(path: Path) -> dict[FileRecord, ListedFile]:
+    """Return what was found in files that were listed before. A damaged cache is not used."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
@@ -354,9 +432,14 @@ def _read_cache(path: Path) -> dict[FileRecord, FileGroups]:
     except Exception:
         return {}
     return {
-        FileRecord(*record): FileGroups(kind, *columns[:, begin:end])
-        for record, kind, begin, end in zip(
-            facts["files"], facts["kinds"], bounds[:-1], bounds[1:], strict=True
+        FileRecord(*record): ListedFile(FileGroups(kind, *columns[:, begin:end]), sampled)
+        for record, kind, sampled, begin, end in zip(
+            facts["files"],
+            facts["kinds"],
+            facts["sampled"],
+            bounds[:-1],
+            bounds[1:],
+            strict=True,
         )
     }
 
@@ -364,12 +447,14 @@ def _read_cache(path: Path) -> dict[FileRecord, FileGroups]:
 def _write_cache(
     path: Path,
     records: list[FileRecord],
-    groups: list[FileGroups],
+    listed: list[ListedFile],
     say: Callable[[str], None],
 ) -> None:
     """Write the cache. A failure costs time at the next start, so it is only reported."""
+    groups = [each.groups for each in listed]
     facts = {
         "version": _CACHE_VERSION,
+        "sampled": [each.sampled for each in listed],
         "files": [dataclasses.astuple(record) for record in records],
         "kinds": [found.kind for found in groups],
         "counts": [len(found.rows) for found in groups],

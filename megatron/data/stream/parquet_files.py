@@ -51,7 +51,9 @@ class ParquetFormat:
                 left_out = min(max(0, first_row - row), batch.num_rows)
                 row += batch.num_rows
                 if left_out < batch.num_rows:
-                    yield convert_column(path, batch.column(0).slice(left_out))
+                    first = row - batch.num_rows + left_out
+                    values = batch.column(0).slice(left_out)
+                    yield convert_column(path, values, first, f"of row group {begin}")
 
 
 def _count_parquet_tokens(group: Any, column: str) -> int:
@@ -81,6 +83,8 @@ def _open_parquet(path: FilePath) -> Iterator[Any]:
             path.open() if isinstance(path, RemoteDataFile) else path,
             buffer_size=_COLUMN_BUFFER_BYTES,
             pre_buffer=False,
+            # Only pages for which the writer has stored a checksum are verified.
+            page_checksum_verification=True,
         ) as file,
     ):
         yield file

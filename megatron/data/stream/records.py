@@ -15,6 +15,8 @@ from megatron.data.stream.shard_order import MixturePhase
 from megatron.data.stream.streamed_dataset import StreamedDataset
 from megatron.errors import DataError
 
+_NAMED_FILES = 5
+
 
 def describe_dataset(dataset: StreamedDataset) -> dict[str, Any]:
     """Return what identifies a data set."""
@@ -42,6 +44,8 @@ def make_record(
     """
     record = {
         **describe_dataset(dataset),
+        "sampled": dataset.sampled_digest,
+        "last_change_ns": dataset.listing.find_last_change(),
         "samples": list(samples),
         "epoch": [cursor.epoch for cursor in cursors],
         "document": [cursor.document for cursor in cursors],
@@ -55,24 +59,66 @@ def make_record(
 
 
 def find_record(
-    dataset: StreamedDataset, records: Sequence[dict[str, Any]]
-) -> dict[str, Any] | None:
-    """Return the record of a data set, or None if it is new.
+    dataset: StreamedDataset, records: Sequence[dict[str, Any]], *, allow_changed_data: bool
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the record of a data set, and a note for the user. Both may be None.
+
+    There is no record if the data set is new.
+
+    Args:
+        dataset: The data set.
+        records: The records of the checkpoint.
+        allow_changed_data: Accept files whose contents have changed, with a note.
 
     Raises:
         DataError: its files or its range of rows have changed.
     """
     described = describe_dataset(dataset)
-    for record in records:
-        if all(record[key] == described[key] for key in ("fingerprint", "documents")):
-            return record
+    matching = [
+        record
+        for record in records
+        if all(record[key] == described[key] for key in ("fingerprint", "documents"))
+    ]
+    for record in matching:
+        if _has_same_samples(dataset, record):
+            return record, None
+    if matching:
+        what = _describe_change(dataset, matching[0])
+        if allow_changed_data:
+            return matching[0], f"{what}. --allow-changed-data accepts them"
+        raise DataError(
+            f"{what}. A run must continue with the data that it started with. Restore them, or "
+            "accept them with --allow-changed-data."
+        )
     if any(record["name"] == dataset.name for record in records):
         raise DataError(
             f"the files of data set {dataset.name} ({redact(dataset.listing.folder)}) or its "
             "--split have changed since the checkpoint, so its order cannot be continued. Restore "
             "them. Put new files into a folder of their own, and add it to --datasets."
         )
-    return None
+    return None, None
+
+
+def _has_same_samples(dataset: StreamedDataset, record: dict[str, Any]) -> bool:
+    """Return whether the sampled contents are those of a record, as far as they are known."""
+    # An older version recorded none. ETags cannot be compared with bytes.
+    recorded = record.get("sampled", dataset.sampled_digest)
+    kinds = [digest.partition("-")[0] for digest in (recorded, dataset.sampled_digest)]
+    return recorded == dataset.sampled_digest or kinds[0] != kinds[1]
+
+
+def _describe_change(dataset: StreamedDataset, record: dict[str, Any]) -> str:
+    """Return that the contents of files have changed, and which files."""
+    changed = dataset.listing.list_changed_since(record["last_change_ns"])
+    shown = ", ".join(changed[:_NAMED_FILES])
+    if len(changed) > _NAMED_FILES:
+        shown += f" and {len(changed) - _NAMED_FILES} more"
+    if changed:
+        shown = f". Modified since then: {shown}"
+    return (
+        f"the files of data set {dataset.name} ({redact(dataset.listing.folder)}) have the names, "
+        f"sizes and row groups that the checkpoint records, and other contents{shown}"
+    )
 
 
 def parse_positions(dataset: StreamedDataset, record: dict[str, Any]) -> list[tuple[int, Cursor]]:

@@ -22,6 +22,7 @@ from megatron.data.batches import Microbatch, compute_sample_positions, split_mi
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
 from megatron.data.stream.filters import NO_COUNTS, FilterReport, add_counts, parse_counts
+from megatron.data.stream.listing import Listing
 from megatron.data.stream.open_shard import OpenShard
 from megatron.data.stream.rank_group import RankGroup
 from megatron.data.stream.reader import Cursor, Sample, ShardReader
@@ -77,6 +78,7 @@ class StreamSource:
         ranks: RankGroup,
         *,
         may_restart: bool = False,
+        allow_changed_data: bool = False,
     ) -> None:
         """Start at the first sample. Nothing is read yet.
 
@@ -90,6 +92,7 @@ class StreamSource:
             ranks: The ranks of the run. `state` gathers their positions.
             may_restart: Whether a state with another number of shards means the first sample.
                 Otherwise it is an error.
+            allow_changed_data: The value of the flag. See `find_record`.
         """
         self.name = name
         self.notes: list[str] = []
@@ -99,6 +102,7 @@ class StreamSource:
         self._batch_slice = batch_slice
         self._ranks = ranks
         self._may_restart = may_restart
+        self._allow_changed_data = allow_changed_data
         self._number_of_shards = datasets[0].shards
         self._seed = datasets[0].seed
         self._consumed = 0
@@ -128,8 +132,16 @@ class StreamSource:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Digest of the names, sizes and row groups of each data set, by its name."""
-        return {dataset.name: dataset.fingerprint for dataset in self._datasets}
+        """Digests of the files, row groups and samples of each data set, by its name."""
+        return {
+            dataset.name: f"{dataset.fingerprint} ({dataset.sampled_digest})"
+            for dataset in self._datasets
+        }
+
+    @property
+    def listings(self) -> list[Listing]:
+        """The files of each data set."""
+        return [dataset.listing for dataset in self._datasets]
 
     @property
     def has_filters(self) -> bool:
@@ -245,9 +257,13 @@ class StreamSource:
         left = list(stream["datasets"])
         for number, dataset in enumerate(self._datasets):
             try:
-                record = find_record(dataset, left)
+                record, note = find_record(
+                    dataset, left, allow_changed_data=self._allow_changed_data
+                )
             except DataError as error:
                 raise DataError(f"{self.name}: {error}") from error
+            if note is not None:
+                self.notes.append(f"{self.name}: {note}")
             if record is not None:
                 left.remove(record)
                 self._counts[number] = record["samples"]

@@ -128,6 +128,7 @@ class StreamedDataset:
                 "into ids. Give its files with --tokenizer-type and its flags."
             )
         self.fingerprint = listing.compute_fingerprint()
+        self.sampled_digest = listing.compute_sampled_digest()
         self.use_seed(seed)
 
     def use_seed(self, seed: int) -> None:

@@ -29,6 +29,7 @@ from megatron.observe.chronicle import CHRONICLE, read_events
 from megatron.observe.tracking.records import flatten_record, parse_record, read_backlog
 from megatron.observe.tracking.state import FeedState
 from megatron.observe.tracking.trackers import TRACKERS, Tracker
+from megatron.plain_text import make_plain
 
 WORKS_AGAIN = "works again"
 """The message after a failure has ended. All others report a problem."""
@@ -279,7 +280,7 @@ def hide_secrets(text: str) -> str:
         # A short value, such as a number, may be elsewhere in the text for another reason.
         if _SECRET.search(name) and len(value) >= 8:
             text = text.replace(value, "***")
-    return " ".join(text.split())
+    return make_plain(" ".join(text.split()))
 
 
 def main(argument: str) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron.observe.chronicle import Event
 from megatron.operations.chronicle.goodput import compute_goodput
 from megatron.operations.chronicle.history import RunHistory
+from megatron.plain_text import make_plain
 from megatron.schedule.clock import format_duration
 
 _SHOWN_OF_START = (
@@ -183,13 +184,12 @@ def _describe_details(details: Mapping[str, Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value on one line, without control characters that a terminal would obey."""
+    """Return a value on one line, see `make_plain`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, list):
         return " ".join(map(_format_value, value))
-    # A note is text of a user, and may contain escape sequences.
-    return "".join(c if c.isprintable() else " " for c in str(value))
+    return make_plain(value)
 
 
 def format_text(history: RunHistory) -> str:
@@ -207,4 +207,5 @@ def format_text(history: RunHistory) -> str:
         at = "-" if event.iteration is None else f"{event.iteration:,}"
         time = event.time.isoformat(sep=" ", timespec="seconds")
         lines.append(f"    {time}  {at:>10}  {_format_value(event.kind):<8}  {text}".rstrip())
-    return "\n".join(lines)
+    # Names of events, evaluations and folders are foreign text as well.
+    return "\n".join(map(make_plain, lines))

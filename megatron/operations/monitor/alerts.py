@@ -38,6 +38,7 @@ from megatron.durable import append_lines, replace_file
 from megatron.errors import OperationsError
 from megatron.file_lock import LockResult, try_lock
 from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.plain_text import make_plain
 
 _TIMEOUT_SECONDS = 20.0
 """Time limit for each answer of a mail server or webhook."""
@@ -125,7 +126,7 @@ class Delivery:
             print("\n".join(self.lines))
         troubles = [*others, *self.troubles]
         for trouble in troubles:
-            print(f"error: {trouble}", file=sys.stderr)
+            print(f"error: {make_plain(trouble)}", file=sys.stderr)
         if troubles:
             return 2
         return 1 if alert else 0
@@ -196,7 +197,7 @@ def log_line(word: str, text: str, now: float) -> str:
         text: Text of the line. Line ends in it become spaces.
         now: Seconds since the epoch. The line has the local time.
     """
-    return f"[{format_time(now)}] {word}: {' '.join(text.split())}"
+    return f"[{format_time(now)}] {word}: {make_plain(' '.join(text.split()))}"
 
 
 def parse_own_line_time(line: str) -> float | None:

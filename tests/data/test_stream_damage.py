@@ -1,0 +1,115 @@
+"""Damaged values of Arrow and Parquet files are errors that name the file and the row."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from data.test_stream_formats import format_of, read_all
+
+from megatron.data.stream.formats import FORMATS
+from megatron.errors import DataError
+from megatron.preprocess.blocks import Position
+from megatron.preprocess.row_inspection import inspect_rows
+from megatron.preprocess.tables import read_arrow_blocks, read_parquet_blocks
+
+ROW = 123
+TEXTS = [f"row{number:04d}" for number in range(500)]
+# Each row has as many ids as a text has bytes, so both have the same offsets.
+TOKENS = [[number, 1, 2, 3, 4, 5, 6] for number in range(500)]
+
+
+def offsets(*values: int) -> bytes:
+    return b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+
+
+RIGHT = offsets(7 * ROW, 7 * (ROW + 1), 7 * (ROW + 2))
+DAMAGE = {
+    "outside": (RIGHT, offsets(7 * ROW, 2**31 - 1, 7 * (ROW + 2))),
+    "negative": (RIGHT, offsets(7 * ROW, -(2**31), 7 * (ROW + 2))),
+    "not UTF-8": (b"row0123", b"row\xff123"),
+}
+CASES = [
+    ("a.file.arrow", "text", "outside"),
+    ("a.file.arrow", "text", "negative"),
+    ("a.stream.arrow", "text", "outside"),
+    ("a.stream.arrow", "text", "not UTF-8"),
+    ("a.file.arrow", "ids", "outside"),
+    ("a.stream.arrow", "ids", "negative"),
+    ("a.parquet", "text", "not UTF-8"),
+]
+
+
+def write(path: Path, column: str) -> None:
+    """Write a file whose values are not compressed."""
+    if column == "text":
+        table = pa.table({column: pa.array(TEXTS)})
+    else:
+        table = pa.table({column: pa.array(TOKENS, pa.list_(pa.int32()))})
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, compression="none", use_dictionary=False)
+        return
+    make = pa.ipc.new_stream if path.name.endswith(".stream.arrow") else pa.ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def damage(path: Path, right: bytes, wrong: bytes) -> None:
+    data = path.read_bytes()
+    assert right in data
+    path.write_bytes(data.replace(right, wrong))
+
+
+def read_blocks(path: Path, column: str) -> Iterator[object]:
+    """Read a file as the preparation of texts does."""
+    read = read_parquet_blocks if path.suffix == ".parquet" else read_arrow_blocks
+    return read(str(path), [column], Position(0, 0, 0), 1 << 20)
+
+
+@pytest.mark.parametrize(("name", "column", "kind"), CASES)
+def test_damaged_value_names_file_and_row(
+    name: str, column: str, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    write(path, column)
+    assert len(read_all(path, column)) == 500
+    damage(path, *DAMAGE[kind])
+    # Rows are counted from 0. With an offset outside, the row before it is damaged as well.
+    message = rf"{path.name} is damaged: row {ROW} of "
+    with pytest.raises(DataError, match=message):
+        read_all(path, column)
+    assert path.name in "".join(inspect_rows(str(path), format_of(path), column).damaged)
+    if column == "text" and name != "a.file.arrow":
+        with pytest.raises(DataError, match=rf"{path.name} is damaged: row {ROW + 1} of the file"):
+            list(read_blocks(path, column))
+
+
+def test_parquet_checksums_are_verified(tmp_path: Path) -> None:
+    """A flipped bit that gives other valid texts is found if the writer has stored checksums."""
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": pa.array(TEXTS)})
+    for checksums in (False, True):
+        parquet.write_table(
+            table,
+            path,
+            compression="none",
+            use_dictionary=False,
+            write_page_checksum=checksums,
+        )
+        damage(path, b"row0123", b"row0122")
+        if not checksums:
+            assert read_all(path, "text") != TEXTS
+            continue
+        with pytest.raises(DataError, match=r"a\.parquet.*CRC"):
+            read_all(path, "text")
+        with pytest.raises(DataError, match=r"a\.parquet.*CRC"):
+            list(read_blocks(path, "text"))
+
+
+def test_column_names_that_are_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.file.arrow"
+    write(path, "text")
+    damage(path, b"text", b"te\xfft")
+    with pytest.raises(DataError, match=path.name):
+        FORMATS["arrow"].describe_columns(str(path))

@@ -1,0 +1,65 @@
+"""A hostile script cannot take much time or memory when it is read as text."""
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron import launch_script
+from megatron.errors import ConfigError
+from megatron.launch_script import read_launch_script
+
+TRAIN = "python pretrain_gpt.py --lr 1 $x\n"
+DOUBLING = {
+    "variable": "x=ab\n" + "x=$x$x\n" * 40,
+    "array": "x=(a b)\n" + "x=(${x[@]} ${x[@]})\n" * 40,
+    "appended": "x=ab\n" + "x+=$x\n" * 40,
+    "unknown": "x=$(date)\n" + "x=$(($x+$x))\n" * 60,
+    "replaced": "x=ab\n" + "x=${x//[ab]/$x}\n" * 10,
+    "default": "x=ab\n" + "x=${y:-$x$x}\n" * 40,
+    "document": "x=ab\n" + "x=$x$x\n" * 20 + "cat > f <<E\n" + "$x\n" * 1000 + "E\n",
+}
+SLOW = {
+    "functions": "f() { f; f; f; }\nf\n",
+    "lines": "y=1; if [ $y ]; then z=$y; fi\n" * 120_000,
+    "pattern": "x=" + "a" * 20_000 + "\n" + "y=${x##*b}\n" * 1000,
+}
+
+
+def read(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(text + TRAIN)
+    read_launch_script(path)
+
+
+@pytest.mark.parametrize("kind", DOUBLING)
+def test_values_that_double(kind: str, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=r"a\.sh cannot be read as a script: .* 16,777,216"):
+        read(tmp_path, DOUBLING[kind])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_scripts_that_take_long(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_script, "SECONDS_LIMIT", 0.5)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"a\.sh cannot be read as a script: .* 0\.5 s"):
+        read(tmp_path, SLOW[kind])
+    assert time.monotonic() - start < 10
+
+
+def test_files_that_never_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.sh")
+    (tmp_path / "zero.sh").symlink_to("/dev/zero")
+    (tmp_path / "large.sh").write_text("#\n" * 3_000_000)
+    for name in ("pipe.sh", "zero.sh", "large.sh"):
+        with pytest.raises(ConfigError, match="regular file of at most"):
+            read_launch_script(tmp_path / name)
+
+
+def test_large_script_is_read(tmp_path: Path) -> None:
+    """The limits are far from what scripts need."""
+    read(tmp_path, "".join(f'x{i}="$x{i - 1} value"\n' for i in range(1, 1000)))

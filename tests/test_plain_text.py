@@ -1,0 +1,102 @@
+"""No program prints foreign text that a terminal obeys, or that forges a line."""
+
+import json
+import logging
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from megatron.commands import chronicle, hub_sync, inspect_dataset
+from megatron.observe.chronicle import CHRONICLE
+from megatron.observe.progress import ProgressBar
+from megatron.observe.tracking.feed import hide_secrets
+from megatron.operations.hub.client import _forward_warnings
+from megatron.plain_text import make_plain, make_plain_lines
+
+HOSTILE = "a\x1b[2J\r\nALERT: forged\u202eb\u2028c\x9bd"
+PLAIN = "a\\x1b[2J  ALERT: forged\\u202eb c\\x9bd"
+
+
+def check_output(text: str) -> None:
+    """Check that an output has the text, and nothing that could forge a line."""
+    assert "forged" in text
+    assert not any(line.startswith("ALERT") for line in text.splitlines())
+    assert all(line.isprintable() for line in text.split("\n")), repr(text)
+
+
+def test_text_becomes_one_printable_line() -> None:
+    assert make_plain(HOSTILE) == PLAIN
+    assert (
+        make_plain("half a pair \udc80, \N{GRINNING FACE}é\t.")
+        == "half a pair \\udc80, \N{GRINNING FACE}é ."
+    )
+    assert make_plain("x" * 50, 10) == "x" * 10 + "..."
+    assert make_plain_lines("one\ntwo\r") == "one\ntwo "
+    assert make_plain(OSError(5, "x\x07")) == "[Errno 5] x\\x07"
+
+
+def test_chronicle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of events, of their details and of evaluations are foreign text."""
+    time = datetime.now(UTC).isoformat()
+    event = {"time": time, "kind": HOSTILE, "iteration": 1, HOSTILE: {HOSTILE: HOSTILE}}
+    (tmp_path / CHRONICLE).write_text(json.dumps(event) + "\n")
+    rows = [
+        {"time": time, "kind": "train", "iteration": 1, "lm_loss": 2.0},
+        {"time": time, "kind": "validation", "iteration": 1, "lm_loss": 2.0, "name": HOSTILE},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert chronicle.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    check_output(printed)
+    assert printed.count(PLAIN) >= 3
+
+
+def test_hub_sync(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of files and answers of the Hub."""
+    hub_sync.say(f"would send {HOSTILE}")
+    _forward_warnings(hub_sync.warn)
+    logging.getLogger("huggingface_hub").warning("%s", HOSTILE)
+    printed = capsys.readouterr()
+    check_output(printed.out)
+    check_output(printed.err)
+
+
+def test_log_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The exception of a tracker, and any other message of a library."""
+    check_output(hide_secrets(f"HTTPError: {HOSTILE}"))
+    bar = ProgressBar(total=1, show=False)
+    bar.say(f"warning: tracker trackio: {make_plain(HOSTILE)}")
+    bar.say("a\x1b[2Jforged\u202e")
+    check_output(capsys.readouterr().out)
+
+
+def test_error_of_a_run() -> None:
+    code = (
+        "from megatron.errors import DataError\n"
+        "from megatron.training.leaving import leave_with_error\n"
+        "leave_with_error(DataError('a\\x1b[2J\\rforged'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    check_output(done.stderr)
+
+
+def test_tool_errors_and_names_of_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "forged\x1b[2J"
+    folder.mkdir()
+    table = pa.table({"text": ["a"] * 20, HOSTILE: range(20)})
+    parquet.write_table(table, folder / "a\r.parquet")
+    assert inspect_dataset.main([str(folder), "--dataset-format", "parquet"]) == 0
+    (folder / "b\r.parquet").write_bytes(b"no Parquet")
+    assert inspect_dataset.main([str(folder), "--dataset-format", "parquet"]) == 1
+    printed = capsys.readouterr()
+    check_output(printed.out)
+    assert inspect_dataset.main([f"{folder}/none", "--dataset-format", "parquet"]) == 2
+    check_output(capsys.readouterr().err)
