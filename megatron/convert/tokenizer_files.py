@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from megatron.config.data import TokenizerConfig
 from megatron.convert.sentencepiece_json import convert_sentencepiece, list_known_differences
 from megatron.errors import ConfigError
@@ -123,7 +125,7 @@ def write_tokenizer(
     return _find_special_ids(tokenizer, source, rows)
 
 
-def _save(backend: Tokenizer, folder: Path) -> None:
+def _save(backend: tokenizers.Tokenizer, folder: Path) -> None:
     """Write tokenizer.json.
 
     Raises:
