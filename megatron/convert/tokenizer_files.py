@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from megatron.config.data import TokenizerConfig
 from megatron.convert.sentencepiece_json import convert_sentencepiece, list_known_differences
 from megatron.errors import ConfigError
@@ -115,12 +117,22 @@ def write_tokenizer(
         assert end is not None, "the tokenizer was built with this token"
         names = {"eos_token": end}
         if source is None:
-            tokenizer.backend.save(str(folder / "tokenizer.json"))
+            _save(tokenizer.backend, folder)
         else:
             _copy_hf(source, config, folder)
     if names:
         _write_settings(folder, names)
     return _find_special_ids(tokenizer, source, rows)
+
+
+def _save(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json.
+
+    Raises:
+        OSError: It cannot be written. The library's own writer raises no such class.
+    """
+    text = backend.to_str(pretty=True)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
 
 def _copy_hf(source: Path, config: TokenizerConfig, folder: Path) -> None:
@@ -151,7 +163,7 @@ def _write_sentencepiece(
         return {}
     for difference in list_known_differences(tokenizer):
         say(f"warning: tokenizer.json may divide in another way: {difference}")
-    backend.save(str(folder / "tokenizer.json"))
+    _save(backend, folder)
     (folder / "tokenizer.model").write_bytes(tokenizer.content)
     processor = tokenizer.processor
     ids = {

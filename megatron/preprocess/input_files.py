@@ -89,7 +89,22 @@ def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[s
                 files.append(path)
     if not files:
         raise ConfigError("--input needs at least one file.")
+    _refuse_special_files(files)
     return files
+
+
+def _refuse_special_files(files: Sequence[str]) -> None:
+    """Raise if a file is a pipe or a device. Reading one may wait permanently.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for path in files:
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"--input {path} is not a regular file but a pipe, a device or a broken link. "
+                "Write the texts to a file first."
+            )
 
 
 def _get_suffix(path: str) -> str:

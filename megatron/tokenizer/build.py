@@ -6,6 +6,7 @@ separator, the corpus would have it twice.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from megatron.tokenizer.sentencepiece_model import (
 )
 
 END_OF_DOCUMENT = "<|endoftext|>"
+_LARGEST_ID = (1 << 26) - 1
+_LARGEST_GROWTH = 1000
 
 
 class Tokenizer(Protocol):
@@ -190,13 +193,40 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         ConfigError: the file is damaged, or of a kind that the library does not support.
     """
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    # The library raises no more specific class.
-    except Exception as error:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    # The library raises no more specific class. Its class PanicException is no Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ConfigError(
             f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}"
             f"{_hint_at_type(path)}"
         ) from error
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest > _LARGEST_ID:
+        raise ConfigError(
+            f"--tokenizer-name-or-path: {path} has the id {largest}, and ids must be at most "
+            f"{_LARGEST_ID}, because the embedding has a row for each smaller id"
+        )
+    growth = 1.0
+    if tokenizer.normalizer is not None:
+        growth = _find_growth(json.loads(tokenizer.normalizer.__getstate__()))
+    if growth > _LARGEST_GROWTH:
+        raise ConfigError(
+            f"--tokenizer-name-or-path: the normalizer of {path} may make texts {growth:.3g} times "
+            f"as long, and at most {_LARGEST_GROWTH} times is allowed. It is damaged or hostile"
+        )
+    return tokenizer
+
+
+def _find_growth(normalizer: dict[str, Any]) -> float:
+    """Return by what factor the replacements of a normalizer may lengthen a text."""
+    if normalizer.get("type") == "Sequence":
+        return math.prod(_find_growth(each) for each in normalizer["normalizers"])
+    if normalizer.get("type") == "Replace":
+        replaced = normalizer["pattern"].get("String", "x")
+        return max(1.0, len(normalizer["content"]) / max(1, len(replaced)))
+    return 1.0
 
 
 def _hint_at_type(path: Path) -> str:

@@ -333,3 +333,12 @@ def test_a_trained_tokenizer_json_gives_the_same_ids(tmp_path: Path) -> None:
     run(job(tmp_path / "a", tokenizer=by_files))
     run(job(tmp_path / "b", tokenizer=by_folder))
     assert data_files(tmp_path / "a_text_document") == data_files(tmp_path / "b_text_document")
+
+
+def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
+    """Reading them may wait permanently."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    for pattern in ("pipe.jsonl", "zero.jsonl", "*.jsonl", ""):
+        with pytest.raises(ConfigError, match=r"(pipe|zero)\.jsonl is not a regular file"):
+            expand_inputs([str(tmp_path / pattern)], print)

@@ -434,3 +434,16 @@ def test_script_prints_its_help() -> None:
     printed, _ = process.communicate()
     assert process.returncode == 0
     assert "--html" in printed
+
+
+def test_page_of_numbers_that_are_too_large(tmp_path: Path) -> None:
+    """Somebody has edited the file, or a run has diverged. JSON has no such integers."""
+    rows = [
+        {"kind": "train", "iteration": number, "lm_loss": loss, "seconds": 1e308, "mfu": -1e308}
+        for number, loss in enumerate((2.0, 1e308, 1e308, -1e308), 1)
+    ]
+    rows.append({"kind": "validation", "iteration": 4, "lm_loss": 1e308, "name": "validation"})
+    lines = [json.dumps({"time": "2026-01-01T00:00:00+00:00", **row}) + "\n" for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert chronicle.main([str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "1e+308" in (tmp_path / "page.html").read_text()

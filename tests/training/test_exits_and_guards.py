@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from megatron.config.batch import BatchConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.errors import TrainingError
 from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
+from megatron.parallel.mesh import Mesh
 from megatron.training.exits import Exits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +101,8 @@ def test_signals_that_the_parent_ignores_stay_ignored() -> None:
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
-        Exits(BatchConfig(), None, print, saves=True).catch_signals()  # type: ignore[arg-type]
+        exits = Exits(cast(BatchConfig, None), cast(Mesh, None), print, saves=True)
+        exits.catch_signals()
         ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
         assert ignored == [signal.SIGINT, signal.SIGHUP]
     finally:

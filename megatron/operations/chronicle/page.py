@@ -117,7 +117,10 @@ def build_page(histories: Sequence[RunHistory]) -> str:
         ConfigError: plotly is not installed.
     """
     names = [str(history.folder) for history in histories]
-    charts = _draw(histories).to_html(
+    # A file that was edited may have numbers whose sums are infinite. They are left out.
+    with np.errstate(over="ignore", invalid="ignore"):
+        figure = _draw(histories)
+    charts = figure.to_html(
         # The page has its own head, with the policy that forbids requests.
         full_html=False,
         include_plotlyjs=True,
@@ -336,7 +339,8 @@ def _list_with_gaps(columns: dict[str, Column], values: Column, rows: np.ndarray
 def _shorten(value: float) -> float | None:
     if not np.isfinite(value):
         return None
-    if value.is_integer():
+    # Larger ones are no counters, and JSON libraries refuse integers beyond 64 bits.
+    if value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     return float(f"{value:.7g}")
 
