@@ -73,7 +73,7 @@ class Arguments:
     """The command line."""
 
     part: tuple[Part, ...] = ("save", "load", "pin", "stall")
-    """What to measure."""
+    """What to measure, in this order. A save that training waits for is part of "stall" too."""
     contestants: tuple[Contestant, ...] = ("raw", "ours", "ours, read back", "torch")
     """Who saves and loads."""
     parameters: float = 300e6
@@ -178,11 +178,16 @@ class StoringRank:
     def pin(self) -> tuple[float, str]:
         """Return the seconds in which memory for the copies is allocated and pinned.
 
-        The second value is why it could not be pinned, or an empty text.
+        It is that of the saver, which keeps it. So a later stall does not contain the pinning. The
+        second value is why it could not be allocated or pinned, or an empty text.
         """
-        buffer = HostBuffer()
-        seconds = seconds_of(lambda: buffer.divide(self._tensors))
-        return seconds, buffer.refusal or ""
+        buffer: HostBuffer = self._async_saver._stages._buffer
+        start = time.perf_counter()
+        try:
+            buffer.divide(self._tensors)
+        except MemoryError as error:
+            return time.perf_counter() - start, str(error)
+        return time.perf_counter() - start, buffer.refusal or ""
 
     def drop(self, how: str) -> None:
         """Remove the files of one contestant."""
@@ -479,14 +484,15 @@ def measure(arguments: Arguments, processes: int, folder: str) -> None:
             f"\n{case.name} x {case.threads} threads: `{case.flags}`; {gigabytes:.3f} GB", end=" "
         )
         print(f"in {sum(count for _, count in sizes)} tensors", flush=True)
-        if "save" in arguments.part:
-            table("| save | GB/s | median s | x raw |", save_rows(world, gigabytes, arguments))
-        if "load" in arguments.part:
-            table("| load | GB/s | median s | x raw |", load_rows(world, gigabytes, arguments))
-        if "pin" in arguments.part:
-            measure_pinning(world, gigabytes)
-        if "stall" in arguments.part:
-            table("| async save | min / median / max |", stall_rows(world, arguments))
+        for part in arguments.part:
+            if part == "save":
+                table("| save | GB/s | median s | x raw |", save_rows(world, gigabytes, arguments))
+            elif part == "load":
+                table("| load | GB/s | median s | x raw |", load_rows(world, gigabytes, arguments))
+            elif part == "pin":
+                measure_pinning(world, gigabytes)
+            else:
+                table("| async save | min / median / max |", stall_rows(world, arguments))
 
 
 def main() -> int:

@@ -4,7 +4,8 @@
     python benchmarks/kernel_shares.py --trace FILE.pt.trace.json.gz     a trace that exists
 
 The trace is that of --profile-iterations of pretrain_gpt.py. Kernels of all streams are counted.
-Idle is the share of the time between the first and the last kernel in which no kernel runs. A trace
+Idle is the share of the time between the first and the last kernel in which no kernel runs. The
+profiler makes launches slower, so a small model is idle for longer than without it. A trace
 of a CPU has only operators. Those that contain others are counted together with these.
 """
 
@@ -33,7 +34,7 @@ _KINDS = (
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("softmax and loss", ("softmax", "logsumexp", "nll")),
     ("norm", ("layer_norm", "layernorm", "rms_norm", "rmsnorm")),
-    ("copy", ("memcpy", "memset", "copy", "cat")),
+    ("copy", ("memcpy", "memset", "copy", "catarray", "aten::cat")),
     ("compiled", ("triton",)),
     ("pointwise", ("elementwise", "aten::mul", "aten::add")),
     ("reduction", ("reduce", "aten::sum")),

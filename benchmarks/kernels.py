@@ -40,6 +40,10 @@ from megatron.parallel.rendezvous import choose_device
 _CACHE_BYTES = 128 << 20
 """More than the level-2 cache of any GPU."""
 _MOST_SETS = 8
+_BUSY_CYCLES = 2_000_000
+"""About a millisecond."""
+_SQUARE_SECONDS = 5.0
+"""Time for the product of the hardware file. A GPU slows down when it gets warm."""
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -131,6 +135,8 @@ def _time_once(call: Callable[[], object]) -> float:
         call()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The GPU is busy while the host queues the kernels. Otherwise the time of the host would count.
+    torch.cuda._sleep(_BUSY_CYCLES)
     begin.record()
     call()
     end.record()
@@ -191,7 +197,21 @@ def measure_product(product: Product, device: torch.device, seconds: float) -> d
             for s in sets
         ]
     flops = 2 * rows * columns * inner
-    return {name: flops / time_kernel(each, seconds) / 1e12 for name, each in calls.items()}
+    rates = {}
+    for name, each in calls.items():
+        try:
+            rates[name] = flops / time_kernel(each, seconds) / 1e12
+        except RuntimeError as error:
+            # One kernel that this version of torch lacks must not end the measurement.
+            report_failure("products", product.name, error)
+    return rates
+
+
+def report_failure(table: str, name: str, error: RuntimeError) -> None:
+    """Print and record what could not be computed."""
+    reason = str(error).splitlines()[0][:200]
+    print(f"FAILED: {name}: {reason}", flush=True)
+    add_row(table, name=name, error=reason)
 
 
 def measure_products(device: torch.device, arguments: Arguments) -> float:
@@ -200,13 +220,16 @@ def measure_products(device: torch.device, arguments: Arguments) -> float:
     for product in PRODUCTS:
         if arguments.quick:
             product = Product(product.name, 64, product.columns // 32, product.inner // 32)
-        rates = measure_product(product, device, arguments.seconds / 4)
+        seconds = arguments.seconds / 4
+        if product.name == "square" and not arguments.quick:
+            seconds = _SQUARE_SECONDS
+        rates = measure_product(product, device, seconds)
         shape = f"{product.rows} x {product.columns} x {product.inner}"
         text = ", ".join(f"{name} {rate:.4g}" for name, rate in rates.items())
         print(f"product {product.name} ({shape}), TFLOPs: {text}", flush=True)
         add_row("products", name=product.name, shape=shape, **rates)
         if product.name == "square":
-            square = rates["forward"]
+            square = rates.get("forward", 0.0)
     return square
 
 
@@ -361,10 +384,14 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
 def measure_model_parts(device: torch.device, arguments: Arguments, copy: float | None) -> None:
     """Measure the model parts, and print their times."""
     for part in build_model_parts(device, quick=arguments.quick):
-        seconds = time_kernel([part.call], arguments.seconds)
         products = 0.0
-        if part.products is not None:
-            products = time_kernel([part.products], arguments.seconds)
+        try:
+            seconds = time_kernel([part.call], arguments.seconds)
+            if part.products is not None:
+                products = time_kernel([part.products], arguments.seconds)
+        except RuntimeError as error:
+            report_failure("model parts", part.name, error)
+            continue
         moved = None
         if copy is not None:
             moved = (seconds - products) * copy * 1e12 / part.elements

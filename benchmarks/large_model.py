@@ -25,7 +25,8 @@ from results import add_row
 from worlds import Case, LaunchedWorld, Rank, WorldFailedError, write_random_tokens
 
 from megatron.config.cli import load_config
-from megatron.cost.hardware import find_hardware, load_hardware
+from megatron.cost.hardware import Hardware, find_hardware, load_hardware
+from megatron.errors import ConfigError
 from megatron.model.flops import count_model_flops_per_token
 from megatron.observe.throughput import find_peak_tflops
 from megatron.plan import Plan, resolve
@@ -105,15 +106,25 @@ def build_flags(arguments: Arguments, variant: Variant, microbatches: int) -> st
     )
 
 
-def predict(plan: Plan, names: tuple[str, ...], device: str) -> dict[str, Any]:
+def load_kinds(names: tuple[str, ...]) -> list[Hardware]:
+    """Return the hardware of names or files. What cannot be loaded is left out, with a message."""
+    kinds = []
+    for name in names:
+        try:
+            kinds.append(load_hardware(name))
+        except ConfigError as error:
+            print(f"SKIPPED: predictions for {name}: {error}", flush=True)
+    return kinds
+
+
+def predict(plan: Plan, kinds: list[Hardware], device: str) -> dict[str, Any]:
     """Return the predicted seconds of a step, and the predicted peak of all tensors in GiB.
 
     Args:
         plan: The plan of the run.
-        names: Names or files of hardware. Without any, that of the device.
+        kinds: Hardware. Without any, that of the device.
         device: Name of the device.
     """
-    kinds = [load_hardware(name) for name in names]
     if not kinds and (found := find_hardware(device)) is not None:
         kinds = [found]
     if not kinds:
@@ -127,7 +138,9 @@ def predict(plan: Plan, names: tuple[str, ...], device: str) -> dict[str, Any]:
     }
 
 
-def run_variant(arguments: Arguments, variant: Variant, data: Path, folder: str) -> None:
+def run_variant(
+    arguments: Arguments, variant: Variant, data: Path, folder: str, kinds: list[Hardware]
+) -> None:
     """Measure a variant with all numbers of microbatches, and print its rows."""
     most = max(arguments.microbatches)
     flags = build_flags(arguments, variant, most)
@@ -151,12 +164,12 @@ def run_variant(arguments: Arguments, variant: Variant, data: Path, folder: str)
             return
         command = build_flags(arguments, variant, microbatches)
         plan = resolve(load_config([*command.split(), "--data-path", str(data)]).config, 1)
-        report(row, measured, plan, arguments.hardware)
+        report(row, measured, plan, kinds)
     world.close()
 
 
 def report(
-    row: dict[str, Any], measured: dict[str, Any], plan: Plan, hardware: tuple[str, ...]
+    row: dict[str, Any], measured: dict[str, Any], plan: Plan, kinds: list[Hardware]
 ) -> None:
     """Print and record one measurement."""
     seconds = statistics.median(measured["seconds"])
@@ -170,7 +183,7 @@ def report(
         "mfu": None,
         "allocated_gib": None,
         "reserved_gib": None,
-        **predict(plan, hardware, measured["device"]),
+        **predict(plan, kinds, measured["device"]),
     }
     if measured["allocated"] is not None:
         peak = find_peak_tflops(measured["device"])
@@ -199,6 +212,7 @@ def main() -> int:
     """Run the benchmark and return the exit code."""
     arguments = tyro.cli(Arguments, description=__doc__)
     start = time.perf_counter()
+    kinds = load_kinds(arguments.hardware)
     # Memory that is freed in one size can be used in another one.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +223,7 @@ def main() -> int:
                 print(f"SKIPPED: {variant}: --seconds {arguments.seconds:g} are over", flush=True)
                 add_row("large model", variant=variant, error="not started: no time left")
                 continue
-            run_variant(arguments, variant, data, folder)
+            run_variant(arguments, variant, data, folder, kinds)
     return 0
 
 

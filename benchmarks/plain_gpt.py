@@ -5,9 +5,10 @@ a tied output matrix, PyTorch's attention kernel, and a loss on complete logits.
 with tanh, like GPT-2's and that of the other contestants. nanoGPT has the GELU with erf, which is
 another function and takes less time on a CPU.
 
-`PlainModernGPT` stands for nanochat. It has rotary positions, norms of queries and keys, norms
-without weights, squared ReLU, an untied output matrix and no biases. nanochat also caps its logits,
-which is left out here, so that all contestants compute the same function.
+`PlainModernGPT` stands for nanochat, which keeps its embedding in bf16. It has rotary positions,
+norms of queries and keys, norms without weights, squared ReLU, an untied output matrix and no
+biases. nanochat also caps its logits, which is left out here, so that all contestants compute the
+same function.
 """
 
 import torch
@@ -126,7 +127,9 @@ class PlainModernGPT(nn.Module):
         """Return the mean loss of tokens and labels, each [b, s]."""
         s = tokens.shape[1]
         x = _norm(self.tokens(tokens))
+        cosines = self.cosines[:s].to(x.dtype)
+        sines = self.sines[:s].to(x.dtype)
         for block in self.blocks:
-            x = block(x, self.cosines[:s], self.sines[:s])
+            x = block(x, cosines, sines)
         logits = self.head(_norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

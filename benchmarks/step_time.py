@@ -289,21 +289,27 @@ def bare_step(batches: Batches, device: torch.device) -> Callable[[], None]:
 def build_hf_model(plan: Plan, shape: str) -> torch.nn.Module:
     """Build Hugging Face's model of the same shape."""
     import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    # Under this name, transformers builds no mask. Its own one would keep compiled models from
+    # the flash kernel, because a mask that is given is not known to be causal.
+    transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+    # The cache of keys and values is for generation.
+    options: dict[str, Any] = {"attn_implementation": "sdpa_without_mask", "use_cache": False}
     config = plan.config.model
     vocab = plan.padded_vocab_size
     if shape == "gpt2":
         gpt2 = transformers.GPT2Config(
             vocab_size=vocab, n_positions=config.seq_length, n_embd=config.hidden_size,
             n_layer=config.num_layers, n_head=config.num_attention_heads,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(gpt2)
     llama = transformers.LlamaConfig(
         vocab_size=vocab, hidden_size=config.hidden_size,
         intermediate_size=plan.ffn_hidden_size,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
-        max_position_embeddings=config.seq_length, tie_word_embeddings=False,
+        max_position_embeddings=config.seq_length, tie_word_embeddings=False, **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(llama)
 
@@ -377,6 +383,9 @@ def build_step(
         model = build_plain_model(plan, PlainGPT)
     else:
         model = build_plain_model(plan, PlainModernGPT)
+        if plan.config.precision.bf16:
+            # As in nanochat, so that the residual stream is in bf16.
+            model.tokens.to(torch.bfloat16)
     return loop_step(
         batches, device, model, compiled=name.endswith(COMPILED), clip=kind != "nanochat"
     )
@@ -470,19 +479,16 @@ class Contest:
         end = time.perf_counter() + compile_seconds
         compiled = [name for name in self.worlds if name.endswith(COMPILED)]
         # Compilers need the CPU for most of a minute, so they run at the same time.
-        for name in compiled:
-            self.worlds[name].send("steps", steps)
-        for name in compiled:
+        sent = [name for name in compiled if self._send(name, steps)]
+        for name in sent:
             self._receive(name, max(0.0, end - time.perf_counter()))
         for name in list(self.worlds):
-            if name not in compiled:
-                self.worlds[name].send("steps", steps)
+            if name not in compiled and self._send(name, steps):
                 self._receive(name)
 
     def measure(self, name: Contestant, steps: int) -> None:
         """Let a contestant run its steps, and record its time."""
-        self.worlds[name].send("steps", steps)
-        answers = self._receive(name)
+        answers = self._receive(name) if self._send(name, steps) else None
         if answers is None:
             return
         ((seconds, peak),) = answers
@@ -495,11 +501,23 @@ class Contest:
         try:
             return self.worlds[name].receive(seconds)
         except WorldFailedError as failure:
-            reason = str(failure).strip().splitlines()[-1]
-            print(f"FAILED: {name}: {failure}", flush=True)
-            add_row("steps", **self.described, contestant=name, error=reason[:300])
-            del self.worlds[name]
+            self._drop(name, failure)
             return None
+
+    def _send(self, name: Contestant, steps: int) -> bool:
+        """Let a contestant begin its steps, and return whether it still runs."""
+        try:
+            self.worlds[name].send("steps", steps)
+        except WorldFailedError as failure:
+            self._drop(name, failure)
+            return False
+        return True
+
+    def _drop(self, name: Contestant, failure: WorldFailedError) -> None:
+        reason = str(failure).strip().splitlines()[-1]
+        print(f"FAILED: {name}: {failure}", flush=True)
+        add_row("steps", **self.described, contestant=name, error=reason[:300])
+        del self.worlds[name]
 
 
 def print_rows(contest: Contest, device: torch.device) -> None:

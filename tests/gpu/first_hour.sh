@@ -24,7 +24,13 @@ for argument in "$@"; do
         exit 0
     fi
 done
-python=python
-command -v python >/dev/null 2>&1 || python=python3
-# exec: a signal for this script reaches the program that completes the report.
-exec "$python" tests/gpu/first_hour.py "$@"
+# Not each Python of a machine has torch. Finding it does not import it.
+has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+for python in python python3; do
+    if "$python" -c "$has_torch" 2>/dev/null; then
+        # exec: a signal for this script reaches the program that completes the report.
+        exec "$python" tests/gpu/first_hour.py "$@"
+    fi
+done
+echo "error: neither python nor python3 has torch; activate the environment that has it" >&2
+exit 2

@@ -3,8 +3,11 @@
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from benchmarks.results import add_row
 
@@ -28,22 +31,30 @@ def run_command(*command: str) -> str | None:
     return done.stdout.strip().partition("\n")[0]
 
 
+def read_memory() -> str:
+    """Return the memory of the host."""
+    wanted = ("MemTotal", "MemAvailable")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return ", ".join(" ".join(line.split()) for line in lines if line.startswith(wanted))
+
+
 def main() -> int:
     """Print and record the machine, and return the exit code."""
     values: dict[str, object] = {
         "host": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}",
         "python": platform.python_version(),
-        "commit": run_command("git", "rev-parse", "--short", "HEAD"),
+        "memory": read_memory(),
+        "disk": f"{shutil.disk_usage(tempfile.gettempdir()).free / 1e9:.0f} GB free",
+        "commit": run_command("git", "rev-parse", "--short", "HEAD") or os.environ.get("COMMIT"),
         "driver": run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
     # Versions are known before torch is imported, which may fail.
     for package in _PACKAGES:
         values[package] = find_version(package)
-    try:
-        import torch
-    except Exception as error:  # whatever is wrong with torch, the report should say it
-        add_row("machine", **values, error=str(error)[:300])
-        raise
+    add_row("machine", **values)
+    import torch
+
+    values = {}
     values["cuda"] = torch.version.cuda
     values["gpus"] = torch.cuda.device_count()
     if torch.cuda.is_available():
@@ -52,9 +63,11 @@ def main() -> int:
         values["gib"] = properties.total_memory / 2**30
         values["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         values["cudnn"] = torch.backends.cudnn.version()
-    add_row("machine", **values)
-    for name, value in values.items():
-        print(f"{name}: {value}")
+        # Processes of an earlier command would disturb the measurements.
+        values["others"] = run_command(
+            "nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"
+        )
+    add_row("device", **values)
     return 0
 
 

@@ -139,6 +139,9 @@ def run_steps(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    # `timeout` sends SIGTERM twice. The second one must not disturb the end of the report.
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
     raise Interrupted
 
 
@@ -202,11 +205,16 @@ def _is_alive(process: subprocess.Popen[bytes]) -> bool:
     """Return whether a process of the group still runs."""
     # Without this, the ended leader would stay in the group.
     process.poll()
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            # It is no process, or has ended.
+            continue
+        # A zombie stays if the first process of a container does not collect it.
+        if group == str(process.pid) and state != "Z":
+            return True
+    return False
 
 
 def _read_from(path: Path, begin: int) -> str:

@@ -114,7 +114,8 @@ def make_steps(parts: Sequence[Part], table: str) -> str:
         middle = statistics.median(seconds)
         spread = f"{1e3 * min(seconds):.1f} / {1e3 * middle:.1f} / {1e3 * max(seconds):.1f}"
         rate = rows[0]["tokens"] / middle
-        cells.append([*key, rate, spread, rate * rows[0]["tflop"], rows[-1]["gib"], len(seconds)])
+        gib = max(row["gib"] for row in rows if "seconds" in row)
+        cells.append([*key, rate, spread, rate * rows[0]["tflop"], gib, len(seconds)])
     columns = ("size", "shape", "precision", "microbatches", "program", "tokens/s")
     return format_table((*columns, "ms", "TFLOPs", "GiB", "rounds"), cells)
 
@@ -157,7 +158,7 @@ def make_machine(parts: Sequence[Part], table: str) -> str:
     """Return the machines of the reports as a list."""
     lines = []
     for part in parts:
-        for row in part.get_rows(table):
+        for row in (*part.get_rows(table), *part.get_rows("device")):
             values = [f"{key} {format_number(row[key])}" for key in row if key != "table"]
             lines.append(f"- {part.name}, {part.date}: {', '.join(values)}")
     return "\n".join(lines)
@@ -260,6 +261,9 @@ def main(argv: list[str] | None = None) -> int:
                 write_page(arguments.docs / name, text)
             else:
                 print(f"## docs/{name}\n\n{text}\n")
+    except KeyError as error:
+        print(f"error: a row of {arguments.folder} has no {error}", file=sys.stderr)
+        return 1
     except (ReportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

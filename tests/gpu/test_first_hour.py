@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,27 @@ def test_tables_refuse_what_is_no_measurement(
     report.write_text("{")
     assert tables.main([str(tmp_path)]) == 1
     assert "no report" in capsys.readouterr().err
+
+
+def test_carried_packages_and_the_hardware_are_found(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_hour = modules["first_hour"]
+    with zipfile.ZipFile(tmp_path / "carried-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried_package.py", "VALUE = 7\n")
+    monkeypatch.setattr(first_hour, "WHEELS", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    first_hour.set_environment(tmp_path / "temporary", tiny=False)
+    # The process itself reads hardware files, and its steps have the same packages.
+    assert importlib.import_module("carried_package").VALUE == 7
+    assert str(tmp_path / "temporary/site") in os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.modules.pop("carried_package")
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert first_hour.find_base() == "h200"
 
 
 def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
