@@ -323,8 +323,13 @@ def _estimate_stages(
     passes = tuple(_sum_stage(job.shape, layout, stage, parts) for stage in stages)
     if not job.software.counts_tensors:
         return passes
+    # A search has many stages of few kinds.
+    kinds = {(len(stage.layers), stage.first, stage.last): stage for stage in stages}
+    traffic = {
+        kind: _estimate_parameter_traffic(job, stage, microbatches) for kind, stage in kinds.items()
+    }
     return tuple(
-        each + _estimate_parameter_traffic(job, stage, microbatches)
+        each + traffic[len(stage.layers), stage.first, stage.last]
         for each, stage in zip(passes, stages, strict=True)
     )
 
