@@ -13,11 +13,11 @@ class SpikeGuardConfig:
     spike_guard: Literal["off", "log", "skip-step", "rollback"] = "off"
     """What happens at a step whose loss or gradient norm is a spike. log: it is recorded.
     skip-step: if its data may be the cause, it is also dropped before it changes weights and
-    moments. rollback: after several spikes of the loss in a row, the run also goes back to an
+    moments. rollback: after several high losses in a row, the run also goes back to an
     earlier checkpoint and skips the data around the spike."""
     spike_guard_signals: Literal["loss", "both"] = "both"
-    """What can be a spike. both: loss and gradient norm. For a high gradient norm at a normal loss, at
-    most one step in --spike-guard-window is dropped."""
+    """What can be a spike. both: loss and gradient norm. If only the gradient norm is high, at most
+    one step in --spike-guard-window is dropped."""
     spike_guard_threshold: Annotated[float, POSITIVE] = 10.0
     """A value is a spike if it is this many robust standard deviations above its level. A loss that
     is far below its level is a spike too."""
@@ -34,12 +34,12 @@ class SpikeGuardConfig:
     """Steps before the standard deviation is known, from the start of a run or data phase.
     Until then, a loss is a spike only if it exceeds the median so far by 20 % and by 1."""
     spike_guard_reach: Annotated[int, AT_LEAST_ONE] = 1000
-    """Iterations that the guard remembers. A slow rise above the lowest level within them is a spike
-    too. --spike-guard-max-skips and --spike-guard-max-rollbacks count within them. The guard ends a
-    run only if the loss was far above that of an untrained model in as many iterations in a row."""
+    """Iterations that the guard remembers. A slow rise above the lowest level within them is a
+    spike too. --spike-guard-max-skips and --spike-guard-max-rollbacks count within them. The guard
+    ends a run only if all losses within them were far above that of an untrained model."""
     spike_guard_patience: Annotated[int, AT_LEAST_ONE] = 3
-    """Spikes of the loss in a row that cause a rollback. Each of these steps is dropped. A step whose
-    loss or gradient is not finite counts too."""
+    """High losses in a row that cause a rollback. Each of these steps is dropped. A step whose loss
+    or gradient is not finite counts too."""
     spike_guard_skip_before: Annotated[int, NOT_NEGATIVE] = 100
     """Iterations before a spike that are skipped after a rollback. The run goes back to the newest
     checkpoint before them."""
@@ -48,8 +48,8 @@ class SpikeGuardConfig:
     spike_guard_max_skips: Annotated[int, AT_LEAST_ONE] = 100
     """Steps that may be dropped within --spike-guard-reach. After that the guard only logs."""
     spike_guard_max_rollbacks: Annotated[int, NOT_NEGATIVE] = 3
-    """Rollbacks within --spike-guard-reach. If a spike needs one more, the guard only logs from then
-    on."""
+    """Rollbacks within --spike-guard-reach. If a spike needs one more, the guard only logs after
+    that."""
 
     @property
     def is_on(self) -> bool:

@@ -146,8 +146,10 @@ class SpikeEstimator:
                 self._record_median(iteration, self._reach)
         if not self._surplus:
             self._spikes.clear()
+        if self._former is not None and self._former[0] < iteration - (self._reach or 0):
+            self._former = None
         # Computed once for each value, because sorting the window takes the most time.
-        self._find_log_limits(iteration)
+        self._update_limits()
 
     def _record_spike(self, logarithm: float, iteration: int) -> None:
         """Count a spike, and accept a lasting change as the new level."""
@@ -196,8 +198,6 @@ class SpikeEstimator:
             "spikes": list(self._spikes),
             "surplus": self._surplus,
             "former": None if self._former is None else list(self._former),
-            "low": self._low,
-            "high": self._high,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -213,11 +213,9 @@ class SpikeEstimator:
         self._surplus = state.get("surplus", 0)
         former = state.get("former")
         self._former = None if former is None else (former[0], former[1])
-        at = self._medians[-1][0] if self._medians else 0
-        self._find_log_limits(max(at, 0 if former is None else former[0]))
+        self._update_limits()
 
-    def _find_log_limits(self, iteration: int) -> None:
-        """Update the limits after the value of an iteration."""
+    def _update_limits(self) -> None:
         count = len(self._differences)
         if count + 1 < self._min_steps:
             self._low = None
@@ -232,10 +230,7 @@ class SpikeEstimator:
             return
         self._low = level - max(noise, _MIN_FALL)
         if self._former is not None:
-            changed_at, former_level = self._former
-            if changed_at < iteration - self._reach:
-                self._former = None
-                return
+            _, former_level = self._former
             self._high = max(self._high, former_level + margin)
             self._low = min(self._low, former_level - max(noise, _MIN_FALL))
 

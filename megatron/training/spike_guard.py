@@ -67,6 +67,8 @@ class _Verdict:
     """What is wrong with the loss, as text, or None."""
     norm: str | None
     """What is wrong with the gradient norm, as text, or None."""
+    is_low: bool = False
+    """Whether the loss is too low."""
 
     @property
     def reason(self) -> str:
@@ -96,7 +98,7 @@ class SpikeGuard:
         """First iteration of the present spike, or None."""
         self._last_normal = 0
         self._in_a_row = 0
-        """Spikes in a row that count for a rollback, which are those of the loss and nan."""
+        """Spikes in a row that count for a rollback, which are high losses and nan."""
         self._since_norm_spike = config.spike_guard_window
         """Steps since the last high gradient norm, up to the window."""
         self._diverged_in_a_row = 0
@@ -231,15 +233,18 @@ class SpikeGuard:
             norm_text = _describe("gradient norm", grad_norm, *self._norm.find_limits())
         if not math.isfinite(loss):
             return _Verdict(f"the loss is {loss}", norm_text)
-        return _Verdict(_describe("loss", loss, *self._loss.find_limits()), norm_text)
+        lower, upper = self._loss.find_limits()
+        is_low = lower is not None and loss < lower
+        return _Verdict(_describe("loss", loss, lower, upper), norm_text, is_low)
 
     def _make_spike(self, result: StepResult, iteration: int, verdict: _Verdict) -> Spike:
         """Count a spike, and return it with the response to it."""
         if self._first is None:
             self._first = iteration
             self._last_normal = self._loss.find_last_normal(iteration)
-        # A rollback does not help against a high norm, which the weights cause if it stays.
-        counts = verdict.loss is not None or result.is_nan
+        # A rollback would not help against a high norm, which the weights cause if it stays. Steps
+        # with a low loss do no harm, because they are dropped.
+        counts = (verdict.loss is not None and not verdict.is_low) or result.is_nan
         self._in_a_row += counts
         if not result.applied:
             self._dropped.append(iteration)

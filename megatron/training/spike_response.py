@@ -74,11 +74,10 @@ def respond_to_step(run: Run, result: StepResult, learning_rate: float) -> None:
     _write(run, record)
     if spike.response == Response.STOP:
         raise TrainingError(
-            f"the spike guard ends the run at iteration {spike.iteration}, because it has diverged: "
-            f"{spike.reason}. An untrained model has a loss of "
+            f"the spike guard ends the run at iteration {spike.iteration}, because the run has "
+            f"diverged: {spike.reason}. An untrained model has a loss of "
             f"{math.log(run.plan.padded_vocab_size):.4g}. Roll back with tools/rollback.py to an "
-            "earlier checkpoint, and look for the cause in the metrics: data, learning rate or "
-            "precision"
+            "earlier checkpoint, and change what caused it: the data, a hyperparameter or the code"
         )
     done = "it was dropped" if spike.dropped else "it was applied"
     run.reporter.say(

@@ -161,9 +161,12 @@ def test_high_norm_on_other_data_is_applied() -> None:
     assert list_responses(run_steps(guard, [high], 200)) == ["skip-step"]
 
 
-def test_high_norms_cause_no_rollback() -> None:
-    spikes = run_steps(make_guard(), [make_step(5.0, 57.0)] * 20, 41)
+@pytest.mark.parametrize("step", [make_step(5.0, 57.0), make_step(2.0)])
+def test_high_norms_and_low_losses_cause_no_rollback(step: StepResult) -> None:
+    spikes = run_steps(make_guard(), [step] * 9, 41)
     assert "rollback" not in list_responses(spikes)
+    assert spikes[0] is not None
+    assert spikes[0].dropped
 
 
 @pytest.mark.parametrize("mode", ["log", "skip-step", "rollback"])
