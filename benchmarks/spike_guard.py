@@ -16,8 +16,10 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -36,11 +38,12 @@ from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
 from megatron.errors import MegatronError
+from megatron.figure import make_figure, save_figure
 from megatron.observe.metrics import read_metrics
 from megatron.training.pretrain import pretrain
 
 ITERATIONS = 300
-BAD = range(251, 271)
+BAD = range(271, 291)
 """Iterations with bad data."""
 START = BAD.start - 1
 """Iterations that all runs with one learning rate and seed have in common."""
@@ -147,7 +150,7 @@ def spoil_data(kind: str, seed: int, bad: range) -> Iterator[None]:
             microbatches = [dataclasses.replace(batch, tokens=tokens[:, :-1], labels=tokens[:, 1:])]
         return original(self, microbatches, iteration=iteration, **options)
 
-    NativeEngine.train_batch = train_batch  # type: ignore[method-assign, assignment]
+    NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -203,8 +206,14 @@ SCHEDULES: dict[str, list[str]] = {
         f"{_PLAIN} --override-lr-scheduler {_ALL}",
     ],
     "warm-up of 0": [f"{_CONSTANT} --lr-warmup-iters 0 {_ALL}"],
+    "fewer good data": [
+        f"{_PLAIN} {_ALL} --skip-train-iteration-range {BAD.start}-{BAD.stop - 1}",
+    ],
 }
-"""The flags of each launch of a run."""
+"""The flags of each launch of a run. `fewer good data` is trained without the bad data, on as many
+good data as the others have besides."""
+SHARED = (*BAD_DATA, "constant", "fewer good data")
+"""The runs that have their first iterations in common. They have both learning rates."""
 
 
 # Runs
@@ -212,8 +221,7 @@ SCHEDULES: dict[str, list[str]] = {
 
 def list_cells(arguments: Arguments) -> list[Cell]:
     """Return all runs, those with `log` first."""
-    rates = {**dict.fromkeys(BAD_DATA, RATES), **dict.fromkeys(SCHEDULES, RATES[1:])}
-    rates["constant"] = RATES
+    rates = {**dict.fromkeys(SCHEDULES, RATES[1:]), **dict.fromkeys(SHARED, RATES)}
     return [
         Cell(kind, mode, rate, seed)
         for mode in arguments.modes
@@ -278,7 +286,7 @@ def run_cell(cell: Cell, arguments: Arguments) -> dict[str, Any]:
     error = None
     with tempfile.TemporaryDirectory(dir=arguments.output) as name:
         folder = Path(name) / "run"
-        if cell.kind in BAD_DATA or cell.kind == "constant":
+        if cell.kind in SHARED:
             shutil.copytree(train_start(cell, arguments), folder, copy_function=_link_or_copy)
         for launch in SCHEDULES.get(cell.kind, SCHEDULES["constant"]):
             error, lines = train(cell, arguments, folder, launch)
@@ -335,11 +343,165 @@ def run_all(arguments: Arguments) -> dict[Cell, dict[str, Any]]:
     return read_runs(path)
 
 
+# The results
+
+
+@dataclass(frozen=True)
+class Row:
+    """The means over the seeds of the runs of one kind and learning rate."""
+
+    kind: str
+    rate: float
+    losses: dict[str, float]
+    """Mode -> validation loss."""
+    steps: int
+    """Iterations of all seeds."""
+    dropped: dict[str, int]
+    """Mode -> dropped steps of all seeds. Steps that a rollback skips are not among them."""
+    rollbacks: int
+    ended: int
+    """Runs that ended before their last iteration."""
+
+    def recover(self, mode: str, good: float) -> float:
+        """Return the part of the cost of bad data that a mode recovers.
+
+        Args:
+            mode: The mode.
+            good: Validation loss without the bad data.
+        """
+        return (self.losses["log"] - self.losses[mode]) / (self.losses["log"] - good)
+
+
+def summarize(runs: dict[Cell, dict[str, Any]]) -> dict[tuple[str, float], Row]:
+    """Return the rows of all kinds whose runs are complete."""
+    rows = {}
+    for kind, rate in sorted({(cell.kind, cell.rate) for cell in runs}):
+        group = {mode: [runs.get(Cell(kind, mode, rate, seed)) for seed in SEEDS] for mode in MODES}
+        if any(run is None for each in group.values() for run in each):
+            continue
+        found = {mode: [run for run in each if run is not None] for mode, each in group.items()}
+        every = [run for each in found.values() for run in each]
+        rows[kind, rate] = Row(
+            kind,
+            rate,
+            {
+                mode: statistics.mean(run["validation"] for run in each)
+                for mode, each in found.items()
+            },
+            sum(len(run["iterations"]) for run in found["log"]),
+            {
+                mode: sum(record["dropped"] for run in each for record in run["decisions"])
+                for mode, each in found.items()
+            },
+            sum(
+                record["decision"] == "rollback"
+                for run in found["rollback"]
+                for record in run["decisions"]
+            ),
+            sum(run["error"] is not None for run in every),
+        )
+    return rows
+
+
+def format_tables(rows: dict[tuple[str, float], Row]) -> str:
+    """Return the tables in Markdown, and the demands that are not met."""
+    lines = [
+        "| bad data | learning rate | no guard | skip-step | rollback | cost | recovered |"
+        " dropped, rolled back |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for kind in BAD_DATA:
+        for rate in RATES:
+            row = rows.get((kind, rate))
+            if row is None:
+                continue
+            good = rows["constant", rate].losses["log"]
+            fewer = rows["fewer good data", rate].losses["log"]
+            recovered = ", ".join(
+                f"{row.recover(mode, good):.0%} ({row.recover(mode, fewer):.0%})"
+                for mode in MODES[1:]
+            )
+            losses = " | ".join(f"{row.losses[mode]:.3f}" for mode in MODES)
+            cost = row.losses["log"] - good
+            lines.append(
+                f"| {kind} | {rate:g} | {losses} | {cost:.3f} | {recovered} |"
+                f" {row.dropped['skip-step']}, {row.rollbacks} |"
+            )
+    lines += [
+        "",
+        "| good data | learning rate | no guard | skip-step | rollback | steps | dropped |"
+        " rolled back | ended |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (kind, rate), row in rows.items():
+        if kind in SCHEDULES:
+            losses = " | ".join(f"{row.losses[mode]:.3f}" for mode in MODES)
+            lines.append(
+                f"| {kind} | {rate:g} | {losses} | {row.steps} | {row.dropped['skip-step']} |"
+                f" {row.rollbacks} | {row.ended} |"
+            )
+    return "\n".join([*lines, "", *list_failures(rows)]) + "\n"
+
+
+def list_failures(rows: dict[tuple[str, float], Row]) -> list[str]:
+    """Return the demands that the results do not meet."""
+    failures = []
+    for (kind, rate), row in rows.items():
+        for mode in MODES[1:]:
+            harm = row.losses[mode] - row.losses["log"]
+            if harm > MOST_HARM:
+                failures.append(f"{kind}, {rate:g}: {mode} costs {harm:.3f}")
+            good = rows["constant", rate].losses["log"]
+            if kind in COSTLY and row.losses["log"] - good >= LEAST_COST:
+                recovered = row.recover(mode, good)
+                if recovered < LEAST_RECOVERED:
+                    failures.append(f"{kind}, {rate:g}: {mode} recovers {recovered:.0%}")
+        if row.ended:
+            failures.append(f"{kind}, {rate:g}: {row.ended} runs ended")
+    clean = [row for (kind, _), row in rows.items() if kind in SCHEDULES]
+    dropped = sum(row.dropped["skip-step"] for row in clean)
+    steps = sum(row.steps for row in clean)
+    if dropped * 1000 > steps:
+        failures.append(f"{dropped} of {steps} steps with good data were dropped")
+    return failures
+
+
+def draw(runs: dict[Cell, dict[str, Any]], path: Path) -> None:
+    """Draw the training loss of a run on random tokens, with and without the guard."""
+    figure = make_figure(8, 4)
+    axes = figure.subplots()
+    axes.axvspan(BAD.start - 0.5, BAD.stop - 0.5, color="tab:red", alpha=0.12, label="bad data")
+    for mode, label in zip(MODES, ("no guard", "skip-step", "rollback"), strict=True):
+        run = runs[Cell("random tokens", mode, RATES[1], SEEDS[0])]
+        losses = dict(zip(run["iterations"], run["losses"], strict=True))
+        # Dropped and skipped iterations are gaps.
+        shown = [losses.get(at) for at in range(1, ITERATIONS + 1)]
+        values = [math.nan if loss is None else loss for loss in shown]
+        axes.plot(range(1, ITERATIONS + 1), values, label=f"{label}: {run['validation']:.3f}")
+    axes.set(
+        xlabel="iteration",
+        ylabel="training loss",
+        xlim=(200, ITERATIONS),
+        ylim=(5.4, None),
+        title="20 iterations of random tokens, and the validation loss at the end",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(figure, path)
+
+
 def main() -> int:
     """Run the benchmark and return the exit code."""
     arguments = tyro.cli(Arguments, description=__doc__)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    run_all(arguments)
+    runs = run_all(arguments)
+    rows = summarize(runs)
+    if any((kind, RATES[1]) not in rows for kind in ("constant", "fewer good data")):
+        return 0
+    tables = format_tables(rows)
+    (arguments.output / "table.md").write_text(tables)
+    print(tables)
+    draw(runs, arguments.output / "spike_guard.png")
     return 0
 
 

@@ -35,6 +35,7 @@ CONFIG = SpikeGuardConfig(
     spike_guard_max_rollbacks=2,
 )
 SKIP = replace(CONFIG, spike_guard="skip-step")
+LOG = replace(CONFIG, spike_guard="log")
 
 
 def make_step(loss: float = 5.0, grad_norm: float = 1.0, *, overflow: bool = False) -> StepResult:
@@ -124,7 +125,7 @@ def test_step_without_a_known_norm_is_judged_by_its_loss() -> None:
 
 
 def test_log_drops_nothing_and_follows_a_lasting_change() -> None:
-    guard = make_guard(replace(CONFIG, spike_guard="log"))
+    guard = make_guard(LOG)
     spikes = [guard.observe(make_step(7.0), at) for at in range(41, 140)]
     found = [spike for spike in spikes if spike is not None]
     assert [spike.iteration for spike in found] == list(range(41, 41 + LASTING))
@@ -169,11 +170,13 @@ def test_high_norms_and_low_losses_cause_no_rollback(step: StepResult) -> None:
     assert spikes[0].dropped
 
 
-@pytest.mark.parametrize("mode", ["log", "skip-step", "rollback"])
+@pytest.mark.parametrize("config", [LOG, SKIP, CONFIG], ids=["log", "skip-step", "rollback"])
 @pytest.mark.parametrize("step", [make_step(math.nan), make_step(5.0, math.inf)])
 @pytest.mark.parametrize("starts_phase", [False, True])
-def test_first_step_may_be_not_finite(mode: str, step: StepResult, starts_phase: bool) -> None:
-    guard = SpikeGuard(replace(CONFIG, spike_guard=mode), {})
+def test_first_step_may_be_not_finite(
+    config: SpikeGuardConfig, step: StepResult, starts_phase: bool
+) -> None:
+    guard = SpikeGuard(config, {})
     if starts_phase:
         run_steps(guard, make_clean(20), 1)
         guard.start_phase()
@@ -184,8 +187,8 @@ def test_first_step_may_be_not_finite(mode: str, step: StepResult, starts_phase:
 
 def test_diverged_run_ends() -> None:
     untrained = 4.0
-    for mode in ("skip-step", "rollback"):
-        guard = SpikeGuard(replace(CONFIG, spike_guard=mode), {}, untrained)
+    for config in (SKIP, CONFIG):
+        guard = SpikeGuard(config, {}, untrained)
         run_steps(guard, [make_step(4.0)] * 40)
         responses = list_responses(run_steps(guard, [make_step(6.0)] * 100, 41))
         assert responses.index("stop") == CONFIG.spike_guard_reach - 1
@@ -194,7 +197,7 @@ def test_diverged_run_ends() -> None:
     run_steps(guard, [make_step(2.0)] * 40)
     assert "stop" not in list_responses(run_steps(guard, [make_step(4.9)] * 300, 41))
     # The losses of --spike-guard log never end the run.
-    guard = SpikeGuard(replace(CONFIG, spike_guard="log"), {}, untrained)
+    guard = SpikeGuard(LOG, {}, untrained)
     assert "stop" not in list_responses(run_steps(guard, [make_step(9.0)] * 300))
 
 
