@@ -12,41 +12,44 @@ class SpikeGuardConfig:
 
     spike_guard: Literal["off", "log", "skip-step", "rollback"] = "off"
     """What happens at a step whose loss or gradient norm is a spike. log: it is recorded.
-    skip-step: it is also dropped before it changes weights and moments. rollback: after several
-    spikes in a row, the run also goes back to an earlier checkpoint and skips the data around the
-    spike."""
+    skip-step: if its data may be the cause, it is also dropped before it changes weights and
+    moments. rollback: after several high losses in a row, the run also goes back to an
+    earlier checkpoint and skips the data around the spike."""
     spike_guard_signals: Literal["loss", "both"] = "both"
-    """What can be a spike. both: loss and gradient norm."""
+    """What can be a spike. both: loss and gradient norm. If only the gradient norm is high, at most
+    one step in --spike-guard-window is dropped."""
     spike_guard_threshold: Annotated[float, POSITIVE] = 10.0
-    """A value is a spike if it is this many robust standard deviations above its level."""
+    """A value is a spike if it is this many robust standard deviations above its level. A loss that
+    is far below its level is a spike too."""
     spike_guard_min_rise: Annotated[float, NOT_NEGATIVE] = 0.05
     """A loss must also be above its level by this fraction."""
     spike_guard_min_norm_rise: Annotated[float, NOT_NEGATIVE] = 9.0
     """A gradient norm must also be above its level by this fraction. 9 means ten times the level.
     Single batches of clean data often have several times the usual norm."""
     spike_guard_window: Annotated[int, Range("[8, 100000]")] = 128
-    """Applied steps from which the standard deviation is estimated."""
+    """Steps from which the standard deviation is estimated."""
     spike_guard_smoothing: Annotated[int, Range("[3, 10000]")] = 16
-    """Applied steps in the running median that estimates the level."""
+    """Steps without a spike in the running median that estimates the level."""
     spike_guard_min_steps: Annotated[int, Range("[4, 10000]")] = 16
-    """Applied steps before the standard deviation is known, from the start of a run or data phase.
+    """Steps before the standard deviation is known, from the start of a run or data phase.
     Until then, a loss is a spike only if it exceeds the median so far by 20 % and by 1."""
     spike_guard_reach: Annotated[int, AT_LEAST_ONE] = 1000
-    """Iterations that the guard remembers. The level of the loss is the lowest one within them, so
-    a slow rise is a spike too. --spike-guard-max-skips and --spike-guard-max-rollbacks count
-    within them."""
+    """Iterations that the guard remembers. A slow rise above the lowest level within them is a
+    spike too. --spike-guard-max-skips and --spike-guard-max-rollbacks count within them. The guard
+    ends a run only if all losses within them were far above that of an untrained model."""
     spike_guard_patience: Annotated[int, AT_LEAST_ONE] = 3
-    """Spikes in a row that cause a rollback. Each of these steps is dropped. A step whose loss or
-    gradient is not finite is a spike too."""
+    """High losses in a row that cause a rollback. Each of these steps is dropped. A step whose loss
+    or gradient is not finite counts too."""
     spike_guard_skip_before: Annotated[int, NOT_NEGATIVE] = 100
     """Iterations before a spike that are skipped after a rollback. The run goes back to the newest
     checkpoint before them."""
     spike_guard_skip_after: Annotated[int, NOT_NEGATIVE] = 200
     """Iterations after the first step of a spike that are skipped after a rollback."""
     spike_guard_max_skips: Annotated[int, AT_LEAST_ONE] = 100
-    """End the run if more steps than this were dropped within --spike-guard-reach."""
+    """Steps that may be dropped within --spike-guard-reach. After that the guard only logs."""
     spike_guard_max_rollbacks: Annotated[int, NOT_NEGATIVE] = 3
-    """Rollbacks within --spike-guard-reach. End the run if a spike needs one more."""
+    """Rollbacks within --spike-guard-reach. If a spike needs one more, the guard only logs after
+    that."""
 
     @property
     def is_on(self) -> bool:

@@ -3,9 +3,14 @@
 _ITERATIONS = 50
 """The warning needs this many high losses in a row. A spike that recovers is shorter."""
 _FACTOR = 0.2
-"""A loss is high if it exceeds the first loss by this fraction of it, and by at least _MARGIN."""
+"""A loss is high if it exceeds the usual loss by this fraction of it, and by at least _MARGIN."""
 _MARGIN = 1.0
-"""Without this margin, noise would cause a warning if the first loss is very small."""
+"""Without this margin, noise would cause a warning if the usual loss is very small."""
+
+
+def compute_high_loss(usual: float) -> float:
+    """Return the loss above which a run is probably diverging, given a usual loss. Both in nats."""
+    return usual + max(_MARGIN, _FACTOR * usual)
 
 
 class DivergenceWatch:
@@ -26,7 +31,7 @@ class DivergenceWatch:
         """
         if self._first is None:
             self._first = loss
-        limit = self._first + max(_MARGIN, _FACTOR * self._first)
+        limit = compute_high_loss(self._first)
         if loss > limit:
             self._above += 1
         else:

@@ -6,7 +6,8 @@ that makes the same rollback at its next start.
 A record is one JSON object a line. Its keys are
 
 - time: in UTC. action: "spike-guard". decision: a value of `Response`.
-- iteration, loss, grad_norm, loss_limit, grad_norm_limit, learning_rate, dropped, reason.
+- iteration, loss, grad_norm, learning_rate, dropped, reason.
+- loss_limit, loss_lower_limit, grad_norm_limit: of normal values, or null if there is none.
 - With the decision "rollback" also: to and digest (of the checkpoint that the run goes back to),
   from_digest (of its newest checkpoint), first, last_normal, skip ([first, last] iteration that is
   skipped), windows (of all rollbacks so far, `skip` included), and request (of the rollback).
@@ -119,6 +120,7 @@ def build_record(spike: Spike, learning_rate: float) -> dict[str, Any]:
         "loss": spike.loss,
         "grad_norm": spike.grad_norm,
         "loss_limit": spike.loss_limit,
+        "loss_lower_limit": spike.loss_lower_limit,
         "grad_norm_limit": spike.grad_norm_limit,
         "learning_rate": learning_rate,
         "dropped": spike.dropped,

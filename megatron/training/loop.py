@@ -39,7 +39,7 @@ def train(run: Run) -> StopReason:
 
     Raises:
         TrainingError: Too many iterations in a row were not finite, replicas of a parameter differ,
-            a number to be stored is not finite, or the spike guard has intervened too often.
+            a number to be stored is not finite, or the spike guard finds that the run has diverged.
         DataError: A data file or an index has changed since the start, or a batch cannot be read.
         CheckpointError: A checkpoint could not be written.
     """

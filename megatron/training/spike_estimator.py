@@ -1,30 +1,38 @@
-"""Robust running estimates of one signal, such as the loss, and the limit above which it spikes.
+"""Robust running estimates of one signal, such as the loss, and the limits of its normal values.
 
 All numbers are logarithms of the signal, so thresholds do not depend on its scale.
 
-- The running median is the median of the last `smoothing` recorded values.
+- The running median is the median of the last `smoothing` normal values.
 - The noise is 1.4826 / sqrt(2) times the median of |value - value before it| over the last `window`
-  values. It is a standard deviation if the noise is normal. A few outliers do not change it, and
-  neither does the steep fall of the loss at the start of a run.
-- The level is the lowest running median within `reach` iterations. Without `reach`, it is the
-  present running median. The lowest one also shows a slow rise, which a comparison with the last
-  values would miss.
+  values, spikes included. It is a standard deviation if the noise is normal. A few outliers do not
+  change it, and neither does the steep fall of the loss at the start of a run.
+- The margin is `threshold` times the noise, and at least `min_rise`. With few values the noise is
+  uncertain, so the margin is larger.
 
-The limit is the level plus `threshold` times the noise, and at least `min_rise` above the level.
-With few values the noise is uncertain, so the limit is higher.
+A value is a spike if it is more than the margin above the running median. A loss is also a spike in
+two other cases. It is far below the running median, as for text that repeats itself. Or it is more
+than 1.3 margins above the lowest running median within `reach` iterations. This finds a slow
+rise, which a comparison with the last values would miss.
+
+Spikes do not change the running median at first. If they outnumber normal values by `LASTING`, the
+change is lasting, and the last spikes become the new level. The old level stays normal for `reach`
+iterations, so the values may also return to it.
 
 Invariant: the state is a function of the recorded values. A run that resumes with the state makes
 the same decisions as a run that was not interrupted.
 
 Source: Huber, Robust Statistics. Median and MAD are used instead of mean and standard deviation,
 because a spike itself would change these. OLMo-core's SkipStepOptimizer uses mean and standard
-deviation, with a threshold of 6 and a window of 128 steps.
+deviation of the last 128 steps with a threshold of 6. The losses of skipped steps count, so its
+level follows a lasting change too.
 """
 
 import math
 from collections import deque
 from statistics import median
 from typing import Any
+
+from megatron.training.divergence import compute_high_loss
 
 _MAD_TO_SIGMA = 1.4826
 """Standard deviation / median absolute deviation, of a normal distribution."""
@@ -35,16 +43,23 @@ _NORMAL = 2.0
 
 The lowest of many medians is below the true level by about the noise.
 """
-_EARLY_RISE = 1.0
-_EARLY_FRACTION = 0.2
-"""Before the noise is known, a loss may be above its level by the larger one of these, in nats and
-as a fraction of the level."""
 _SMALLEST = 1e-30
 """A signal of zero has no logarithm."""
+_MIN_FALL = -math.log(0.8)
+"""A loss must be below its level by 20 % to be a spike. Clean losses fall, and seldom jump down."""
+_SLOW = 1.3
+"""A slow rise is a spike at this many margins above the lowest running median.
+
+The lowest of many medians is below the true level.
+"""
+LASTING = 32
+"""A change is lasting if spikes outnumber normal values by this since it began."""
+_LEAST = 4
+"""With a running median of few values, as many spikes suffice, but at least this many."""
 
 
 class SpikeEstimator:
-    """The estimates of one signal. `find_limit` reads them and `record` updates them."""
+    """The estimates of one signal. `find_limits` reads them and `record` updates them."""
 
     def __init__(
         self,
@@ -64,9 +79,8 @@ class SpikeEstimator:
             min_steps: Values before the noise is known.
             threshold: Distance from the level to the limit, as a multiple of the noise.
             min_rise: Smallest distance from the level to the limit, as a fraction of the level.
-            reach: Iterations whose lowest running median is the level, as for a loss. None: the
-                level is the present running median, and there is no limit before the noise is
-                known.
+            reach: Iterations that a loss is compared with. None: the signal is not a loss. It may
+                fall and may rise slowly, and has no limit before the noise is known.
         """
         self._min_steps = min_steps
         self._threshold = threshold
@@ -78,16 +92,25 @@ class SpikeEstimator:
         self._medians: deque[tuple[int, float]] = deque()
         """(iteration, running median) after each `smoothing` values, within `reach`."""
         self._since_median = 0
-        self._limit: float | None = None
+        self._last: float | None = None
+        """The last value, normal or not."""
+        self._spikes: deque[float] = deque(maxlen=smoothing)
+        """The last spikes, which may be the beginning of a lasting change."""
+        self._surplus = 0
+        """Spikes minus normal values since the change began."""
+        self._former: tuple[int, float] | None = None
+        """Iteration and level of the last lasting change."""
+        self._low: float | None = None
+        self._high: float | None = None
 
-    def find_limit(self) -> float | None:
-        """Return the largest value that is not a spike, in units of the signal.
+    def find_limits(self) -> tuple[float | None, float | None]:
+        """Return the smallest and the largest normal value, in units of the signal.
 
-        It is None if there are too few values yet.
+        A limit is None if there is none, or if there are too few values yet.
         """
-        if self._limit is None:
-            return None
-        return math.exp(self._limit)
+        low = None if self._low is None else math.exp(self._low)
+        high = None if self._high is None else math.exp(self._high)
+        return low, high
 
     def find_last_normal(self, iteration: int) -> int:
         """Return the last iteration before a spike whose level was still normal.
@@ -98,29 +121,49 @@ class SpikeEstimator:
         Args:
             iteration: The first iteration of the spike.
         """
-        level = self._find_level()
-        normal = level + _NORMAL * self._find_noise()
-        if not self._recent or median(self._recent) <= normal:
+        if not self._recent:
+            return iteration - 1
+        normal = self._find_lowest() + _NORMAL * self._find_noise()
+        if median(self._recent) <= normal:
             return iteration - 1
         earlier = [at for at, value in self._medians if value <= normal]
         return earlier[-1] if earlier else iteration - 1
 
     def record(self, value: float, iteration: int) -> None:
-        """Record the value of an applied step.
-
-        A value above the limit is recorded as the limit. The estimates then follow a signal that
-        stays high, but slowly.
-        """
+        """Record the value of a step, whether it was applied or not. It must be finite."""
         logarithm = math.log(max(value, _SMALLEST))
-        if self._limit is not None:
-            logarithm = min(logarithm, self._limit)
-        if self._recent:
-            self._differences.append(abs(logarithm - self._recent[-1]))
-        self._recent.append(logarithm)
-        if self._reach is not None:
-            self._record_median(iteration, self._reach)
+        is_low = self._low is not None and logarithm < self._low
+        is_high = self._high is not None and logarithm > self._high
+        if self._last is not None:
+            self._differences.append(abs(logarithm - self._last))
+        self._last = logarithm
+        if is_low or is_high:
+            self._record_spike(logarithm, iteration)
+        else:
+            self._surplus = max(0, self._surplus - 1)
+            self._recent.append(logarithm)
+            if self._reach is not None:
+                self._record_median(iteration, self._reach)
+        if not self._surplus:
+            self._spikes.clear()
+        if self._former is not None and self._former[0] < iteration - (self._reach or 0):
+            self._former = None
         # Computed once for each value, because sorting the window takes the most time.
-        self._limit = self._find_log_limit()
+        self._update_limits()
+
+    def _record_spike(self, logarithm: float, iteration: int) -> None:
+        """Count a spike, and accept a lasting change as the new level."""
+        self._spikes.append(logarithm)
+        self._surplus += 1
+        known = len(self._recent)
+        enough = LASTING if known == self._smoothing else max(_LEAST, known)
+        if self._surplus < enough:
+            return
+        self._former = (iteration, median(self._recent))
+        self._recent = self._spikes.copy()
+        self._medians.clear()
+        self._since_median = 0
+        self._surplus = 0
 
     def _record_median(self, iteration: int, reach: int) -> None:
         """Record the running median if it is due, and forget those that are too old."""
@@ -137,7 +180,12 @@ class SpikeEstimator:
         self._differences.clear()
         self._medians.clear()
         self._since_median = 0
-        self._limit = None
+        self._last = None
+        self._spikes.clear()
+        self._surplus = 0
+        self._former = None
+        self._low = None
+        self._high = None
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -146,6 +194,10 @@ class SpikeEstimator:
             "differences": list(self._differences),
             "medians": [list(entry) for entry in self._medians],
             "since_median": self._since_median,
+            "last": self._last,
+            "spikes": list(self._spikes),
+            "surplus": self._surplus,
+            "former": None if self._former is None else list(self._former),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -155,15 +207,32 @@ class SpikeEstimator:
         self._differences.extend(state["differences"])
         self._medians.extend((at, value) for at, value in state["medians"])
         self._since_median = state["since_median"]
-        self._limit = self._find_log_limit()
+        # Older versions recorded applied steps only, and had no lower limit.
+        self._last = state.get("last", self._recent[-1] if self._recent else None)
+        self._spikes.extend(state.get("spikes", []))
+        self._surplus = state.get("surplus", 0)
+        former = state.get("former")
+        self._former = None if former is None else (former[0], former[1])
+        self._update_limits()
 
-    def _find_log_limit(self) -> float | None:
+    def _update_limits(self) -> None:
         count = len(self._differences)
         if count + 1 < self._min_steps:
-            return self._find_early_limit()
-        noise = self._find_noise()
+            self._low = None
+            self._high = self._find_early_limit()
+            return
         threshold = self._threshold * (1 + _UNCERTAINTY / count)
-        return self._find_level() + max(threshold * noise, self._min_rise)
+        noise = threshold * self._find_noise()
+        margin = max(noise, self._min_rise)
+        level = median(self._recent)
+        self._high = min(level + margin, self._find_lowest() + _SLOW * margin)
+        if self._reach is None:
+            return
+        self._low = level - max(noise, _MIN_FALL)
+        if self._former is not None:
+            _, former_level = self._former
+            self._high = max(self._high, former_level + margin)
+            self._low = min(self._low, former_level - max(noise, _MIN_FALL))
 
     def _find_early_limit(self) -> float | None:
         """Return the limit before the noise is known.
@@ -173,8 +242,7 @@ class SpikeEstimator:
         """
         if self._reach is None or not self._recent:
             return None
-        level = math.exp(median(self._recent))
-        return math.log(level + max(_EARLY_RISE, _EARLY_FRACTION * level))
+        return math.log(compute_high_loss(math.exp(median(self._recent))))
 
     def _find_noise(self) -> float:
         if not self._differences:
@@ -182,6 +250,6 @@ class SpikeEstimator:
         # A difference of two values has twice the variance of one.
         return _MAD_TO_SIGMA / math.sqrt(2) * median(self._differences)
 
-    def _find_level(self) -> float:
-        """Return the level. There is at least one value."""
+    def _find_lowest(self) -> float:
+        """Return the lowest running median within `reach`. There is at least one value."""
         return min([median(self._recent), *(value for _, value in self._medians)])

@@ -3,15 +3,21 @@
 Invariant: a decision is a function of the losses and gradient norms, and of the state. The first
 are the same on all ranks, and the state is in the checkpoints. So all ranks make the same decision
 without a message, and a resumed run makes the decisions of a run that was not interrupted.
+
+Bad data and bad weights both cause spikes, and only for bad data it helps to drop the step. Spikes
+in a row on different data mean that the weights are the cause, or that the data have changed for
+long. The steps are then applied. For a gradient norm at a normal loss, the second spike in a row is
+applied, because clipping limits its step. For a loss, it is the one after `LASTING` spikes.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepResult
+from megatron.training.divergence import compute_high_loss
 from megatron.training.spike_estimator import SpikeEstimator
 
 
@@ -24,8 +30,10 @@ class Response(Enum):
     """Record it. The step was dropped."""
     ROLLBACK = "rollback"
     """Go back to a checkpoint, and skip the data around the spike."""
+    SWITCH_TO_LOG = "switch-to-log"
+    """Drop and roll back no more, because the guard has intervened too often."""
     STOP = "stop"
-    """End the run, because the guard has intervened too often."""
+    """End the run, because it has diverged."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,8 @@ class Spike:
     grad_norm: float
     loss_limit: float | None
     """Largest loss that is not a spike. None if it is not known yet."""
+    loss_lower_limit: float | None
+    """Smallest loss that is not a spike. None if it is not known yet."""
     grad_norm_limit: float | None
     reason: str
     """What is wrong with the step, as text."""
@@ -49,17 +59,37 @@ class Spike:
     """Last iteration before `first` whose loss was normal."""
 
 
+@dataclass(frozen=True)
+class _Verdict:
+    """What is unusual about the numbers of a step."""
+
+    loss: str | None
+    """What is wrong with the loss, as text, or None."""
+    norm: str | None
+    """What is wrong with the gradient norm, as text, or None."""
+    is_low: bool = False
+    """Whether the loss is too low."""
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(text for text in (self.loss, self.norm) if text is not None)
+
+
 class SpikeGuard:
     """Judges the steps of a run. Call `accepts` before the update and `observe` after the step."""
 
-    def __init__(self, config: SpikeGuardConfig, state: dict[str, Any]) -> None:
+    def __init__(
+        self, config: SpikeGuardConfig, state: dict[str, Any], untrained_loss: float = math.inf
+    ) -> None:
         """Continue from a state.
 
         Args:
             config: The flags of the guard.
             state: What `state` returned at the save. It is empty at the start of a run.
+            untrained_loss: Loss of a model that gives all tokens the same probability, in nats.
         """
         self._config = config
+        self._diverged_loss = compute_high_loss(untrained_loss)
         self._loss = self._build_estimator(config.spike_guard_min_rise, config.spike_guard_reach)
         # The norm rises and falls with the learning rate, so a rise above its lowest level is
         # normal.
@@ -68,6 +98,12 @@ class SpikeGuard:
         """First iteration of the present spike, or None."""
         self._last_normal = 0
         self._in_a_row = 0
+        """Spikes in a row that count for a rollback, which are high losses and nan."""
+        self._since_norm_spike = config.spike_guard_window
+        """Steps since the last high gradient norm, up to the window."""
+        self._diverged_in_a_row = 0
+        """Steps in a row whose loss was above that of an untrained model."""
+        self._only_logs = False
         self._dropped: list[int] = []
         """Iterations that were dropped, within the guard's reach."""
         self.windows: list[tuple[int, int]] = []
@@ -80,6 +116,10 @@ class SpikeGuard:
             self._last_normal = state["last_normal"]
             self._in_a_row = state["in_a_row"]
             self._dropped = list(state["dropped"])
+            # Older versions do not have the others.
+            self._since_norm_spike = state.get("since_norm_spike", self._since_norm_spike)
+            self._diverged_in_a_row = state.get("diverged_in_a_row", 0)
+            self._only_logs = state.get("only_logs", False)
         self.windows = [(first, last) for first, last in state.get("windows", [])]
 
     def _build_estimator(self, min_rise: float, reach: int | None) -> SpikeEstimator:
@@ -101,24 +141,38 @@ class SpikeGuard:
             "first": self._first,
             "last_normal": self._last_normal,
             "in_a_row": self._in_a_row,
+            "since_norm_spike": self._since_norm_spike,
+            "diverged_in_a_row": self._diverged_in_a_row,
+            "only_logs": self._only_logs,
             "dropped": list(self._dropped),
             "windows": [list(window) for window in self.windows],
         }
 
     def start_phase(self) -> None:
-        """Forget the estimates, because the losses of the new phase have another level."""
+        """Forget the estimates, because the losses of the new phase have another level.
+
+        A guard that only logged drops steps again.
+        """
         self._loss.clear()
         self._norm.clear()
+        self._dropped = []
+        self._only_logs = False
 
     def accepts(self, loss: float, grad_norm: float | None) -> bool:
-        """Return whether a step is not a spike, so that it may change the weights.
+        """Return whether a step may change the weights. It may not if its data seem to be bad.
 
         Args:
             loss: Mean loss of the global batch.
             grad_norm: Norm of the gradient before clipping. None if the engine does not know it
                 before the update.
         """
-        return not self._list_reasons(loss, grad_norm)
+        if self._only_logs or len(self._dropped) >= self._config.spike_guard_max_skips:
+            return True
+        verdict = self._judge(loss, grad_norm)
+        if verdict.loss is not None:
+            return False
+        # The last high norm came from other data, so the weights are the cause.
+        return verdict.norm is None or self._since_norm_spike < self._config.spike_guard_window
 
     def observe(self, result: StepResult, iteration: int) -> Spike | None:
         """Update the estimates with a step, and return the spike if it is one.
@@ -134,66 +188,98 @@ class SpikeGuard:
         # DeepSpeed computes no norm for a step that was dropped for its loss.
         if result.rejected and not math.isfinite(result.grad_norm):
             norm = None
-        reasons = self._list_reasons(result.loss, norm)
+        self._dropped = [at for at in self._dropped if self._is_within_reach(at, iteration)]
+        verdict = self._judge(result.loss, norm)
+        if self._has_diverged(result.loss):
+            verdict = replace(
+                verdict,
+                loss=f"the loss was above {self._diverged_loss:.4g} for the last "
+                f"{self._diverged_in_a_row} iterations",
+            )
         spike = None
-        if reasons:
+        if verdict.reason:
             # The limits are those from before this step.
-            spike = self._make_spike(result, iteration, reasons)
+            spike = self._make_spike(result, iteration, verdict)
         else:
             self._first = None
             self._in_a_row = 0
-        if result.applied:
+        if math.isfinite(result.loss):
             self._loss.record(result.loss, iteration)
-            self._norm.record(result.grad_norm, iteration)
+        if norm is not None and math.isfinite(norm):
+            self._norm.record(norm, iteration)
+        if verdict.norm is not None:
+            self._since_norm_spike = 0
+        elif self._since_norm_spike < self._config.spike_guard_window:
+            self._since_norm_spike += 1
         return spike
 
-    def _list_reasons(self, loss: float, grad_norm: float | None) -> list[str]:
-        """Return the reasons why a step is a spike, as text. The list is empty if it is not one."""
-        signals = [("loss", loss, self._loss.find_limit())]
-        if grad_norm is not None:
-            norm_limit = self._norm.find_limit()
-            if self._config.spike_guard_signals == "loss":
-                norm_limit = None
-            signals.append(("gradient norm", grad_norm, norm_limit))
-        reasons = []
-        for name, value, limit in signals:
-            if not math.isfinite(value):
-                reasons.append(f"the {name} is {value}")
-            elif limit is not None and value > limit:
-                reasons.append(f"the {name} is {value:.4g}, and the limit is {limit:.4g}")
-        return reasons
+    def _has_diverged(self, loss: float) -> bool:
+        """Count the losses in a row that are far above that of an untrained model.
 
-    def _make_spike(self, result: StepResult, iteration: int, reasons: list[str]) -> Spike:
+        Losses that are not finite are counted by --max-nan-iterations.
+        """
+        if loss > self._diverged_loss and math.isfinite(loss):
+            self._diverged_in_a_row += 1
+        elif math.isfinite(loss):
+            self._diverged_in_a_row = 0
+        return self._diverged_in_a_row >= self._config.spike_guard_reach
+
+    def _judge(self, loss: float, grad_norm: float | None) -> _Verdict:
+        """Compare the numbers of a step with their limits."""
+        norm_text = None
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            norm_text = f"the gradient norm is {grad_norm}"
+        elif grad_norm is not None and self._config.spike_guard_signals == "both":
+            norm_text = _describe("gradient norm", grad_norm, *self._norm.find_limits())
+        if not math.isfinite(loss):
+            return _Verdict(f"the loss is {loss}", norm_text)
+        lower, upper = self._loss.find_limits()
+        is_low = lower is not None and loss < lower
+        return _Verdict(_describe("loss", loss, lower, upper), norm_text, is_low)
+
+    def _make_spike(self, result: StepResult, iteration: int, verdict: _Verdict) -> Spike:
         """Count a spike, and return it with the response to it."""
-        self._in_a_row += 1
         if self._first is None:
             self._first = iteration
             self._last_normal = self._loss.find_last_normal(iteration)
+        # A rollback would not help against a high norm, which the weights cause if it stays. Steps
+        # with a low loss do no harm, because they are dropped.
+        counts = (verdict.loss is not None and not verdict.is_low) or result.is_nan
+        self._in_a_row += counts
         if not result.applied:
             self._dropped.append(iteration)
-        self._dropped = [at for at in self._dropped if self._is_within_reach(at, iteration)]
+        lower, upper = self._loss.find_limits()
         return Spike(
             iteration=iteration,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            loss_limit=self._loss.find_limit(),
-            grad_norm_limit=self._norm.find_limit(),
-            reason="; ".join(reasons),
-            response=self._choose_response(iteration, dropped=not result.applied),
+            loss_limit=upper,
+            loss_lower_limit=lower,
+            grad_norm_limit=self._norm.find_limits()[1],
+            reason=verdict.reason,
+            response=self._choose_response(iteration, dropped=not result.applied, counts=counts),
             dropped=not result.applied,
             first=self._first,
             last_normal=self._last_normal,
         )
 
-    def _choose_response(self, iteration: int, *, dropped: bool) -> Response:
+    def _choose_response(self, iteration: int, *, dropped: bool, counts: bool) -> Response:
         config = self._config
         if config.spike_guard == "log":
             return Response.LOG
-        if len(self._dropped) > config.spike_guard_max_skips:
+        if self._diverged_in_a_row >= config.spike_guard_reach:
             return Response.STOP
-        if config.spike_guard == "rollback" and self._in_a_row % config.spike_guard_patience == 0:
+        if self._only_logs:
+            return Response.LOG
+        # `accepts` drops no more of them, but a step that is not finite is always dropped.
+        if len(self._dropped) + (not dropped) > config.spike_guard_max_skips:
+            self._only_logs = True
+            return Response.SWITCH_TO_LOG
+        needs_rollback = counts and self._in_a_row % config.spike_guard_patience == 0
+        if config.spike_guard == "rollback" and needs_rollback:
             if self.count_rollbacks(iteration) >= config.spike_guard_max_rollbacks:
-                return Response.STOP
+                self._only_logs = True
+                return Response.SWITCH_TO_LOG
             return Response.ROLLBACK
         return Response.SKIP_STEP if dropped else Response.LOG
 
@@ -203,3 +289,12 @@ class SpikeGuard:
 
     def _is_within_reach(self, earlier: int, iteration: int) -> bool:
         return earlier > iteration - self._config.spike_guard_reach
+
+
+def _describe(name: str, value: float, lower: float | None, upper: float | None) -> str | None:
+    """Return what is wrong with a number, as text, or None if it is within its limits."""
+    if upper is not None and value > upper:
+        return f"the {name} is {value:.4g}, above the limit of {upper:.4g}"
+    if lower is not None and value < lower:
+        return f"the {name} is {value:.4g}, below the limit of {lower:.4g}"
+    return None

@@ -1,5 +1,6 @@
 """What the training loop does after a spike: log, record, roll back or end the run."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def build_guard(
     records = None
     if rank == 0 and config.checkpoint.save is not None:
         records = GuardRecords(Path(config.checkpoint.save))
-    return SpikeGuard(config.guard, state.spike_guard), records
+    untrained_loss = math.log(plan.padded_vocab_size)
+    return SpikeGuard(config.guard, state.spike_guard, untrained_loss), records
 
 
 def choose_accept(run: Run) -> Accept | None:
@@ -53,7 +55,7 @@ def respond_to_step(run: Run, result: StepResult, learning_rate: float) -> None:
         learning_rate: The learning rate of the step.
 
     Raises:
-        TrainingError: The guard has intervened too often.
+        TrainingError: The run has diverged.
         CheckpointError: A save in progress failed, or the rollback cannot be recorded.
     """
     if run.guard is None:
@@ -71,11 +73,18 @@ def respond_to_step(run: Run, result: StepResult, learning_rate: float) -> None:
     # The reason is on the disk before an error ends the run.
     _write(run, record)
     if spike.response == Response.STOP:
-        raise TrainingError(_explain_stop(run, spike, learning_rate))
+        raise TrainingError(
+            f"the spike guard ends the run at iteration {spike.iteration}, because the run has "
+            f"diverged: {spike.reason}. An untrained model has a loss of "
+            f"{math.log(run.plan.padded_vocab_size):.4g}. Roll back with tools/rollback.py to an "
+            "earlier checkpoint, and change what caused it: the data, a hyperparameter or the code"
+        )
     done = "it was dropped" if spike.dropped else "it was applied"
     run.reporter.say(
         f"warning: spike guard: iteration {spike.iteration} is a spike and {done}: {spike.reason}"
     )
+    if spike.response == Response.SWITCH_TO_LOG:
+        run.reporter.say(_explain_switch(run, spike))
 
 
 def _decide(run: Run, spike: Spike, record: dict[str, Any]) -> dict[str, Any] | None:
@@ -128,27 +137,20 @@ def _write(run: Run, record: dict[str, Any]) -> None:
         run.reporter.say(f"warning: spike guard: the decision could not be recorded: {error}")
 
 
-def _explain_stop(run: Run, spike: Spike, learning_rate: float) -> str:
-    """Return why the guard ends the run, and what an operator can do."""
+def _explain_switch(run: Run, spike: Spike) -> str:
+    """Return why the guard intervenes no more."""
     guard = run.plan.config.guard
     assert run.guard is not None, "it has found the spike"
     rollbacks = run.guard.count_rollbacks(spike.iteration)
     if guard.spike_guard == "rollback" and rollbacks >= guard.spike_guard_max_rollbacks:
-        often = (
-            f"after {rollbacks} rollbacks within {guard.spike_guard_reach} iterations "
-            f"(--spike-guard-max-rollbacks {guard.spike_guard_max_rollbacks})"
-        )
+        often = f"has rolled back {rollbacks} times"
+        flag = "--spike-guard-max-rollbacks"
     else:
-        often = (
-            f"after more than {guard.spike_guard_max_skips} dropped steps within "
-            f"{guard.spike_guard_reach} iterations (--spike-guard-max-skips)"
-        )
+        often = f"has dropped {guard.spike_guard_max_skips} steps"
+        flag = "--spike-guard-max-skips"
     return (
-        f"the spike guard ends the run at iteration {spike.iteration} {often}: {spike.reason}. "
-        "Skipping more data will not help. The learning rate of this step was "
-        f"{learning_rate:.6g} (--lr {run.plan.lr_schedule.max_lr:g}), and is probably too high. "
-        "Roll back with tools/rollback.py to before the loss rose, and continue with a lower --lr "
-        "and --override-lr-scheduler, or correct the data"
+        f"warning: the spike guard {often} within {guard.spike_guard_reach} iterations ({flag}). "
+        "More would not help, so it only logs from now on, and the run continues"
     )
 
 

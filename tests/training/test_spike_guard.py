@@ -25,6 +25,7 @@ from megatron.training.interventions import (
     finish_interrupted_rollback,
     read_guard_records,
 )
+from megatron.training.spike_estimator import LASTING
 from megatron.training.spike_guard import Response, Spike, SpikeGuard
 
 CONFIG = SpikeGuardConfig(
@@ -33,6 +34,8 @@ CONFIG = SpikeGuardConfig(
     spike_guard_max_skips=10,
     spike_guard_max_rollbacks=2,
 )
+SKIP = replace(CONFIG, spike_guard="skip-step")
+LOG = replace(CONFIG, spike_guard="log")
 
 
 def make_step(loss: float = 5.0, grad_norm: float = 1.0, *, overflow: bool = False) -> StepResult:
@@ -121,33 +124,101 @@ def test_step_without_a_known_norm_is_judged_by_its_loss() -> None:
     assert "norm" not in spike.reason
 
 
-def test_log_drops_nothing_and_follows_a_loss_that_stays_high() -> None:
-    config = replace(CONFIG, spike_guard="log", spike_guard_reach=50)
-    guard = make_guard(config)
-    spikes = [guard.observe(make_step(7.0), at) for at in range(41, 400)]
-    assert {spike.response for spike in spikes if spike is not None} == {Response.LOG}
-    assert spikes[0] is not None
-    assert not spikes[0].dropped
-    assert spikes[-1] is None
+def test_log_drops_nothing_and_follows_a_lasting_change() -> None:
+    guard = make_guard(LOG)
+    spikes = [guard.observe(make_step(7.0), at) for at in range(41, 140)]
+    found = [spike for spike in spikes if spike is not None]
+    assert [spike.iteration for spike in found] == list(range(41, 41 + LASTING))
+    assert {(spike.response, spike.dropped) for spike in found} == {(Response.LOG, False)}
 
 
-def test_too_many_dropped_steps_end_the_run() -> None:
-    guard = make_guard(replace(CONFIG, spike_guard="skip-step"))
-    spikes = run_steps(guard, [make_step(9.0)] * 11, 41)
-    assert list_responses(spikes) == ["skip-step"] * 10 + ["stop"]
+def test_guard_only_logs_after_too_many_dropped_steps() -> None:
+    guard = make_guard(SKIP)
+    steps = [make_step(9.0)] * 14
+    spikes = run_steps(guard, steps, 41)
+    assert list_responses(spikes) == ["skip-step"] * 10 + ["switch-to-log"] + ["log"] * 3
+    assert [spike.dropped for spike in spikes if spike is not None] == [True] * 10 + [False] * 4
+    # The next phase has other data.
+    guard.start_phase()
+    run_steps(guard, make_clean(40), 55)
+    assert list_responses(run_steps(guard, [make_step(9.0)], 95)) == ["skip-step"]
 
 
 def test_dropped_steps_beyond_the_reach_do_not_count() -> None:
-    guard = make_guard(replace(CONFIG, spike_guard="skip-step"))
+    guard = make_guard(SKIP)
     steps = ([make_step(9.0)] + [make_step(5.0)] * 10) * 30
-    assert "stop" not in list_responses(run_steps(guard, steps, 41))
+    assert "switch-to-log" not in list_responses(run_steps(guard, steps, 41))
+
+
+def test_high_norm_on_other_data_is_applied() -> None:
+    """The weights are the cause, and a clipped step is what changes them."""
+    guard = make_guard(SKIP)
+    high = make_step(5.0, 57.0)
+    spikes = run_steps(guard, [high, high, high, make_step(), high], 41)
+    assert list_responses(spikes) == ["skip-step", "log", "log", None, "log"]
+    assert "loss" not in str(spikes[0] and spikes[0].reason)
+    # Much later, another single batch may be bad.
+    run_steps(guard, make_clean(SKIP.spike_guard_window), 46)
+    assert list_responses(run_steps(guard, [high], 200)) == ["skip-step"]
+
+
+@pytest.mark.parametrize("step", [make_step(5.0, 57.0), make_step(2.0)])
+def test_high_norms_and_low_losses_cause_no_rollback(step: StepResult) -> None:
+    spikes = run_steps(make_guard(), [step] * 9, 41)
+    assert "rollback" not in list_responses(spikes)
+    assert spikes[0] is not None
+    assert spikes[0].dropped
+
+
+@pytest.mark.parametrize("config", [LOG, SKIP, CONFIG], ids=["log", "skip-step", "rollback"])
+@pytest.mark.parametrize("step", [make_step(math.nan), make_step(5.0, math.inf)])
+@pytest.mark.parametrize("starts_phase", [False, True])
+def test_first_step_may_be_not_finite(
+    config: SpikeGuardConfig, step: StepResult, starts_phase: bool
+) -> None:
+    guard = SpikeGuard(config, {})
+    if starts_phase:
+        run_steps(guard, make_clean(20), 1)
+        guard.start_phase()
+    (spike,) = run_steps(guard, [step], 21)
+    assert spike is not None
+    assert spike.last_normal == 20
+
+
+def test_diverged_run_ends() -> None:
+    untrained = 4.0
+    for config in (SKIP, CONFIG):
+        guard = SpikeGuard(config, {}, untrained)
+        run_steps(guard, [make_step(4.0)] * 40)
+        responses = list_responses(run_steps(guard, [make_step(6.0)] * 100, 41))
+        assert responses.index("stop") == CONFIG.spike_guard_reach - 1
+    # A loss below that of an untrained model may be a run that learns other data.
+    guard = SpikeGuard(SKIP, {}, untrained)
+    run_steps(guard, [make_step(2.0)] * 40)
+    assert "stop" not in list_responses(run_steps(guard, [make_step(4.9)] * 300, 41))
+    # The losses of --spike-guard log never end the run.
+    guard = SpikeGuard(LOG, {}, untrained)
+    assert "stop" not in list_responses(run_steps(guard, [make_step(9.0)] * 300))
+
+
+def test_state_of_an_older_version_continues() -> None:
+    """It lacks the keys that were added since."""
+    guard = make_guard()
+    state = guard.state()
+    for added in ("since_norm_spike", "diverged_in_a_row", "only_logs"):
+        del state[added]
+    for signal in ("loss", "grad_norm"):
+        kept = ("recent", "differences", "medians", "since_median")
+        state[signal] = {key: state[signal][key] for key in kept}
+    resumed = SpikeGuard(CONFIG, state)
+    assert resumed.state() == guard.state()
 
 
 def test_only_rollbacks_within_the_reach_count() -> None:
     windows = [[10, 20], [30, 60]]
     state = {**make_guard().state(), "windows": windows}
     high = [make_step(9.0)] * 3
-    assert list_responses(run_steps(SpikeGuard(CONFIG, state), high, 100))[-1] == "stop"
+    assert list_responses(run_steps(SpikeGuard(CONFIG, state), high, 100))[-1] == "switch-to-log"
     # At iteration 141, the second window is 81 iterations back and the first one 121.
     assert list_responses(run_steps(SpikeGuard(CONFIG, state), high, 139))[-1] == "rollback"
 

@@ -13,6 +13,7 @@ import pytest
 
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepResult
+from megatron.training.spike_estimator import LASTING
 from megatron.training.spike_guard import SpikeGuard
 
 CURVES = Path(__file__).resolve().parents[1] / "fixtures/published_runs/gpt2_124m_curves.npz"
@@ -60,7 +61,9 @@ def test_slow_rise_in_a_recorded_curve_is_found(length: int) -> None:
     losses[4000 : 4000 + length] += np.linspace(0, 1.0, length)
     found = find_spikes(losses, norms)
     assert 4000 < found[0] < 4000 + 0.6 * length
-    assert found[-1] == 4000 + length
+    # After LASTING spikes in a row, the new level is normal.
+    assert len(found) >= LASTING
+    assert max(found) <= 4000 + length
 
 
 @pytest.mark.parametrize("at", [30, 3000])

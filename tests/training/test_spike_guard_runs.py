@@ -204,21 +204,42 @@ def test_nan_before_the_first_checkpoint_is_dropped(
     assert len(read_losses(tmp_path / "run")) == 8
 
 
-def test_too_high_learning_rate_ends_the_run_and_is_named(
+DIVERGE = f"{ROLLBACK} --spike-guard-skip-after 5 --spike-guard-max-rollbacks 1 --clip-grad 0"
+
+
+def test_guard_only_logs_after_its_last_rollback(
     pool: ProcessPool, corpora: dict[str, str], tmp_path: Path
 ) -> None:
-    flags = (
-        f"{ROLLBACK} --spike-guard-skip-after 5 --spike-guard-max-rollbacks 1 --lr 1 "
-        "--clip-grad 0 --lr-warmup-iters 90"
-    )
-    folder = tmp_path / "run"
-    outcome = pool.run(1, pretrain, make_argv(folder, corpora["clean"], 100, flags))[0]
-    assert outcome.kind == TrainingError.__name__
-    assert "--lr 1)" in str(outcome.error)
-    assert "after 1 rollbacks" in str(outcome.error)
-    decisions = [decision for decision, _ in list_decisions(folder)]
+    """Without the guard, this run trains to its end too."""
+    flags = f"{DIVERGE} --lr 1 --lr-warmup-iters 90 --log-interval 1"
+    output = succeed(pool.run(1, pretrain, make_argv(tmp_path, corpora["clean"], 100, flags)))
+    assert "has rolled back 1 times" in output
+    assert "only logs from now on" in output
+    assert "learning rate" not in "".join(r["reason"] for r in read_interventions(tmp_path))
+    decisions = [decision for decision, _ in list_decisions(tmp_path)]
     assert decisions.count("rollback") == 1
-    assert decisions[-1] == "stop"
+    switched = decisions.index("switch-to-log")
+    assert set(decisions[switched + 1 :]) <= {"log"}
+    assert max(read_losses(tmp_path)) == 100
+
+
+def test_diverged_run_ends(pool: ProcessPool, corpora: dict[str, str], tmp_path: Path) -> None:
+    flags = f"{DIVERGE} --lr 30 --spike-guard-reach 30"
+    outcome = pool.run(1, pretrain, make_argv(tmp_path, corpora["clean"], 100, flags))[0]
+    assert outcome.kind == TrainingError.__name__
+    assert "because the run has diverged" in str(outcome.error)
+    assert "for the last 30 iterations" in str(outcome.error)
+    assert list_decisions(tmp_path)[-1][0] == "stop"
+
+
+@pytest.mark.parametrize("mode", ["log", "skip-step", ROLLBACK.split(None, 1)[1]])
+def test_first_step_may_be_nan(
+    mode: str, pool: ProcessPool, corpora: dict[str, str], tmp_path: Path
+) -> None:
+    argv = make_argv(tmp_path, corpora["clean"], 100, f"--spike-guard {mode} --train-iters 4")
+    succeed(pool.run(1, pretrain_with_nan, argv, 1, 1))
+    assert [at for _, at in list_decisions(tmp_path)] == [1]
+    assert sorted(read_losses(tmp_path)) == [2, 3, 4]
 
 
 def test_rollback_needs_its_own_checkpoints(run: Runner) -> None:
