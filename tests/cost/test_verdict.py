@@ -55,7 +55,7 @@ def test_a_7b_may_fit_on_one_h200() -> None:
     assert predict(136).verdict is Verdict.DOES_NOT_FIT
 
 
-@pytest.mark.parametrize("name", SOFTWARE.keys() - {"trainer"})
+@pytest.mark.parametrize("name", sorted(SOFTWARE.keys() - {"trainer"}))
 def test_other_trainers_have_no_margin(name: str) -> None:
     """Their entries are compared with published runs."""
     job = StepJob(SMALL, RankLayout(), 16, SOFTWARE[name], load_hardware("h200"))
