@@ -45,8 +45,13 @@ def start_and_look() -> tuple[int, dict[str, Any]]:
     given: dict[str, Any] = {}
 
     def start(backend: str, **options: Any) -> None:
+        store = options.pop("store")
         given.update(backend=backend, **options)
-        given.pop("store")
+        # Rank 0 keeps the store, which rank 1 reads until now.
+        if options["rank"] == 1:
+            store.set("has read", "yes")
+        else:
+            store.wait(["has read"])
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The process has some sockets already, so it gets the usual limit.
