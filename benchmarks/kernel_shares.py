@@ -6,7 +6,7 @@
 The trace is that of --profile-iterations of pretrain_gpt.py. Kernels of all streams are counted.
 Idle is the share of the time between the first and the last kernel in which no kernel runs. The
 profiler makes launches slower, so a small model is idle for longer than without it. A trace
-of a CPU has only operators. Those that contain others are counted together with these.
+of a CPU has only operators. An operator that calls others is counted in addition to them.
 """
 
 import gzip

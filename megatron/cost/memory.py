@@ -66,22 +66,22 @@ class Verdict(StrEnum):
     """Whether a layout fits in the memory of a device."""
 
     FITS = "fits"
-    """Also with the margin for what lies outside of tensors."""
+    """The layout fits with the margin for memory outside of tensors."""
     MAY_FIT = "may fit"
-    """Only without the margin."""
+    """The layout fits only without the margin."""
     DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of the device that needs most."""
+    """Peak memory in bytes of the device that needs the most."""
 
     predicted: float
     with_margin: float
     """At least `predicted`."""
 
     def judge(self, memory_bytes: float) -> Verdict:
-        """Return whether a device with this memory is large enough."""
+        """Return the verdict for a device with this many bytes."""
         if self.with_margin <= memory_bytes:
             return Verdict.FITS
         if self.predicted <= memory_bytes:

@@ -11,7 +11,7 @@ from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 
 _CAST = 6
-"""Bytes that convert a gradient from 16 bits to fp32: a read and a write."""
+"""Bytes moved to convert a gradient from 16 bits to fp32: a read and a write."""
 _ADD = 12
 """Bytes that add an fp32 gradient to an fp32 sum: two reads and a write."""
 _ADD_ROUNDED = 10
@@ -21,7 +21,7 @@ _COPY = 8
 
 
 def uses_fsdp(layout: RankLayout) -> bool:
-    """Return whether FSDP2 holds the parameters. One data-parallel rank needs none."""
+    """Return whether FSDP2 holds the parameters. A run with one data-parallel rank does not use FSDP2."""
     return layout.data * layout.context > 1
 
 
@@ -62,7 +62,7 @@ def count_product_bytes(layout: RankLayout, software: Software, microbatches: in
 def count_gather_bytes(
     shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
 ) -> int:
-    """Return the bytes that copy the gathered weights of a stage in a step."""
+    """Return the bytes moved to copy the gathered weights of a stage in a step."""
     if layout.shard_size == 1:
         return 0
     layers = len(stage.layers) * flops.count_layer_parameters(shape, layout.tensor)

@@ -18,7 +18,7 @@ from megatron.parallel.progress import Phase, RankProgress
 from megatron.parallel.waiting import wait_for
 
 _SHOWN = 8
-"""Number of ranks that a name of a group has."""
+"""Largest number of ranks that the name of a group lists."""
 
 
 def connect_ranks(

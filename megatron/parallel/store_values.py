@@ -1,6 +1,6 @@
 """Values of the rendezvous store, checked when they are read.
 
-Whoever reaches the port of the store can write any value. Invariants: a value never becomes a part
+Any process that reaches the port of the store can write any value. Invariants: a value never becomes a part
 of a path, unless it consists of digits in a fixed form. A record has the fields and types that a
 rank of this program sends. Text is printable and has a limited length.
 """
@@ -24,7 +24,7 @@ _CALL = re.compile(r"\d{7,15}-\d{8}T\d{6}", re.ASCII)
 
 
 def make_call_name(iteration: int) -> str:
-    """Return the name of a call: the iteration of the caller, and the time."""
+    """Return the name of a roll call: the iteration of the caller, and the time."""
     return f"{iteration:07d}-{time.strftime('%Y%m%dT%H%M%S')}"
 
 

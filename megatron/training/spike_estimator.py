@@ -21,8 +21,8 @@ iterations, so the values may also return to it.
 Invariant: the state is a function of the recorded values. A run that resumes with the state makes
 the same decisions as a run that was not interrupted.
 
-Source: Huber, Robust Statistics. Median and MAD are used instead of mean and standard deviation,
-because a spike itself would change these. OLMo-core's SkipStepOptimizer uses mean and standard
+Source: Huber, Robust Statistics. Medians of the values and of their absolute differences are used instead of mean and standard
+deviation, because a spike would change the latter. OLMo-core's SkipStepOptimizer uses mean and standard
 deviation of the last 128 steps with a threshold of 6. The losses of skipped steps count, so its
 level follows a lasting change too.
 """
@@ -44,7 +44,7 @@ _NORMAL = 2.0
 The lowest of many medians is below the true level by about the noise.
 """
 _SMALLEST = 1e-30
-"""A signal of zero has no logarithm."""
+"""Smaller values are raised to this, because zero has no logarithm."""
 _MIN_FALL = -math.log(0.8)
 """A loss must be below its level by 20 % to be a spike. Clean losses fall, and seldom jump down."""
 _SLOW = 1.3

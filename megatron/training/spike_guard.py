@@ -6,8 +6,9 @@ without a message, and a resumed run makes the decisions of a run that was not i
 
 Bad data and bad weights both cause spikes, and only for bad data it helps to drop the step. Spikes
 in a row on different data mean that the weights are the cause, or that the data have changed for
-long. The steps are then applied. For a gradient norm at a normal loss, the second spike in a row is
-applied, because clipping limits its step. For a loss, it is the one after `LASTING` spikes.
+long. The steps are then applied. A high gradient norm at a normal loss is applied
+if another one came within the window before it, because clipping limits its step. A loss is applied
+after spikes outnumber normal steps by `LASTING`.
 """
 
 import math
