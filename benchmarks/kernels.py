@@ -275,7 +275,7 @@ def measure_attentions(device: torch.device, arguments: Arguments) -> float | No
 
     The rate is that of forward and backward pass together.
     """
-    share = None
+    rate = None
     for attention in ATTENTIONS:
         if arguments.quick:
             attention = Attention(4, attention.groups * 4 // attention.heads, 16, 64, 1)
@@ -295,10 +295,10 @@ def measure_attentions(device: torch.device, arguments: Arguments) -> float | No
                 flush=True,
             )
             add_row("attention", kernel=name, forward=forward, backward=backward, **described)
-            if share is None and name == "flash":
+            if rate is None and name == "flash":
                 # 2 parts of the FLOPs are in the forward pass, and 5 in the backward pass.
-                share = 7 / (2 / forward + 5 / backward)
-    return share
+                rate = 7 / (2 / forward + 5 / backward)
+    return rate
 
 
 @dataclass(frozen=True)
@@ -323,10 +323,10 @@ def build_loss(name: str, rows: int, hidden: int, vocab: int, device: torch.devi
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, vocab, (rows, 1), device=device)
     logits = torch.randn(rows, vocab, device=device, dtype=torch.bfloat16)
-    place = VocabSlice(0, vocab)
+    vocab_slice = VocabSlice(0, vocab)
 
     def loss() -> None:
-        value = cross_entropy(states, weight, labels, place, TensorParallel())
+        value = cross_entropy(states, weight, labels, vocab_slice, TensorParallel())
         differentiate(value, (states, weight))
 
     def products() -> None:
@@ -396,7 +396,9 @@ def measure_model_parts(device: torch.device, arguments: Arguments, copy: float 
         if copy is not None:
             moved = (seconds - products) * copy * 1e12 / part.elements
         text = f"{part.name}: {1e3 * seconds:.3f} ms, products {1e3 * products:.3f} ms"
-        print(f"{text}, as {moved} bytes an element", flush=True)
+        if moved is not None:
+            text += f", equal to a copy of {moved:.1f} bytes an element"
+        print(text, flush=True)
         add_row(
             "model parts",
             name=part.name,

@@ -220,7 +220,10 @@ def main() -> int:
         write_random_tokens(data, 512 if arguments.quick else 32000, _RANDOM_TOKENS)
         for variant in arguments.variant:
             if time.perf_counter() - start > arguments.seconds:
-                print(f"SKIPPED: {variant}: the {arguments.seconds:g} s of --seconds have passed", flush=True)
+                print(
+                    f"SKIPPED: {variant}: the {arguments.seconds:g} s of --seconds have passed",
+                    flush=True,
+                )
                 add_row("large model", variant=variant, error="not started: no time left")
                 continue
             run_variant(arguments, variant, data, folder, kinds)

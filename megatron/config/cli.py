@@ -256,7 +256,9 @@ def load_yaml(text: str, *, fast: bool = False) -> Config:
     given, errors = _read_preset(contents.preset)
     given |= contents.given
     # Versions without this field averaged the means of the microbatches.
-    given.setdefault(LOSS_MEAN, ValueWithOrigin("microbatch", "an older version"))
+    given.setdefault(
+        LOSS_MEAN, ValueWithOrigin("microbatch", "the configuration of an older version")
+    )
     # A text that cannot be parsed gives no values, so each required field would be reported as
     # missing too.
     errors = contents.errors or errors or find_missing(given)

@@ -8,7 +8,7 @@ from megatron.config.interval import NOT_NEGATIVE, Range
 LossMean = Literal["step", "microbatch"]
 LOSS_MEAN = "loss.loss_mean"
 """The dotted name of the field below."""
-FOREIGN_ORIGIN = "as in the trainer of "
+FOREIGN_ORIGIN = "as in the trainer that has the flag "
 """The origin of --loss-mean begins with this if the command line is that of another trainer. The
 flag that shows it follows."""
 
@@ -19,11 +19,11 @@ class LossConfig:
 
     # Without this field, a checkpoint has "microbatch" (`load_yaml`).
     loss_mean: LossMean = "step"
-    """What the loss is the mean of, if tokens are masked (--eod-mask-loss, --goldfish-loss). step:
-    all tokens of the step that count. microbatch: the means of the microbatches, which depends on
-    the micro-batch size. A resume keeps the checkpoint's. A command line with a flag that only
-    another trainer has, or with --deepspeed-config, gets microbatch, as such trainers compute it.
-    --calculate-per-token-loss means step."""
+    """How the loss is averaged if tokens are masked (--eod-mask-loss, --goldfish-loss). step: over
+    all unmasked tokens of the step. microbatch: over each microbatch, and then over microbatches,
+    so it depends on the micro-batch size. A resume keeps the value of the checkpoint. A command
+    line with a flag that only another trainer has, or with --deepspeed-config, gets microbatch, as
+    such trainers compute it. --calculate-per-token-loss means step."""
     z_loss_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
     """Add this factor times the mean of log(sum of exp(logits))^2, which keeps the logits small
     (https://arxiv.org/abs/2204.02311). The logged training loss contains it. 0 turns it off."""

@@ -21,7 +21,7 @@ _COPY = 8
 
 
 def uses_fsdp(layout: RankLayout) -> bool:
-    """Return whether FSDP2 holds the parameters. A run with one data-parallel rank does not use FSDP2."""
+    """Return whether FSDP2 holds the parameters. It does not with one data-parallel rank."""
     return layout.data * layout.context > 1
 
 

@@ -1,8 +1,8 @@
 """Values of the rendezvous store, checked when they are read.
 
-Any process that reaches the port of the store can write any value. Invariants: a value never becomes a part
-of a path, unless it consists of digits in a fixed form. A record has the fields and types that a
-rank of this program sends. Text is printable and has a limited length.
+Any process that reaches the port of the store can write any value. Invariants: only a value of
+digits in a fixed form becomes a part of a path. A record has the fields and types that a rank of
+this program sends. Text is printable and has a limited length.
 """
 
 import json

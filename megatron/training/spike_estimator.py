@@ -21,10 +21,10 @@ iterations, so the values may also return to it.
 Invariant: the state is a function of the recorded values. A run that resumes with the state makes
 the same decisions as a run that was not interrupted.
 
-Source: Huber, Robust Statistics. Medians of the values and of their absolute differences are used instead of mean and standard
-deviation, because a spike would change the latter. OLMo-core's SkipStepOptimizer uses mean and standard
-deviation of the last 128 steps with a threshold of 6. The losses of skipped steps count, so its
-level follows a lasting change too.
+Source: Huber, Robust Statistics. Medians of the values and of their absolute differences are used
+instead of mean and standard deviation, because a spike would change the latter. OLMo-core's
+SkipStepOptimizer uses mean and standard deviation of the last 128 steps with a threshold of 6. The
+losses of skipped steps count, so its level follows a lasting change too.
 """
 
 import math

@@ -597,7 +597,7 @@ def test_mean_of_the_loss(masks: str, tmp_path: Path):
     assert load_mean("--use-flash-attn")[0] == "microbatch"
     assert load_mean("--optimizer", "dist_muon") == (
         "microbatch",
-        "as in the trainer of --optimizer dist_muon",
+        "as in the trainer that has the flag --optimizer dist_muon",
     )
     assert load_mean(*json_flags)[0] == load_mean("--deepspeed", *json_flags)[0] == "microbatch"
     assert load_mean("--deepspeed")[0] == "step"

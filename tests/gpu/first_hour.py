@@ -79,7 +79,7 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                 + ((base,) if base else ()),
                 "time and memory of a step with 1 and 8 microbatches in six variants, and the "
                 "errors of their predictions",
-                limit_answers(120),
+                build_answer_timeout(120),
             ),
             build_step_time(
                 "step time, 125M like nanochat",
@@ -101,14 +101,14 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                     *("--part", "pin", "stall", "load"),
                 ),
                 "save, load, time of pinning, stall of an asynchronous save",
-                limit_answers(120),
+                build_answer_timeout(120),
             ),
             Step(
                 "ranks on one GPU",
                 150,
                 (PYTHON, "benchmarks/layouts.py", "--losses"),
                 "losses of TP, PP, ZeRO and HSDP over gloo against one process",
-                limit_answers(40),
+                build_answer_timeout(40),
             ),
             # A process of its own: a run without memory would end the other runs of the GPU.
             build_tests(
@@ -136,7 +136,7 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                 200,
                 (PYTHON, "benchmarks/layouts.py", "--losses"),
                 "losses against one process; a failure names its group",
-                limit_answers(60),
+                build_answer_timeout(60),
             ),
             Step(
                 "collectives",
@@ -215,13 +215,13 @@ def build_tests(title: str, seconds: float, mark: str, answers: str, *more: str)
 def build_step_time(title: str, seconds: float, arguments: str, answers: str) -> Step:
     """Return a step that compares training steps in bf16, with several microbatches."""
     command = f"benchmarks/step_time.py --precision bf16 --microbatches 4 --rounds 5 {arguments}"
-    return Step(title, seconds, (PYTHON, *command.split()), answers, limit_answers(90))
+    return Step(title, seconds, (PYTHON, *command.split()), answers, build_answer_timeout(90))
 
 
-def limit_answers(seconds: int) -> tuple[tuple[str, str], ...]:
-    """Return the environment in which a process that hangs costs at most so many seconds.
+def build_answer_timeout(seconds: int) -> tuple[tuple[str, str], ...]:
+    """Return the variable that limits how long a benchmark waits for a process.
 
-    The other measurements of the step then still have some time.
+    If one hangs, the other measurements of the step still have some time.
     """
     return (("WORLD_SECONDS", str(seconds)),)
 
@@ -348,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
             "tiny": arguments.tiny,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
-        report = Report(folder, f"part{arguments.part}", [step.title for step in steps], note)
+        report = Report(folder, f"part{arguments.part}", steps, note)
         left = end - time.monotonic()
         passed = run_steps(steps, report, left, lambda line: print(line, flush=True))
     finally:

@@ -43,7 +43,7 @@ class Step:
     seconds: float
     command: tuple[str, ...]
     answers: str = ""
-    """What the step answers, for the table of the documentation."""
+    """What the step answers, for the report."""
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -52,6 +52,8 @@ class Outcome:
     """What became of a step."""
 
     title: str
+    answers: str = ""
+    """What the step answers."""
     status: str = "not started"
     """not started, running, passed, failed, timed out, too much output, or interrupted."""
     seconds: float = 0.0
@@ -70,14 +72,14 @@ class Report:
     """The results of one part: PART.json, and PART.log with the output of its steps."""
 
     def __init__(
-        self, folder: Path, name: str, titles: Sequence[str], note: dict[str, Any]
+        self, folder: Path, name: str, steps: Sequence[Step], note: dict[str, Any]
     ) -> None:
         """Create the report, with all steps not started.
 
         Args:
             folder: Folder of the report.
             name: Name of the part, such as part1.
-            titles: The steps.
+            steps: The steps.
             note: Other entries of the report.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +87,7 @@ class Report:
         self.rows = folder / f"{name}.rows.jsonl"
         self._json = folder / f"{name}.json"
         self._note = note
-        self.outcomes = [Outcome(title) for title in titles]
+        self.outcomes = [Outcome(step.title, step.answers) for step in steps]
         for path in (self.log, self.rows):
             path.write_bytes(b"")
         self.write()

@@ -3,7 +3,7 @@
     python tests/gpu/tables.py gpu-report              print the tables
     python tests/gpu/tables.py gpu-report --write      put them into the pages of docs/
 
-FOLDER may have the reports of several parts, and of parts that were cut off. In the pages, what is
+FOLDER may have the reports of several parts, and of parts that were killed. In the pages, what is
 between the lines `<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
 """
 
@@ -45,7 +45,7 @@ class Part:
 
 
 def read_part(path: Path) -> Part:
-    """Return the report of a part. Of a step that was cut off, its rows are in another file.
+    """Return the report of a part. The rows of a step that was killed are in another file.
 
     Raises:
         ReportError: The report is no JSON of `first_hour.py`.
@@ -59,7 +59,7 @@ def read_part(path: Path) -> Part:
         if left.exists() and running:
             known = sum(len(step["rows"]) for step in steps)
             running[0]["rows"] = read_rows(left.read_text(encoding="utf-8"))[known:]
-            running[0]["status"] = "cut off"
+            running[0]["status"] = "killed"
     except (ValueError, KeyError, TypeError) as error:
         raise ReportError(f"{path} is no report of first_hour.py: {error!r}") from error
     return part
@@ -145,9 +145,12 @@ def make_large_model(parts: Sequence[Part], table: str) -> str:
 def make_outcomes(parts: Sequence[Part], table: str) -> str:
     """Return what became of each step."""
     return format_table(
-        ("part", "step", "result", "seconds", "rows"),
+        ("part", "step", "answers", "result", "seconds", "rows"),
         [
-            [part.name, step["title"], step["status"], step["seconds"], len(step["rows"])]
+            [
+                *(part.name, step["title"], step.get("answers"), step["status"]),
+                *(step["seconds"], len(step["rows"])),
+            ]
             for part in parts
             for step in part.steps
         ],

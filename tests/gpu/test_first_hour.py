@@ -46,7 +46,7 @@ def run(
 ) -> tuple[bool, dict[str, Any]]:
     """Run steps, and return whether they passed, and the report."""
     runner = modules["step_runner"]
-    report = runner.Report(folder, "part1", [s.title for s in steps], {"date": "now", "tiny": True})
+    report = runner.Report(folder, "part1", steps, {"date": "now", "tiny": True})
     passed = runner.run_steps(steps, report, budget, lambda line: None)
     return passed, json.loads((folder / "part1.json").read_text())
 
@@ -112,7 +112,7 @@ quick += "from results import add_row; add_row('copy', mib=0)"
 steps = [Step("first", 50, (sys.executable, "-S", "-c", quick))]
 steps += [Step("second", 50, (sys.executable, "-S", "-c", code)), Step("third", 50, ("true",))]
 note = {{"date": "now", "tiny": False}}
-report = Report(Path({report!r}), "part1", [step.title for step in steps], note)
+report = Report(Path({report!r}), "part1", steps, note)
 run_steps(steps, report, 100, print)
 """
 
@@ -121,7 +121,7 @@ run_steps(steps, report, 100, print)
     ("number", "statuses"),
     [
         (signal.SIGTERM, ["passed", "interrupted", "not started"]),
-        (signal.SIGKILL, ["passed", "cut off", "not started"]),
+        (signal.SIGKILL, ["passed", "killed", "not started"]),
     ],
 )
 def test_a_part_that_is_killed_leaves_its_rows(

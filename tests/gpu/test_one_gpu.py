@@ -2,7 +2,7 @@
 
 Each run is a launch of `pretrain_gpt.py`. The runs of all selected tests start in the background,
 eight at a time, because a launch takes most of its time for imports. A test waits for its own runs
-only, so tests that have finished have a result if the others are cut off. `-m gpu_core` selects the
+only, so tests that have finished have a result if the others are killed. `-m gpu_core` selects the
 most important tests.
 
 Without a GPU, all tests are skipped. With $GPU_TESTS_ON_CPU, the runs that should use the GPU use

@@ -35,7 +35,8 @@ def convert_column(path: FilePath, column: Any, first_row: int, place: str) -> l
 def check_values(path: FilePath, values: Any, first_row: int, place: str) -> None:
     """Check offsets, lengths and texts of a pyarrow array, before anything else reads it.
 
-    pyarrow does not check them itself. A wrong offset lets it read any address, which ends the process.
+    pyarrow does not check them itself. A wrong offset lets it read any address, which ends the
+    process.
 
     Args:
         path: The file.
