@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -64,10 +65,6 @@ class Outcome:
     """The end of the output of a step that did not pass."""
 
 
-class Interrupted(Exception):  # noqa: N818
-    """SIGTERM or SIGINT has arrived."""
-
-
 class Report:
     """The results of one part: PART.json, and PART.log with the output of its steps."""
 
@@ -115,11 +112,20 @@ def run_steps(
     SIGTERM and SIGINT end the running step, and the report is completed.
     """
     end = time.monotonic() + budget
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # An exception could come before the process of a step is known, and leave it running.
+        interrupted.set()
+
     previous = {
-        number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
         for step, outcome in zip(steps, report.outcomes, strict=True):
+            if interrupted.is_set():
+                say("interrupted")
+                break
             left = end - time.monotonic()
             if left < _SHORTEST_SECONDS:
                 say(f"--- {step.title}: not started, {left:.0f} s are left")
@@ -128,11 +134,9 @@ def run_steps(
             outcome.status = "running"
             report.write()
             say(f"==> {step.title} (at most {outcome.limit:.0f} s)")
-            _run_step(step, outcome, report)
+            _run_step(step, outcome, report, interrupted)
             report.write()
             say(_describe(outcome))
-    except Interrupted:
-        say("interrupted")
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -140,14 +144,7 @@ def run_steps(
     return all(outcome.status == "passed" for outcome in report.outcomes)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # `timeout` sends SIGTERM twice. The second one must not disturb the end of the report.
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
-    raise Interrupted
-
-
-def _run_step(step: Step, outcome: Outcome, report: Report) -> None:
+def _run_step(step: Step, outcome: Outcome, report: Report, interrupted: threading.Event) -> None:
     """Run a step, and fill in its outcome."""
     begin = report.log.stat().st_size
     first_row = report.rows.stat().st_size
@@ -162,10 +159,7 @@ def _run_step(step: Step, outcome: Outcome, report: Report) -> None:
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
-        outcome.status = _wait(process, start + outcome.limit, report.log, begin)
-    except Interrupted:
-        outcome.status = "interrupted"
-        raise
+        outcome.status = _wait(process, start + outcome.limit, report.log, begin, interrupted)
     finally:
         _end(process)
         # The step may have printed more before its end.
@@ -178,9 +172,17 @@ def _run_step(step: Step, outcome: Outcome, report: Report) -> None:
             outcome.tail = _read_from(report.log, begin)[-_TAIL:]
 
 
-def _wait(process: subprocess.Popen[bytes], end: float, log: Path, begin: int) -> str:
+def _wait(
+    process: subprocess.Popen[bytes],
+    end: float,
+    log: Path,
+    begin: int,
+    interrupted: threading.Event,
+) -> str:
     """Wait for the end of a step, and return its status."""
     while process.poll() is None:
+        if interrupted.is_set():
+            return "interrupted"
         if time.monotonic() > end:
             return "timed out"
         if log.stat().st_size - begin > _LOG_BYTES:
