@@ -42,11 +42,6 @@ from megatron.figure import make_figure, save_figure
 from megatron.observe.metrics import read_metrics
 from megatron.training.pretrain import pretrain
 
-ITERATIONS = 300
-BAD = range(271, 291)
-"""Iterations with bad data."""
-START = BAD.start - 1
-"""Iterations that all runs with one learning rate and seed have in common."""
 VOCABULARY = 5000
 BATCH = 16
 SEQUENCE = 64
@@ -67,6 +62,30 @@ SHAPE = (
     "--eval-interval 10000 --log-interval 100 --keep-latest-checkpoints 3"
 )
 
+
+@dataclass(frozen=True)
+class Length:
+    """How long the runs are."""
+
+    iterations: int
+    bad: range
+    """Iterations with bad data."""
+    flags: str
+
+    @property
+    def start(self) -> int:
+        """Iterations that all runs with one learning rate and seed have in common."""
+        return self.bad.start - 1
+
+
+SHORT = Length(
+    300,
+    range(271, 291),
+    "--save-interval 10 --spike-guard-skip-before 10 --spike-guard-skip-after 20",
+)
+LONG = Length(3000, range(2701, 2721), "--save-interval 100")
+"""With the defaults of the guard."""
+
 Rows = NDArray[np.int64]
 """[b, s + 1]: the tokens of a batch, with the last label."""
 
@@ -81,10 +100,17 @@ class Arguments:
     """Folder of the results."""
     cells: tuple[str, ...] = ()
     """Only these kinds of data or schedules. Default: all."""
+    long: bool = False
+    """Train for 3,000 iterations, in which a rollback skips as many iterations as by default."""
     seeds: tuple[int, ...] = SEEDS
     """Seeds of initialisation and order of the data."""
     modes: tuple[str, ...] = MODES
     """The modes of the guard."""
+
+    @property
+    def length(self) -> Length:
+        """The length of the runs."""
+        return LONG if self.long else SHORT
 
 
 @dataclass(frozen=True)
@@ -177,41 +203,51 @@ def write_phases(corpus: Path, folder: Path) -> Path:
                     writer.add_document(tokens)
     file.write_text(
         f"- data_path: [{folder / 'common'}]\n"
-        f"- from_iteration: {ITERATIONS // 2 + 1}\n  data_path: [{folder / 'rare'}]\n"
+        f"- from_iteration: {SHORT.iterations // 2 + 1}\n  data_path: [{folder / 'rare'}]\n"
     )
     return file
 
 
-_ALL = f"--train-iters {ITERATIONS}"
-_CONSTANT = f"--lr-decay-style constant --micro-batch-size {BATCH} --save-interval 10"
-_PLAIN = f"{_CONSTANT} --lr-warmup-iters 30"
-_HALF = ITERATIONS // 2
-SCHEDULES: dict[str, list[str]] = {
-    "constant": [f"{_PLAIN} {_ALL}"],
-    "batch ramp-up": [
-        "--lr-warmup-samples 160 --lr-decay-style constant --micro-batch-size 4 "
-        f"--rampup-batch-size 4 4 1600 --train-samples {ITERATIONS * BATCH - 1280} "
-        "--save-interval 10"
-    ],
-    "curriculum": [
-        f"{_PLAIN} --curriculum-schedule-type fixed_linear --curriculum-min-difficulty 16 "
-        f"--curriculum-max-difficulty {SEQUENCE} --curriculum-total-step {_HALF} "
-        f"--train-tokens {ITERATIONS * BATCH * SEQUENCE} "
-        f"--lr-decay-tokens {ITERATIONS * BATCH * SEQUENCE} {_ALL}"
-    ],
-    "data phase": [f"{_PLAIN} {_ALL}"],
-    "restart of the learning rate": [
-        f"--lr-warmup-iters 30 --lr-decay-style cosine --lr-decay-iters {_HALF} "
-        f"--micro-batch-size {BATCH} --save-interval 10 --exit-interval {_HALF} {_ALL}",
-        f"{_PLAIN} --override-lr-scheduler {_ALL}",
-    ],
-    "warm-up of 0": [f"{_CONSTANT} --lr-warmup-iters 0 {_ALL}"],
-    "fewer good data": [
-        f"{_PLAIN} {_ALL} --skip-train-iteration-range {BAD.start}-{BAD.stop - 1}",
-    ],
-}
-"""The flags of each launch of a run. `fewer good data` is trained without the bad data, on as many
-good data as the others have besides."""
+def list_launches(kind: str, length: Length) -> list[str]:
+    """Return the flags of each launch of a run. Runs with bad data are `constant` besides."""
+    iterations = f"--train-iters {length.iterations}"
+    constant = f"--lr-decay-style constant --micro-batch-size {BATCH}"
+    plain = f"{constant} --lr-warmup-iters 30 {iterations}"
+    half = length.iterations // 2
+    tokens = length.iterations * BATCH * SEQUENCE
+    launches = {
+        "batch ramp-up": [
+            "--lr-warmup-samples 160 --lr-decay-style constant --micro-batch-size 4 "
+            f"--rampup-batch-size 4 4 1600 --train-samples {length.iterations * BATCH - 1280}"
+        ],
+        "curriculum": [
+            f"{plain} --curriculum-schedule-type fixed_linear --curriculum-min-difficulty 16 "
+            f"--curriculum-max-difficulty {SEQUENCE} --curriculum-total-step {half} "
+            f"--train-tokens {tokens} --lr-decay-tokens {tokens}"
+        ],
+        "restart of the learning rate": [
+            f"--lr-warmup-iters 30 --lr-decay-style cosine --lr-decay-iters {half} "
+            f"--micro-batch-size {BATCH} --exit-interval {half} {iterations}",
+            f"{plain} --override-lr-scheduler",
+        ],
+        "warm-up of 0": [f"{constant} --lr-warmup-iters 0 {iterations}"],
+        # As many good data as the runs with bad data have.
+        "fewer good data": [
+            f"{plain} --skip-train-iteration-range {length.bad.start}-{length.bad.stop - 1}"
+        ],
+    }
+    return launches.get(kind, [plain])
+
+
+GOOD_DATA = (
+    "constant",
+    "batch ramp-up",
+    "curriculum",
+    "data phase",
+    "restart of the learning rate",
+    "warm-up of 0",
+    "fewer good data",
+)
 SHARED = (*BAD_DATA, "constant", "fewer good data")
 """The runs that have their first iterations in common. They have both learning rates."""
 
@@ -221,7 +257,7 @@ SHARED = (*BAD_DATA, "constant", "fewer good data")
 
 def list_cells(arguments: Arguments) -> list[Cell]:
     """Return all runs, those with `log` first."""
-    rates = {**dict.fromkeys(SCHEDULES, RATES[1:]), **dict.fromkeys(SHARED, RATES)}
+    rates = {**dict.fromkeys(GOOD_DATA, RATES[1:]), **dict.fromkeys(SHARED, RATES)}
     return [
         Cell(kind, mode, rate, seed)
         for mode in arguments.modes
@@ -241,12 +277,12 @@ def train(
         data = f"--data-phases {write_phases(arguments.corpus, arguments.output)}"
     flags = (
         f"{SHAPE} --lr {cell.rate} {data} --data-cache-path {arguments.output / 'cache'} "
-        f"--seed {cell.seed} --spike-guard {cell.mode} --spike-guard-skip-before 10 "
-        f"--spike-guard-skip-after 20 --save {folder} --load {folder} {launch}"
+        f"--seed {cell.seed} --spike-guard {cell.mode} {arguments.length.flags} "
+        f"--save {folder} --load {folder} {launch}"
     )
     output = io.StringIO()
     error = None
-    with spoil_data(cell.kind, cell.seed, BAD), contextlib.redirect_stdout(output):
+    with spoil_data(cell.kind, cell.seed, arguments.length.bad), contextlib.redirect_stdout(output):
         try:
             pretrain(load_config(flags.split()))
         except MegatronError as problem:
@@ -260,12 +296,14 @@ def train_start(cell: Cell, arguments: Arguments) -> Path:
     The start does not depend on the kind of the bad data. As long as there is no spike, it does not
     depend on the mode of the guard either.
     """
+    count = arguments.length.start
+    (launch,) = list_launches("constant", arguments.length)
     for mode in ("log", cell.mode):
         folder = arguments.output / f"start-{mode}-{cell.rate}-{cell.seed}"
         pointer = folder / "latest"
-        if not pointer.exists() or pointer.read_text() != f"global_step{START}":
+        if not pointer.exists() or pointer.read_text() != f"global_step{count}":
             start = dataclasses.replace(cell, kind="constant", mode=mode)
-            train(start, arguments, folder, f"{SCHEDULES['constant'][0]} --exit-interval {START}")
+            train(start, arguments, folder, f"{launch} --exit-interval {count}")
         if not (folder / "interventions.jsonl").exists():
             break
     return folder
@@ -288,7 +326,7 @@ def run_cell(cell: Cell, arguments: Arguments) -> dict[str, Any]:
         folder = Path(name) / "run"
         if cell.kind in SHARED:
             shutil.copytree(train_start(cell, arguments), folder, copy_function=_link_or_copy)
-        for launch in SCHEDULES.get(cell.kind, SCHEDULES["constant"]):
+        for launch in list_launches(cell.kind, arguments.length):
             error, lines = train(cell, arguments, folder, launch)
             warnings += lines
             if error is not None:
@@ -434,7 +472,7 @@ def format_tables(rows: dict[tuple[str, float], Row]) -> str:
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for (kind, rate), row in rows.items():
-        if kind in SCHEDULES:
+        if kind in GOOD_DATA:
             losses = " | ".join(f"{row.losses[mode]:.3f}" for mode in MODES)
             lines.append(
                 f"| {kind} | {rate:g} | {losses} | {row.steps} | {row.dropped['skip-step']} |"
@@ -458,7 +496,7 @@ def list_failures(rows: dict[tuple[str, float], Row]) -> list[str]:
                     failures.append(f"{kind}, {rate:g}: {mode} recovers {recovered:.0%}")
         if row.ended:
             failures.append(f"{kind}, {rate:g}: {row.ended} runs ended")
-    clean = [row for (kind, _), row in rows.items() if kind in SCHEDULES]
+    clean = [row for (kind, _), row in rows.items() if kind in GOOD_DATA]
     dropped = sum(row.dropped["skip-step"] for row in clean)
     steps = sum(row.steps for row in clean)
     if dropped * 1000 > steps:
@@ -470,18 +508,20 @@ def draw(runs: dict[Cell, dict[str, Any]], path: Path) -> None:
     """Draw the training loss of a run on random tokens, with and without the guard."""
     figure = make_figure(8, 4)
     axes = figure.subplots()
-    axes.axvspan(BAD.start - 0.5, BAD.stop - 0.5, color="tab:red", alpha=0.12, label="bad data")
+    axes.axvspan(
+        SHORT.bad.start - 0.5, SHORT.bad.stop - 0.5, color="tab:red", alpha=0.12, label="bad data"
+    )
     for mode, label in zip(MODES, ("no guard", "skip-step", "rollback"), strict=True):
         run = runs[Cell("random tokens", mode, RATES[1], SEEDS[0])]
         losses = dict(zip(run["iterations"], run["losses"], strict=True))
         # Dropped and skipped iterations are gaps.
-        shown = [losses.get(at) for at in range(1, ITERATIONS + 1)]
+        shown = [losses.get(at) for at in range(1, SHORT.iterations + 1)]
         values = [math.nan if loss is None else loss for loss in shown]
-        axes.plot(range(1, ITERATIONS + 1), values, label=f"{label}: {run['validation']:.3f}")
+        axes.plot(range(1, SHORT.iterations + 1), values, label=f"{label}: {run['validation']:.3f}")
     axes.set(
         xlabel="iteration",
         ylabel="training loss",
-        xlim=(200, ITERATIONS),
+        xlim=(230, SHORT.iterations),
         ylim=(5.4, None),
         title="20 iterations of random tokens, and the validation loss at the end",
     )
@@ -501,7 +541,8 @@ def main() -> int:
     tables = format_tables(rows)
     (arguments.output / "table.md").write_text(tables)
     print(tables)
-    draw(runs, arguments.output / "spike_guard.png")
+    if not arguments.long:
+        draw(runs, arguments.output / "spike_guard.png")
     return 0
 
 

@@ -23,8 +23,8 @@ class SpikeGuardConfig:
     is far below its level is a spike too."""
     spike_guard_min_rise: Annotated[float, NOT_NEGATIVE] = 0.05
     """A loss must also be above its level by this fraction."""
-    spike_guard_min_norm_rise: Annotated[float, NOT_NEGATIVE] = 9.0
-    """A gradient norm must also be above its level by this fraction. 9 means ten times the level.
+    spike_guard_min_norm_rise: Annotated[float, NOT_NEGATIVE] = 14.0
+    """A gradient norm must also be above its level by this fraction. 14 means 15 times the level.
     Single batches of clean data often have several times the usual norm."""
     spike_guard_window: Annotated[int, Range("[8, 100000]")] = 128
     """Steps from which the standard deviation is estimated."""

@@ -112,6 +112,10 @@ class SpikeEstimator:
         high = None if self._high is None else math.exp(self._high)
         return low, high
 
+    def find_level(self) -> float | None:
+        """Return the running median in units of the signal, or None without a value."""
+        return math.exp(median(self._recent)) if self._recent else None
+
     def find_last_normal(self, iteration: int) -> int:
         """Return the last iteration before a spike whose level was still normal.
 

@@ -6,9 +6,9 @@ without a message, and a resumed run makes the decisions of a run that was not i
 
 Bad data and bad weights both cause spikes, and only for bad data it helps to drop the step. Spikes
 in a row on different data mean that the weights are the cause, or that the data have changed for
-long. The steps are then applied. A high gradient norm at a normal loss is applied
-if another one came within the window before it, because clipping limits its step. A loss is applied
-after spikes outnumber normal steps by `LASTING`.
+long. The steps are then applied. A high gradient norm at a normal or slightly raised loss is
+applied if another one came within the window before it, because clipping limits its step. The
+other spikes of the loss are applied after they outnumber normal steps by `LASTING`.
 """
 
 import math
@@ -64,16 +64,14 @@ class Spike:
 class _Verdict:
     """What is unusual about the numbers of a step."""
 
-    loss: str | None
-    """What is wrong with the loss, as text, or None."""
-    norm: str | None
-    """What is wrong with the gradient norm, as text, or None."""
-    is_low: bool = False
+    reasons: tuple[str, ...]
+    """What is wrong, as text. It is empty if the step is not a spike."""
+    bad_data: bool
+    """Whether the data are probably the cause."""
+    low_loss: bool
     """Whether the loss is too low."""
-
-    @property
-    def reason(self) -> str:
-        return "; ".join(text for text in (self.loss, self.norm) if text is not None)
+    high_norm: bool
+    """Whether the gradient norm is too high, or is not finite."""
 
 
 class SpikeGuard:
@@ -170,10 +168,10 @@ class SpikeGuard:
         if self._only_logs or len(self._dropped) >= self._config.spike_guard_max_skips:
             return True
         verdict = self._judge(loss, grad_norm)
-        if verdict.loss is not None:
+        if verdict.bad_data:
             return False
-        # The last high norm came from other data, so the weights are the cause.
-        return verdict.norm is None or self._since_norm_spike < self._config.spike_guard_window
+        # If the last high norm came from other data, the weights are the cause.
+        return not verdict.high_norm or self._since_norm_spike < self._config.spike_guard_window
 
     def observe(self, result: StepResult, iteration: int) -> Spike | None:
         """Update the estimates with a step, and return the spike if it is one.
@@ -192,13 +190,11 @@ class SpikeGuard:
         self._dropped = [at for at in self._dropped if self._is_within_reach(at, iteration)]
         verdict = self._judge(result.loss, norm)
         if self._has_diverged(result.loss):
-            verdict = replace(
-                verdict,
-                loss=f"the loss was above {self._diverged_loss:.4g} for the last "
-                f"{self._diverged_in_a_row} iterations",
-            )
+            text = f"the loss was above {self._diverged_loss:.4g} for the last "
+            text += f"{self._diverged_in_a_row} iterations"
+            verdict = replace(verdict, reasons=(text, *verdict.reasons))
         spike = None
-        if verdict.reason:
+        if verdict.reasons:
             # The limits are those from before this step.
             spike = self._make_spike(result, iteration, verdict)
         else:
@@ -208,7 +204,7 @@ class SpikeGuard:
             self._loss.record(result.loss, iteration)
         if norm is not None and math.isfinite(norm):
             self._norm.record(norm, iteration)
-        if verdict.norm is not None:
+        if verdict.high_norm:
             self._since_norm_spike = 0
         elif self._since_norm_spike < self._config.spike_guard_window:
             self._since_norm_spike += 1
@@ -232,20 +228,29 @@ class SpikeGuard:
             norm_text = f"the gradient norm is {grad_norm}"
         elif grad_norm is not None and self._config.spike_guard_signals == "both":
             norm_text = _describe("gradient norm", grad_norm, *self._norm.find_limits())
-        if not math.isfinite(loss):
-            return _Verdict(f"the loss is {loss}", norm_text)
         lower, upper = self._loss.find_limits()
-        is_low = lower is not None and loss < lower
-        return _Verdict(_describe("loss", loss, lower, upper), norm_text, is_low)
+        if math.isfinite(loss):
+            loss_text = _describe("loss", loss, lower, upper)
+        else:
+            loss_text = f"the loss is {loss}"
+        low_loss = lower is not None and loss < lower
+        bad_data = loss_text is not None
+        if norm_text is not None and bad_data and not low_loss:
+            # Weights with a high gradient raise the loss of all data somewhat. Bad data raise it
+            # far.
+            level = self._loss.find_level()
+            bad_data = level is None or not loss <= compute_high_loss(level)
+        reasons = tuple(text for text in (loss_text, norm_text) if text is not None)
+        return _Verdict(reasons, bad_data, low_loss, norm_text is not None)
 
     def _make_spike(self, result: StepResult, iteration: int, verdict: _Verdict) -> Spike:
         """Count a spike, and return it with the response to it."""
         if self._first is None:
             self._first = iteration
             self._last_normal = self._loss.find_last_normal(iteration)
-        # A rollback would not help against a high norm, which the weights cause if it stays. Steps
-        # with a low loss do no harm, because they are dropped.
-        counts = (verdict.loss is not None and not verdict.is_low) or result.is_nan
+        # A rollback would not help against bad weights. Data with a low loss have done no harm,
+        # because their steps were dropped.
+        counts = (verdict.bad_data and not verdict.low_loss) or result.is_nan
         self._in_a_row += counts
         if not result.applied:
             self._dropped.append(iteration)
@@ -257,7 +262,7 @@ class SpikeGuard:
             loss_limit=upper,
             loss_lower_limit=lower,
             grad_norm_limit=self._norm.find_limits()[1],
-            reason=verdict.reason,
+            reason="; ".join(verdict.reasons),
             response=self._choose_response(iteration, dropped=not result.applied, counts=counts),
             dropped=not result.applied,
             first=self._first,
