@@ -5,6 +5,7 @@ Nothing here depends on the layout. `parallel/mesh.py` divides the ranks into gr
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -219,6 +220,11 @@ def _connect(host: str, port: int, limit: timedelta, *, keeps_it: bool) -> dist.
     if failed:
         raise failed[0]
     if not found:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+        except OSError as error:
+            # On a busy machine torch notices later that nothing listens.
+            raise dist.DistNetworkError(str(error)) from error
         raise LayoutError(
             f"the program that listens at {host}:{port} has not answered {os.uname().nodename} "
             f"within --distributed-timeout-minutes {limit / timedelta(minutes=1):g}, so it is not "
