@@ -138,7 +138,12 @@ def test_report_describes_the_learning_rate(capsys):
         ("", "step", "", False),
         ("--goldfish-loss", "step", "the default of a new run", False),
         ("--goldfish-loss --calculate-per-token-loss", "step", "given by --calc", False),
-        ("--goldfish-loss --use-flash-attn", "microbatch", "in the trainer of --use-flash", True),
+        (
+            "--goldfish-loss --use-flash-attn",
+            "microbatch",
+            "trainer that has the flag --use-flash",
+            True,
+        ),
     ],
 )
 def test_report_has_the_mean_of_the_loss(capsys, flags, mean, why, changes):
