@@ -208,6 +208,20 @@ def write_phases(corpus: Path, folder: Path) -> Path:
     return file
 
 
+GOOD_DATA = (
+    "constant",
+    "batch ramp-up",
+    "curriculum",
+    "data phase",
+    "restart of the learning rate",
+    "warm-up of 0",
+)
+FEWER = "fewer good data"
+"""As many good data as the runs with bad data have."""
+SHARED = (*BAD_DATA, "constant", FEWER)
+"""The runs that have their first iterations in common."""
+
+
 def list_launches(kind: str, length: Length) -> list[str]:
     """Return the flags of each launch of a run. Runs with bad data are `constant` besides."""
     iterations = f"--train-iters {length.iterations}"
@@ -231,25 +245,9 @@ def list_launches(kind: str, length: Length) -> list[str]:
             f"{plain} --override-lr-scheduler",
         ],
         "warm-up of 0": [f"{constant} --lr-warmup-iters 0 {iterations}"],
-        # As many good data as the runs with bad data have.
-        "fewer good data": [
-            f"{plain} --skip-train-iteration-range {length.bad.start}-{length.bad.stop - 1}"
-        ],
+        FEWER: [f"{plain} --skip-train-iteration-range {length.bad.start}-{length.bad.stop - 1}"],
     }
     return launches.get(kind, [plain])
-
-
-GOOD_DATA = (
-    "constant",
-    "batch ramp-up",
-    "curriculum",
-    "data phase",
-    "restart of the learning rate",
-    "warm-up of 0",
-    "fewer good data",
-)
-SHARED = (*BAD_DATA, "constant", "fewer good data")
-"""The runs that have their first iterations in common. They have both learning rates."""
 
 
 # Runs
@@ -257,14 +255,14 @@ SHARED = (*BAD_DATA, "constant", "fewer good data")
 
 def list_cells(arguments: Arguments) -> list[Cell]:
     """Return all runs, those with `log` first."""
-    rates = {**dict.fromkeys(GOOD_DATA, RATES[1:]), **dict.fromkeys(SHARED, RATES)}
+    kinds = (*BAD_DATA, *GOOD_DATA, FEWER)
     return [
         Cell(kind, mode, rate, seed)
         for mode in arguments.modes
         for seed in arguments.seeds
-        for kind, rates_of_kind in rates.items()
-        for rate in rates_of_kind
-        if kind in (arguments.cells or rates)
+        for kind in kinds
+        for rate in RATES
+        if kind in (arguments.cells or kinds)
     ]
 
 
@@ -454,7 +452,7 @@ def format_tables(rows: dict[tuple[str, float], Row]) -> str:
             if row is None:
                 continue
             good = rows["constant", rate].losses["log"]
-            fewer = rows["fewer good data", rate].losses["log"]
+            fewer = rows[FEWER, rate].losses["log"]
             recovered = ", ".join(
                 f"{row.recover(mode, good):.0%} ({row.recover(mode, fewer):.0%})"
                 for mode in MODES[1:]
@@ -536,7 +534,7 @@ def main() -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     runs = run_all(arguments)
     rows = summarize(runs)
-    if any((kind, RATES[1]) not in rows for kind in ("constant", "fewer good data")):
+    if any((kind, RATES[1]) not in rows for kind in ("constant", FEWER)):
         return 0
     tables = format_tables(rows)
     (arguments.output / "table.md").write_text(tables)

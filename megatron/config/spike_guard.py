@@ -5,6 +5,11 @@ from typing import Annotated, Literal
 
 from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
 
+_SKIP_BEFORE = 100
+_SKIP_AFTER = 200
+"""Source: PaLM (Chowdhery et al.), section 5.1: a restart about 100 steps before the spike, and
+200 to 500 batches are skipped."""
+
 
 @dataclass(frozen=True)
 class SpikeGuardConfig:
@@ -40,11 +45,12 @@ class SpikeGuardConfig:
     spike_guard_patience: Annotated[int, AT_LEAST_ONE] = 3
     """High losses in a row that cause a rollback. Each of these steps is dropped. A step whose loss
     or gradient is not finite counts too."""
-    spike_guard_skip_before: Annotated[int, NOT_NEGATIVE] = 100
+    spike_guard_skip_before: Annotated[int | None, NOT_NEGATIVE] = None
     """Iterations before a spike that are skipped after a rollback. The run goes back to the newest
-    checkpoint before them."""
-    spike_guard_skip_after: Annotated[int, NOT_NEGATIVE] = 200
-    """Iterations after the first step of a spike that are skipped after a rollback."""
+    checkpoint before them. The default is 100, but at most 0.5 % of --train-iters."""
+    spike_guard_skip_after: Annotated[int | None, NOT_NEGATIVE] = None
+    """Iterations after the first step of a spike that are skipped after a rollback. The default is
+    200, but at most 1 % of --train-iters."""
     spike_guard_max_skips: Annotated[int, AT_LEAST_ONE] = 100
     """Steps that may be dropped within --spike-guard-reach. After that the guard only logs."""
     spike_guard_max_rollbacks: Annotated[int, NOT_NEGATIVE] = 3
@@ -66,4 +72,22 @@ class SpikeGuardConfig:
         """Iterations by which a rollback may go back, or None if the guard does not roll back."""
         if self.spike_guard != "rollback":
             return None
-        return self.spike_guard_reach + self.spike_guard_skip_before
+        before = self.spike_guard_skip_before
+        return self.spike_guard_reach + (_SKIP_BEFORE if before is None else before)
+
+    def find_skipped(self, train_iters: int) -> tuple[int, int]:
+        """Return how many iterations before and after a spike are skipped after a rollback.
+
+        By default a short run skips fewer. In 3,000 iterations, 300 skipped ones would cost more
+        than bad data usually do.
+
+        Args:
+            train_iters: Iterations of the whole run.
+        """
+        before = self.spike_guard_skip_before
+        after = self.spike_guard_skip_after
+        if before is None:
+            before = min(_SKIP_BEFORE, train_iters // 200)
+        if after is None:
+            after = min(_SKIP_AFTER, train_iters // 100)
+        return before, after

@@ -40,6 +40,7 @@ from megatron.operations.rollback.execution import (
     roll_back_within_run,
 )
 from megatron.operations.rollback.plan import NOTHING, RollbackRequest, read_target
+from megatron.plan import Plan
 from megatron.training.spike_guard import Response, Spike
 
 ACTION = "spike-guard"
@@ -168,7 +169,7 @@ def _is_usable(root: Path, entry: LineageEntry) -> bool:
 
 
 def decide_rollback(
-    config: Config,
+    plan: Plan,
     lineage: Lineage,
     spike: Spike,
     windows: list[tuple[int, int]],
@@ -180,7 +181,7 @@ def decide_rollback(
     Rank 0 calls it. When this returns a record, the rollback takes place even after a kill.
 
     Args:
-        config: The resolved configuration of the run.
+        plan: The run's plan.
         lineage: The checkpoints that the run came through, without one that is being saved.
         spike: The spike.
         windows: The ranges that earlier rollbacks skip.
@@ -194,14 +195,15 @@ def decide_rollback(
     Raises:
         OSError: A checkpoint cannot be read, or the record cannot be written.
     """
+    config = plan.config
     root = Path(str(config.checkpoint.save))
-    guard = config.guard
-    target = choose_target(root, lineage, spike, guard.spike_guard_skip_before)
+    before, after = config.guard.find_skipped(plan.train_iters)
+    target = choose_target(root, lineage, spike, before)
     if target is None:
         return None
     window = (
-        max(target.iteration + 1, spike.last_normal + 1 - guard.spike_guard_skip_before),
-        max(spike.iteration, spike.first + guard.spike_guard_skip_after),
+        max(target.iteration + 1, spike.last_normal + 1 - before),
+        max(spike.iteration, spike.first + after),
     )
     request = RollbackRequest(
         to=target.iteration,

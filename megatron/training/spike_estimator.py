@@ -11,8 +11,8 @@ All numbers are logarithms of the signal, so thresholds do not depend on its sca
 
 A value is a spike if it is more than the margin above the running median. A loss is also a spike in
 two other cases. It is far below the running median, as for text that repeats itself. Or it is more
-than 1.3 margins above the lowest running median within `reach` iterations. This finds a slow
-rise, which a comparison with the last values would miss.
+than 1.3 margins above the lowest running median within `reach` iterations. This finds a slow rise,
+which a comparison with the last values would miss.
 
 Spikes do not change the running median at first. If they outnumber normal values by `LASTING`, the
 change is lasting, and the last spikes become the new level. The old level stays normal for `reach`
@@ -139,7 +139,7 @@ class SpikeEstimator:
         is_low = self._low is not None and logarithm < self._low
         is_high = self._high is not None and logarithm > self._high
         if self._last is not None:
-            self._differences.append(abs(logarithm - self._last))
+            self._differences.append(logarithm - self._last)
         self._last = logarithm
         if is_low or is_high:
             self._record_spike(logarithm, iteration)
@@ -211,7 +211,7 @@ class SpikeEstimator:
         self._differences.extend(state["differences"])
         self._medians.extend((at, value) for at, value in state["medians"])
         self._since_median = state["since_median"]
-        # Older versions recorded applied steps only, and had no lower limit.
+        # Older versions recorded applied steps only, and the absolute values of differences.
         self._last = state.get("last", self._recent[-1] if self._recent else None)
         self._spikes.extend(state.get("spikes", []))
         self._surplus = state.get("surplus", 0)
@@ -232,7 +232,9 @@ class SpikeEstimator:
         self._high = min(level + margin, self._find_lowest() + _SLOW * margin)
         if self._reach is None:
             return
-        self._low = level - max(noise, _MIN_FALL)
+        # In a steep fall, as at the start of a run, the running median is half its length behind.
+        expected = level + self._smoothing / 2 * min(0.0, median(self._differences))
+        self._low = expected - max(noise, _MIN_FALL)
         if self._former is not None:
             _, former_level = self._former
             self._high = max(self._high, former_level + margin)
@@ -252,7 +254,7 @@ class SpikeEstimator:
         if not self._differences:
             return 0.0
         # A difference of two values has twice the variance of one.
-        return _MAD_TO_SIGMA / math.sqrt(2) * median(self._differences)
+        return _MAD_TO_SIGMA / math.sqrt(2) * median(map(abs, self._differences))
 
     def _find_lowest(self) -> float:
         """Return the lowest running median within `reach`. There is at least one value."""

@@ -8,7 +8,9 @@ Bad data and bad weights both cause spikes, and only for bad data it helps to dr
 in a row on different data mean that the weights are the cause, or that the data have changed for
 long. The steps are then applied. A high gradient norm at a normal or slightly raised loss is
 applied if another one came within the window before it, because clipping limits its step. The
-other spikes of the loss are applied after they outnumber normal steps by `LASTING`.
+other spikes of the loss are applied after they outnumber normal steps by `LASTING`. A loss is
+slightly raised if it is above its limit, but not above `compute_high_loss` of its level. A single
+such loss is no reason to drop a step.
 """
 
 import math
@@ -67,7 +69,9 @@ class _Verdict:
     reasons: tuple[str, ...]
     """What is wrong, as text. It is empty if the step is not a spike."""
     bad_data: bool
-    """Whether the data are probably the cause."""
+    """Whether the loss alone shows that the data are bad."""
+    raised_loss: bool
+    """Whether the loss is too high, but not far."""
     low_loss: bool
     """Whether the loss is too low."""
     high_norm: bool
@@ -170,6 +174,9 @@ class SpikeGuard:
         verdict = self._judge(loss, grad_norm)
         if verdict.bad_data:
             return False
+        # A single batch with a raised loss is usual, and does no harm. Several in a row are not.
+        if verdict.raised_loss and not verdict.high_norm:
+            return self._in_a_row == 0
         # If the last high norm came from other data, the weights are the cause.
         return not verdict.high_norm or self._since_norm_spike < self._config.spike_guard_window
 
@@ -234,14 +241,18 @@ class SpikeGuard:
         else:
             loss_text = f"the loss is {loss}"
         low_loss = lower is not None and loss < lower
-        bad_data = loss_text is not None
-        if norm_text is not None and bad_data and not low_loss:
-            # Weights with a high gradient raise the loss of all data somewhat. Bad data raise it
-            # far.
-            level = self._loss.find_level()
-            bad_data = level is None or not loss <= compute_high_loss(level)
-        reasons = tuple(text for text in (loss_text, norm_text) if text is not None)
-        return _Verdict(reasons, bad_data, low_loss, norm_text is not None)
+        level = self._loss.find_level()
+        is_spike = loss_text is not None
+        raised_loss = False
+        if is_spike and not low_loss and level is not None:
+            raised_loss = loss <= compute_high_loss(level)
+        return _Verdict(
+            tuple(text for text in (loss_text, norm_text) if text is not None),
+            bad_data=is_spike and not raised_loss,
+            raised_loss=raised_loss,
+            low_loss=low_loss,
+            high_norm=norm_text is not None,
+        )
 
     def _make_spike(self, result: StepResult, iteration: int, verdict: _Verdict) -> Spike:
         """Count a spike, and return it with the response to it."""
@@ -250,7 +261,9 @@ class SpikeGuard:
             self._last_normal = self._loss.find_last_normal(iteration)
         # A rollback would not help against bad weights. Data with a low loss have done no harm,
         # because their steps were dropped.
-        counts = (verdict.bad_data and not verdict.low_loss) or result.is_nan
+        high_loss = verdict.bad_data and not verdict.low_loss
+        raised_loss = verdict.raised_loss and not verdict.high_norm
+        counts = high_loss or raised_loss or result.is_nan
         self._in_a_row += counts
         if not result.applied:
             self._dropped.append(iteration)

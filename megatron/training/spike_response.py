@@ -102,9 +102,7 @@ def _decide(run: Run, spike: Spike, record: dict[str, Any]) -> dict[str, Any] | 
         if not lineage:
             return None
         try:
-            return decide_rollback(
-                run.plan.config, lineage, spike, windows, record, run.guard_records
-            )
+            return decide_rollback(run.plan, lineage, spike, windows, record, run.guard_records)
         except OSError as error:
             raise CheckpointError(f"the rollback cannot be prepared: {error}") from error
 

@@ -90,6 +90,15 @@ def test_lasting_change_becomes_normal(factor: float) -> None:
     assert find_spikes(curve) == list(range(201, 201 + LASTING))
 
 
+def test_steep_fall_is_no_spike() -> None:
+    """A model of an easy language learns it in some steps."""
+    noise = random.Random(3)
+    fall = [4.17 - 0.21 * at for at in range(12)]
+    fall += [1.88, 1.77, 1.72, 1.49, 1.48, 1.23, 1.27, 1.29, 1.07, 1.06, 1.02, 0.96]
+    curve = [*fall, *(0.85 + noise.uniform(-0.12, 0.12) for _ in range(100))]
+    assert find_spikes(curve) == []
+
+
 def test_two_kinds_of_data_in_turns_become_normal() -> None:
     curve = [
         loss * (1.5 if at > 200 and at % 2 else 1) for at, loss in enumerate(make_curve(2, 600))

@@ -163,6 +163,14 @@ def test_high_norm_on_other_data_is_applied(loss: float) -> None:
     assert list_responses(run_steps(guard, [high], 200)) == ["skip-step"]
 
 
+def test_single_raised_loss_is_applied() -> None:
+    """Text has some batches with a higher loss. More of them in a row are bad data."""
+    guard = make_guard(SKIP)
+    steps = [make_step(5.6), make_step(), make_step(5.6), make_step(5.6), make_step(5.6)]
+    spikes = run_steps(guard, steps, 41)
+    assert list_responses(spikes) == ["log", None, "log", "skip-step", "skip-step"]
+
+
 @pytest.mark.parametrize("step", [make_step(5.0, 57.0), make_step(5.6, 57.0), make_step(2.0)])
 def test_high_norms_and_low_losses_cause_no_rollback(step: StepResult) -> None:
     spikes = run_steps(make_guard(), [step] * 9, 41)
@@ -316,3 +324,20 @@ def test_damaged_record_of_a_rollback_is_named(tmp_path: Path) -> None:
     with pytest.raises(OperationsError, match="lacks a value"):
         finish_interrupted_rollback(config, Ranks(), print)
     assert (tmp_path / "latest").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("train_iters", "before", "after", "skipped"),
+    [
+        (3_000, None, None, (15, 30)),
+        (100, None, None, (0, 1)),
+        (95_000, None, None, (100, 200)),
+        (3_000, 100, 200, (100, 200)),
+        (95_000, None, 0, (100, 0)),
+    ],
+)
+def test_short_run_skips_fewer_iterations(
+    train_iters: int, before: int | None, after: int | None, skipped: tuple[int, int]
+) -> None:
+    config = SpikeGuardConfig(spike_guard_skip_before=before, spike_guard_skip_after=after)
+    assert config.find_skipped(train_iters) == skipped
