@@ -1,4 +1,4 @@
-"""The compiled device guard that lets a CPU build of torch use fake CUDA tensors.
+"""The compiled device guard that lets torch use fake CUDA tensors without a GPU.
 
 torch looks for CUDA's hooks once, when it is imported. `load_guard` must therefore run in a new
 process, before torch is imported there. This module imports no torch itself.
@@ -90,11 +90,13 @@ def _compile(compiler: str, torch_folder: Path, version: str, library: Path) -> 
 
 
 def load_guard(library: Path) -> None:
-    """Load the guard into this process, in which torch must not be imported yet."""
+    """Load the guard into this process, in which torch must not be imported yet, and import it."""
     assert "torch" not in sys.modules, "torch has already looked for CUDA in this process"
     # The guard uses symbols of this library, and importing torch later uses the same copy.
     ctypes.CDLL(str(_find_torch() / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    guard = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    importlib.import_module("torch")
+    guard.install_guard()
 
 
 def _find_torch() -> Path:

@@ -189,7 +189,11 @@ def _watch_gradients(rank: FakeRank) -> None:
         if stage.sharded is None:
             continue
         for module in stage.sharded._sharded:
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            state = module._get_fsdp_state()
+            # torch 2.11 and 2.12 have one group.
+            one = getattr(state, "_fsdp_param_group", None)
+            groups = state._fsdp_param_groups if one is None else [one]
+            for group in groups:
                 for each in group.fsdp_params:
                     each.unsharded_param.register_post_accumulate_grad_hook(label)
 

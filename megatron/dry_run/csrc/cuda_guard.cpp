@@ -1,8 +1,8 @@
-// Lets a CPU build of torch run autograd on fake tensors whose device is CUDA.
+// Lets torch run autograd on fake tensors whose device is CUDA, on a machine without a GPU.
 //
 // torch asks a device guard for the current device and stream of a thread, and CUDA hooks whether
-// a GPU exists. A CPU build has neither. This file registers a guard with one device, whose streams
-// are numbers and whose events do nothing.
+// a GPU exists. A CPU build has neither, and those of a CUDA build need a driver. This file
+// registers a guard with one device, whose streams are numbers and whose events do nothing.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -46,7 +46,7 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const Stream&) const override { return true; }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+Guard guard;
 
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
@@ -56,11 +56,20 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
+  // A CUDA build asks for them when it chooses a kernel of attention. 0 means that there is none.
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
 };
 
 }  // namespace
 
 namespace at {
 using ::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// A CUDA build of torch registers its own hooks later. These take precedence.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
+
+// A CUDA build of torch registers its own guard while it is imported, so call this after that.
+extern "C" void install_guard() {
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
+}
