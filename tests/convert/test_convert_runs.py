@@ -188,6 +188,7 @@ def test_checkpoints_are_exported_while_training_continues(
     assert (folder / "global_step8").is_dir()
 
 
+@pytest.mark.full
 def test_a_checkpoint_stays_until_its_export_has_ended(
     pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:

@@ -46,16 +46,9 @@ class Job:
 
 JOBS = {
     "one GPU": Job(LLAMA, 1),
-    "one GPU, one microbatch": Job(f"{LLAMA} --global-batch-size 1", 1),
     "ZeRO 1": Job(LLAMA),
-    "ZeRO 2": Job(f"{LLAMA} --zero-stage 2"),
     "ZeRO 3": Job(f"{LLAMA} --zero-stage 3"),
-    "ZeRO 3, one microbatch": Job(f"{LLAMA} --zero-stage 3 --global-batch-size 8"),
-    "64 ranks, HSDP": Job(f"{LLAMA} --zero-stage 3 --sharding-strategy hsdp", 64),
     "tensor parallelism 8": Job(f"{LLAMA} --tensor-model-parallel-size 8 --num-layers 8", 16),
-    "sequence parallelism": Job(
-        f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8"
-    ),
     "interleaved": Job(
         f"{LLAMA} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
         2,
@@ -63,13 +56,6 @@ JOBS = {
     ),
     "uneven stages": Job(f"{GPT} --pipeline-model-parallel-size 4", 8, (0, 1, 3)),
     "GPipe": Job(f"{GPT} --pipeline-model-parallel-size 3 --global-batch-size 4", 3, (0, 2)),
-    "looped BFS": Job(
-        f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-        "--global-batch-size 10",
-        2,
-        (0, 1),
-    ),
-    "dropout, fp16": Job(f"{GPT.replace('--bf16', '--fp16')}", 1),
     "recomputation of a third": Job(
         f"{GPT} --checkpoint-activations --checkpoint-fraction 1/3 --zero-stage 3"
     ),
@@ -79,7 +65,6 @@ JOBS = {
     "recomputation, inputs in host memory": Job(
         f"{ALIBI} --bf16 --checkpoint-activations --checkpoint-in-cpu", 2
     ),
-    "recomputation of the core": Job(f"{ALIBI} --bf16 --recompute-attention-core"),
     "large vocabulary": Job(
         f"{LLAMA} --vocab-size 128256 --hidden-size 2048 --num-attention-heads 16 "
         "--num-query-groups 16 --micro-batch-size 4"
@@ -88,21 +73,36 @@ JOBS = {
         f"{LLAMA} --hidden-size 512 --num-attention-heads 8 --num-query-groups 8 "
         "--seq-length 65536 --checkpoint-activations"
     ),
-    "grouped queries": Job(f"{GROUPED} --bf16 --sharding-strategy fsdp"),
     "grouped queries, sliding window": Job(f"{GROUPED} --bf16 --sliding-window 512"),
-    "fp32": Job(GPT.replace("--bf16", ""), 1),
     "fp32, sharded, ALiBi": Job(ALIBI),
-    "fp32, grouped queries": Job(GROUPED),
     "kept operators, sequence parallelism": Job(
         f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8 "
         f"--micro-batch-size 4 {KEPT} matmul attention"
     ),
-    "fused gradients": Job(f"{LLAMA} {FUSED}"),
     "fused gradients, kept products, ZeRO 3": Job(
         f"{LLAMA} --zero-stage 3 --micro-batch-size 2 {FUSED} {KEPT} matmul"
     ),
 }
 MORE = {
+    "one GPU, one microbatch": Job(f"{LLAMA} --global-batch-size 1", 1),
+    "ZeRO 2": Job(f"{LLAMA} --zero-stage 2"),
+    "ZeRO 3, one microbatch": Job(f"{LLAMA} --zero-stage 3 --global-batch-size 8"),
+    "64 ranks, HSDP": Job(f"{LLAMA} --zero-stage 3 --sharding-strategy hsdp", 64),
+    "sequence parallelism": Job(
+        f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8"
+    ),
+    "looped BFS": Job(
+        f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 10",
+        2,
+        (0, 1),
+    ),
+    "dropout, fp16": Job(f"{GPT.replace('--bf16', '--fp16')}", 1),
+    "recomputation of the core": Job(f"{ALIBI} --bf16 --recompute-attention-core"),
+    "grouped queries": Job(f"{GROUPED} --bf16 --sharding-strategy fsdp"),
+    "fp32": Job(GPT.replace("--bf16", ""), 1),
+    "fp32, grouped queries": Job(GROUPED),
+    "fused gradients": Job(f"{LLAMA} {FUSED}"),
     "kept operators": Job(f"{LLAMA} --num-layers 16 --micro-batch-size 4 {KEPT} matmul attention"),
     "kept attention": Job(f"{GPT} --micro-batch-size 8 {KEPT} attention"),
     "kept operators of a third of the layers": Job(

@@ -100,7 +100,7 @@ def train_on_fake_gpus() -> Iterator[TrainWorlds]:
         yield lambda world_size, runs: call_in_pool(pool, train_worlds, world_size, runs)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=[pytest.param("ZeRO 1", marks=pytest.mark.full), "ZeRO 3"])
 def runs(
     request: pytest.FixtureRequest,
     corpus: str,

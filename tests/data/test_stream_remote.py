@@ -41,7 +41,8 @@ def read_all(listing: Listing) -> list:
 
 @pytest.mark.parametrize("suffix", ["parquet", "file.arrow", "stream.arrow", "jsonl"])
 @pytest.mark.parametrize("documents", [TEXTS, TOKENS], ids=["texts", "tokens"])
-@pytest.mark.parametrize("cache_gb", [1, 0])
+# Without a cache each read is a request, which takes seconds.
+@pytest.mark.parametrize("cache_gb", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_each_format_is_read_from_a_server(
     served: Served,
     tmp_path: Path,

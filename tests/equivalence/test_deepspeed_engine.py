@@ -190,7 +190,8 @@ def test_a_checkpoint_of_either_engine_resumes_on_the_other(
     assert worst(curve(tmp_path), curve(single("gpt2", True, "ramp"))) < BOUND
 
 
-@pytest.mark.parametrize("variation", ["ramp", pytest.param("curriculum", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("variation", ["ramp", "curriculum"])
 def test_recomputation_changes_no_bit(
     variation: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:

@@ -53,7 +53,7 @@ def test_second_call_resumes(data: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "layout"),
     [
-        ("pretrain_gpt_distributed.sh", "2 x "),
+        pytest.param("pretrain_gpt_distributed.sh", "2 x ", marks=pytest.mark.full),
         ("pretrain_gpt_distributed_with_mp.sh", "pipeline 2 x data 1 x tensor 2"),
         ("pretrain_gpt_deepspeed.sh", "PipelineEngine"),
     ],

@@ -169,7 +169,7 @@ PLACES: list[tuple[Site, str]] = [
     (WRITE, "file"),
 ]
 # Train is in the short suite already, in `test_hangs.py`.
-SHORT = [(INDEX, "file", 3), (EVALUATION, "mapped file", 3), (WRITE, "stopped", 0)]
+SHORT = [(EVALUATION, "mapped file", 3), (WRITE, "stopped", 0)]
 
 
 def name_case(value: object) -> str:

@@ -150,6 +150,7 @@ def uninterrupted(
     return run
 
 
+@pytest.mark.full
 def test_array_tasks_run_one_after_another(
     tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
 ) -> None:
@@ -176,7 +177,7 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
     tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
 ) -> None:
     """The curve equals that of an uninterrupted run, and the dependent job continues it."""
-    samples = 64 + 16 * 72
+    samples = 64 + 16 * 57
     job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     after = tiny.submit(
         f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000"
@@ -198,13 +199,13 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
         in tiny.main_log()
     )
     tiny.wait_for_end(after)
-    assert "training is complete at iteration 80" in tiny.main_log()
+    assert "training is complete at iteration 65" in tiny.main_log()
     starts = [
         (attempt["job"], attempt["restart"], attempt["is_restart"]) for attempt in tiny.attempts()
     ]
     assert starts == [(job, 0, False), (job, 0, True), (job, 1, False), (after, 0, False)]
     curve = tiny.curve()
-    assert len(curve) == 80
+    assert len(curve) == 65
     assert curve == uninterrupted(samples)
 
 
@@ -299,7 +300,17 @@ def test_array_continues_after_a_rollback(tiny: TinyRun, pool: ProcessPool) -> N
     # Two array tasks, because the second one must keep the intervention.
     again = tiny.submit("--array=1-5%1", INTERVENTION_ARGS=flags, EXIT_INTERVAL="20")
     tiny.wait_for_end(again)
-    assert "training is complete at iteration 40" in tiny.main_log()
+    text = tiny.main_log()
+    assert "training is complete at iteration 40" in text
+    assert f"the pending tasks of array {again} are cancelled" in text
+    lines = re.findall(rf"array task {again}_(\d) (starts|ended at iteration \d+)", text)
+    # The second task starts after the end of the first.
+    assert lines == [
+        ("1", "starts"),
+        ("1", "ended at iteration 20"),
+        ("2", "starts"),
+        ("2", "ended at iteration 40"),
+    ]
     assert "Skipped iterations 13 to 14" in tiny.main_log()
     iterations = [
         entry["iteration"]
