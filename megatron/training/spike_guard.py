@@ -187,8 +187,9 @@ class SpikeGuard:
             result: The step.
             iteration: Its iteration.
         """
-        # An overflow in fp16 only lowers the loss scale, so it is not a spike.
-        if result.overflow:
+        # An overflow in fp16 only lowers the loss scale. A step in which no token counts has no
+        # loss. Neither is a spike.
+        if result.overflow or result.empty:
             return None
         norm: float | None = result.grad_norm
         # DeepSpeed computes no norm for a step that was dropped for its loss.

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from process_pool import ProcessPool, succeed
+from process_pool import ProcessPool, pretrain, succeed
+
+from megatron.observe.metrics import read_metrics
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
@@ -205,3 +207,23 @@ def test_a_step_without_tokens_keeps_the_loss_scale(train: Train) -> None:
     steps, _ = train(1, "--fp16 --initial-loss-scale 256", 2, [EOD])[0][0]
     assert steps[EMPTY][2:] == ((False, True, False), False)
     assert steps[EMPTY + 1][2] == (True, False, False)
+
+
+def test_a_batch_ramp_up_changes_no_number(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """The batch has one to four microbatches, of two samples or of one on each of two ranks."""
+    curves = []
+    for ranks, size in ((1, 2), (2, 1)):
+        folder = tmp_path / f"{ranks}"
+        flags = (
+            f"{SIZES} {CASES['eod, goldfish and z-loss']} --rampup-batch-size 2 2 12 "
+            f"--micro-batch-size {size} --train-samples 56 --data-path {corpus} "
+            f"--data-cache-path {tmp_path}/cache --metrics-file {folder}.jsonl --log-interval 1"
+        )
+        flags = flags.replace("--train-iters 10 ", "")
+        succeed(pool.run(ranks, pretrain, flags.split()))
+        entries = read_metrics(Path(f"{folder}.jsonl"))
+        curves.append(
+            [(each["lm_loss"], each["grad_norm"]) for each in entries if "lm_loss" in each]
+        )
+    assert len(curves[0]) == 9
+    assert curves[1] == [pytest.approx(values, rel=BOUND) for values in curves[0]]

@@ -326,6 +326,15 @@ def test_damaged_record_of_a_rollback_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == text
 
 
+def test_a_step_in_which_no_token_counts_is_no_spike() -> None:
+    guard = make_guard(SKIP)
+    run_steps(guard, [make_step()] * 5, 41)
+    state = guard.state
+    empty = replace(make_step(0.0, 0.0), applied=False, empty=True)
+    assert guard.observe(empty, 46) is None
+    assert guard.state == state
+
+
 @pytest.mark.parametrize(
     ("train_iters", "before", "after", "skipped"),
     [
