@@ -36,13 +36,18 @@ def main(argv: list[str] | None = None) -> None:
     """
     # Before the slow import. A launcher that is killed during it must not leave this process.
     die_with_launcher()
-    # Before libraries keep references to the streams.
-    protect_standard_streams()
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help", "--list-presets"} & set(words):
+        # A text whose reader has ended, as with `| head`, is no error.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    else:
+        # Before libraries keep references to the streams.
+        protect_standard_streams()
     # After a signal such as SIGBUS or SIGSEGV, the log then shows where each thread was.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.enable()
     try:
-        loaded = _load(sys.argv[1:] if argv is None else argv)
+        loaded = _load(words)
         # This imports torch, which takes seconds. Neither --help nor an error above needs it.
         from megatron.training.pretrain import run_loaded
 

@@ -43,6 +43,17 @@ _FOREIGN_DEFAULT = "'s default"
 """Suffix of the origin of a value that is another system's default."""
 
 
+_EXAMPLE = (
+    "no arguments were given. A small model on one device, with your own data:\n"
+    "  python pretrain_gpt.py --data-path data/corpus_text_document "
+    "--vocab-file vocab.json --merge-file merges.txt "
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 "
+    "--micro-batch-size 4 --global-batch-size 8 --train-iters 1000 --lr 1e-3 "
+    "--save runs/small --load runs/small --save-interval 200\n"
+    "The README makes data and tokenizer from text files. --help lists all flags"
+)
+
+
 @dataclass(frozen=True)
 class LoadedConfig:
     """A configuration as it was loaded, the origin of each value, and the warnings."""
@@ -51,6 +62,19 @@ class LoadedConfig:
     origin: dict[str, str]
     """Dotted field -> 'default', 'preset llama2-7b', 'run.yaml:9', or the flag as it was typed."""
     warnings: list[str]
+
+
+def _complete_words(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command line. A configuration file needs no --config if it is first.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if not argv:
+        raise ConfigError(_EXAMPLE)
+    if argv[0].endswith((".yaml", ".yml")):
+        return ["--config", *argv]
+    return list(argv)
 
 
 def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -> LoadedConfig:
@@ -62,7 +86,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         ConfigError: The command line has errors, or --help names a group that does not exist. The
             message lists every unknown flag or key, value of a wrong type and missing field.
     """
-    line = read_argv(sys.argv[1:] if argv is None else argv)
+    line = read_argv(_complete_words(sys.argv[1:] if argv is None else argv))
     if line.help:
         print_help(prog, line.help_group)
         raise SystemExit(0)

@@ -346,6 +346,25 @@ def _describe_stray(token: str, before: list[str]) -> str:
     return f"'{token}'{after} belongs to no flag{attach}."
 
 
+_EPOCHS = (
+    "this trainer counts iterations, samples or tokens and not epochs: --train-iters N, "
+    "--train-samples N or --train-tokens N. The start prints how many epochs these are"
+)
+_OTHER_NAMES = {
+    "--epochs": _EPOCHS,
+    "--num-epochs": _EPOCHS,
+    "--num-train-epochs": _EPOCHS,
+    "--max-steps": "here it is --train-iters",
+    "--num-train-steps": "here it is --train-iters",
+    "--output-dir": "here it is --save, and --load with the same folder resumes the run",
+    "--resume": "give the same folder to --save and --load, and the run resumes by itself",
+    "--resume-from-checkpoint": "here it is --load, with the folder of the run",
+    "--batch-size": "here it is --global-batch-size, and --micro-batch-size on one device",
+    "--learning-rate": "here it is --lr",
+}
+"""Flags of programs for fine-tuning -> what to do here."""
+
+
 def _suggest_flag(flag: str) -> str:
     """Return the end of a message about an unknown flag."""
     known = [*list_known_flags(), "--config", "--preset", "--list-presets"]
@@ -354,6 +373,8 @@ def _suggest_flag(flag: str) -> str:
         started = [name for name in known if name.startswith(flag)]
     else:
         started = []
+    if flag in _OTHER_NAMES:
+        return f"; {_OTHER_NAMES[flag]}."
     close = started[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
     if close:
         return f"; perhaps you meant {' or '.join(close)}."

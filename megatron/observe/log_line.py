@@ -1,8 +1,9 @@
 """The log lines that people search and scripts parse: training, validation, checkpoints, exits.
 
-Invariant: the formats are those of Megatron-DeepSpeed (BigScience), byte for byte. Golden tests
-compare them. A change of a line breaks scripts that parse it. The short form of the training line
-is for people at a terminal. The parser reads both forms.
+Invariant: the formats are those of Megatron-DeepSpeed (BigScience), byte for byte. The training
+line has more fields at its end. Golden tests compare them. A change of a line breaks scripts that
+parse it. The short form of the training line is for people at a terminal. The parser reads both
+forms.
 """
 
 import math
@@ -10,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from megatron.observe.report import EvaluationResult, IterationReport
+from megatron.schedule.clock import format_duration
 
 # Label in the log line -> key of the parsed dictionary, which is a field of the report.
 _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -28,6 +30,7 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "number of skipped iterations": ("skipped_iterations", int),
     "number of nan iterations": ("nan_iterations", int),
     "samples per second": ("samples_per_second", float),
+    "tokens per second": ("tokens_per_second", float),
     "TFLOPs": ("tflops", float),
     # The labels of the short form.
     "loss": ("lm_loss", float),
@@ -35,11 +38,13 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "decoupled lr": ("decoupled_learning_rate", float),
     "norm": ("grad_norm", float),
     "samples/s": ("samples_per_second", float),
+    "tokens/s": ("tokens_per_second", float),
     "scale": ("loss_scale", float),
     "length": ("curriculum_seqlen", int),
     "skipped": ("skipped_iterations", int),
     "nan": ("nan_iterations", int),
 }
+_SMALLEST_TFLOPS = 0.005
 _KILL_SWITCH = "Detected kill switch at "
 _SLOW_RANKS = "slow ranks at iteration "
 _NO_SLOW_RANKS = "none"
@@ -83,9 +88,15 @@ def format_training_line(report: IterationReport) -> str:
         f"number of skipped iterations: {report.skipped_iterations:3d}",
         f"number of nan iterations: {report.nan_iterations:3d}",
         f"samples per second: {report.samples_per_second:.3f}",
-        f"TFLOPs: {report.tflops:.2f} |",
     ]
-    return " | ".join(parts)
+    # On a CPU it would be 0.00.
+    if report.tflops >= _SMALLEST_TFLOPS:
+        parts.append(f"TFLOPs: {report.tflops:.2f}")
+    # Megatron's line has no further fields. These are at the end, where no parser looks for others.
+    parts.append(f"tokens per second: {report.tokens_per_second:.1f}")
+    if report.remaining_seconds is not None:
+        parts.append(f"remaining: {format_duration(report.remaining_seconds)}")
+    return " | ".join(parts) + " |"
 
 
 def format_short_training_line(report: IterationReport) -> str:
@@ -101,7 +112,7 @@ def format_short_training_line(report: IterationReport) -> str:
         parts.append(f"decoupled lr: {report.decoupled_learning_rate:.3E}")
     if report.grad_norm is not None:
         parts.append(f"norm: {report.grad_norm:.3f}")
-    parts.append(f"samples/s: {report.samples_per_second:.2f}")
+    parts.append(f"tokens/s: {report.tokens_per_second:.0f}")
     if report.loss_scale is not None:
         parts.append(f"scale: {report.loss_scale:.0f}")
     if report.curriculum_seqlen is not None:
@@ -110,6 +121,8 @@ def format_short_training_line(report: IterationReport) -> str:
         parts.append(f"skipped: {report.skipped_iterations}")
     if report.nan_iterations:
         parts.append(f"nan: {report.nan_iterations}")
+    if report.remaining_seconds is not None:
+        parts.append(f"remaining: {format_duration(report.remaining_seconds)}")
     return " | ".join(parts) + " |"
 
 
@@ -199,6 +212,11 @@ def format_saved_checkpoint_line(iteration: int, path: str) -> str:
 def format_loaded_checkpoint_line(path: str, iteration: int) -> str:
     """Return the line for a checkpoint that was loaded."""
     return f"successfully loaded checkpoint from {path} at iteration {iteration}"
+
+
+def format_first_start_line() -> str:
+    """Return the line before `format_no_checkpoint_line`, which sounds like an error."""
+    return "the first start of a run has no checkpoint to load, which is normal"
 
 
 def format_no_checkpoint_line(path: str) -> str:

@@ -62,6 +62,8 @@ class IterationReport:
     """Current sequence length. None without curriculum learning."""
     mfu: float | None = None
     """Fraction of the device's peak, 0 to 1. None if the peak is not known."""
+    remaining_seconds: float | None = None
+    """Seconds to the end of the run at this speed. None if the end is not known."""
     goodput: float | None = None
     """Share of the run's wall time in steps that were kept, 0 to 1. None if it is not known."""
     gigaflops_without_embeddings: float = 0.0

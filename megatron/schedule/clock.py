@@ -49,13 +49,16 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text, as in 2 h 30 min, 12 min 5 s or 4.2 s."""
+    """Return a duration as text, as in 3 d 4 h, 2 h 30 min, 12 min 5 s or 4.2 s."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    hours = minutes // 60
+    if hours < 48:
+        return f"{hours} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"
 
 
 @dataclass(frozen=True)

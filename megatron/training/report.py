@@ -349,11 +349,24 @@ class Reporter:
             params_norm=step.params_norm,
             # Without a curriculum the log line must not have this field, as in Megatron.
             curriculum_seqlen=None if self._plan.curriculum is None else step.seq_length,
+            remaining_seconds=self._estimate_rest(state, step, rates.tokens_per_second),
             goodput=self._compute_goodput(),
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
             phase_seconds=step.phase_seconds,
             layer_statistics={} if step.result.layers is None else vars(step.result.layers),
         )
+
+    def _estimate_rest(
+        self, state: TrainState, step: StepRecord, tokens_per_second: float
+    ) -> float:
+        """Return the seconds to the end of the run at the speed of the last steps."""
+        plan = self._plan
+        # Later batches have more tokens in a ramp-up, but later iterations are slower. A curriculum
+        # reads fewer tokens than the plan has, and a run by time has no number of tokens.
+        if plan.curriculum is None and plan.train_seconds is None:
+            return max(0, plan.train_tokens - state.consumed_tokens) / tokens_per_second
+        tokens = step.batch_size * step.seq_length
+        return (step.train_iters - state.iteration) * tokens / tokens_per_second
 
     def _compute_goodput(self) -> float | None:
         goodput = None if self._goodput is None else self._goodput.compute()

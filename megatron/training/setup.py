@@ -39,6 +39,7 @@ from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.observe.log_line import (
+    format_first_start_line,
     format_from_scratch_line,
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
@@ -365,6 +366,7 @@ def build_run(
             format_loaded_checkpoint_line(str(config.checkpoint.load), job.checkpoint.iteration)
         )
     elif config.checkpoint.load is not None:
+        reporter.say(format_first_start_line())
         reporter.say(format_no_checkpoint_line(config.checkpoint.load))
         reporter.say(format_from_scratch_line())
     for note in sources.take_notes():

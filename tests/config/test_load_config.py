@@ -153,6 +153,10 @@ def test_last_of_several_flags_for_a_field_wins(flags: str, field: str, value: o
             "--num-lay 3",
             "unknown flag --num-lay; perhaps you meant --num-layers or --num-layers-per-virtual",
         ),
+        ("--epochs 3", "unknown flag --epochs; this trainer counts iterations"),
+        ("--max_steps 3", "unknown flag --max_steps; here it is --train-iters."),
+        ("--output-dir x", "unknown flag --output-dir; here it is --save"),
+        ("--resume", "unknown flag --resume; give the same folder to --save"),
         ("--qwertyuiop", "unknown flag --qwertyuiop; --help lists all flags."),
         ("-x", "unknown flag -x; --help lists all flags."),
         ("--fp16 True", "'True' after --fp16 belongs to no flag; write --fp16=True."),
@@ -255,6 +259,24 @@ def test_flags_have_priority_over_the_file(tmp_path: Path):
     assert loaded.origin["batch.eval_interval"] == "default"
 
 
+def test_a_file_that_comes_first_needs_no_config_flag(tmp_path: Path):
+    path = tmp_path / "run.yml"
+    path.write_text("model: {num_layers: 2, hidden_size: 32}\n")
+    flags = ["--num-attention-heads", "4", "--seq-length", "16", "--micro-batch-size", "1"]
+    first = load_config([str(path), *flags])
+    assert first == load_config(["--config", str(path), *flags])
+    assert first.config.model.hidden_size == 32
+    with pytest.raises(ConfigError, match="belongs to no flag"):
+        load_config([*flags, str(path)])
+
+
+def test_no_arguments_give_an_example_that_is_valid():
+    with pytest.raises(ConfigError, match="no arguments were given") as caught:
+        load_config([])
+    example = next(line for line in str(caught.value).splitlines() if "pretrain_gpt.py" in line)
+    assert load_config(example.split()[2:]).warnings == []
+
+
 def test_configuration_is_frozen():
     config = load()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -294,3 +316,10 @@ def test_a_sharding_strategy_sets_the_zero_stage(
     flags: str, expected: tuple[int, str | None]
 ) -> None:
     assert load_strategy(flags) == expected
+
+
+def test_help_ends_quietly_with_its_reader():
+    command = f"{sys.executable} -m megatron.commands.pretrain --help | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "usage: pretrain_gpt.py [-h] [OPTIONS]\n"
+    assert done.stderr == ""

@@ -22,13 +22,15 @@ REPORT = IterationReport(
     tflops=149.02,
     lm_loss=2.345678901,
     grad_norm=0.1234,
+    remaining_seconds=10_799_990.0,
 )
 GOLDEN = (
     " iteration    12695/  115311 | consumed samples:      9841584"
     " | consumed tokens:  20155564032 | elapsed time per iteration (s): 105.22"
     " | learning rate: 5.969E-05 | global batch size:  2048 | lm loss: 2.345679E+00"
     " | grad norm: 0.123 | number of skipped iterations:   0 | number of nan iterations:   0"
-    " | samples per second: 19.464 | TFLOPs: 149.02 |"
+    " | samples per second: 19.464 | TFLOPs: 149.02"
+    " | tokens per second: 39862.2 | remaining: 124 d 23 h |"
 )
 GOLDEN_FULL = (
     " iteration       42/     100 | consumed samples:          672"
@@ -36,7 +38,8 @@ GOLDEN_FULL = (
     " | learning rate: 1.000E-03 | global batch size:    16 | lm loss: 6.500000E+00"
     " | loss scale: 4096.0 | grad norm: 1.500 | num zeros: 17.0 | params norm: 33.250"
     " | curriculum seqlen:   512 | number of skipped iterations:   1"
-    " | number of nan iterations:   2 | samples per second: 32.000 | TFLOPs: 0.01 |"
+    " | number of nan iterations:   2 | samples per second: 32.000 | TFLOPs: 0.01"
+    " | tokens per second: 16384.0 |"
 )
 
 
@@ -46,6 +49,12 @@ def test_training_line_is_golden() -> None:
 
 def test_training_line_with_every_field_is_golden() -> None:
     assert log_line.format_training_line(full_report()) == GOLDEN_FULL
+
+
+def test_tflops_that_would_be_zero_are_left_out() -> None:
+    line = log_line.format_training_line(replace(REPORT, tflops=0.004))
+    assert line == GOLDEN.replace(" | TFLOPs: 149.02", "")
+    assert "TFLOPs: 0.01" in log_line.format_training_line(replace(REPORT, tflops=0.005001))
 
 
 def test_validation_line_is_golden() -> None:
@@ -79,14 +88,15 @@ def test_a_decoupled_rate_follows_the_other_one() -> None:
 
 def test_short_line_fits_into_a_terminal_and_is_parsed() -> None:
     line = log_line.format_short_training_line(REPORT)
-    assert len(line) <= 90
+    assert len(line) <= 112
+    assert line.endswith(" | tokens/s: 39862 | remaining: 124 d 23 h |")
     assert log_line.parse_log_line(f"[default7]:{line}") == {
         "iteration": 12695,
         "train_iters": 115311,
         "lm_loss": 2.3457,
         "learning_rate": 5.969e-05,
         "grad_norm": 0.123,
-        "samples_per_second": 19.46,
+        "tokens_per_second": 39862.0,
     }
     parsed = log_line.parse_log_line(log_line.format_short_training_line(full_report()))
     assert parsed is not None
@@ -105,12 +115,12 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
         assert value == pytest.approx(getattr(report, key), abs=0.005), key
     optional_or_derived = {
         "decoupled_learning_rate",
+        "remaining_seconds",
         "mfu",
         "phase_seconds",
         "layer_statistics",
         "gigaflops_without_embeddings",
         "goodput",
-        "tokens_per_second",
     }
     assert set(parsed) == set(vars(report)) - optional_or_derived
 

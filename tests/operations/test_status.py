@@ -498,14 +498,24 @@ def test_few_slow_lines_are_no_alert(squeue: Squeue, log: Path) -> None:
     assert found(log) == ""
 
 
-def test_samples_per_second_are_compared_if_tflops_are_too_small(squeue: Squeue, log: Path) -> None:
+@pytest.mark.parametrize("name", ["tokens", "samples"])
+def test_other_rates_are_compared_if_tflops_are_too_small(
+    squeue: Squeue, log: Path, name: str
+) -> None:
+    def add(first: int, last: int, size: int, rate: float) -> None:
+        rates = {f"{name}_per_second": rate}
+        train(log, first, last, tflops=0.01, global_batch_size=size, **rates)
+        if name == "samples":
+            # Older logs have no tokens per second.
+            log.write_text(re.sub(r" tokens per second: [\d.]+ \|", "", log.read_text()))
+
     squeue(running(HOUR))
-    train(log, 1, 30, tflops=0.01, global_batch_size=16, samples_per_second=50.0)
-    train(log, 31, 50, tflops=0.01, global_batch_size=32, samples_per_second=20.0)
+    add(1, 30, 16, 50.0)
+    add(31, 50, 32, 20.0)
     # The batch size is another one, so these are not compared.
     assert found(log) == ""
-    train(log, 51, 60, tflops=0.01, global_batch_size=32, samples_per_second=10.0)
-    assert "has become slower: 10 samples per second" in found(log)
+    add(51, 60, 32, 10.0)
+    assert f"has become slower: 10 {name} per second" in found(log)
 
 
 def test_slow_ranks_are_an_alert_until_they_are_fast_again(squeue: Squeue, log: Path) -> None:

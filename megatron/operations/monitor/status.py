@@ -508,18 +508,23 @@ def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
     """Check that the run has not become slower.
 
     TFLOPs of one device are compared, because neither batch size nor number of nodes changes them
-    much. If a log has no usable TFLOPs, samples per second at the same batch size are compared.
+    much. If a log has no usable TFLOPs, tokens or samples per second at the same batch size are
+    compared.
     """
     kind = f"{run.job_name} slow"
-    for name, unit in (("tflops", "TFLOPs"), ("samples_per_second", "samples per second")):
+    for name, unit in (
+        ("tflops", "TFLOPs"),
+        ("tokens_per_second", "tokens per second"),
+        # Older logs have no tokens per second.
+        ("samples_per_second", "samples per second"),
+    ):
         rates = [
             (report[name], report.get("global_batch_size"))
             for report in tail.reports
             if report.get(name)
         ]
-        # Samples per second change with the batch size, so only the lines of the present one are
-        # compared.
-        if name == "samples_per_second":
+        # These change with the batch size, so only the lines of the present one are compared.
+        if name != "tflops":
             rates = [rate for rate in rates if rate[1] == rates[-1][1]]
         # Too few lines give no reliable median.
         if len(rates) < 2 * _SPEED_LINES:
