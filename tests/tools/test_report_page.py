@@ -143,7 +143,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
 
 
 def draw(history: RunHistory) -> Charts:
-    return build_charts([history], [describe_events(history)])
+    return build_charts([history], ["run"], [describe_events(history)])
 
 
 def list_lines(curve: Curve) -> list[list[float]]:
@@ -244,6 +244,7 @@ def test_facts_count_launches_and_rollbacks(history: RunHistory) -> None:
     text = " ".join(describe_outcome(history))
     assert "at iteration 60 of 60, with a training loss of 2.0500 and 3.0000 on held-out" in text
     assert "from 2026-01-01 00:00 to 2026-01-01 00:03 (UTC), 3 min 31 s in all" in text
+    assert "The end of the last launch: the training is complete." in text
 
 
 def test_constant_curve_is_a_line_of_text(history: RunHistory) -> None:
@@ -276,6 +277,16 @@ def test_page_shows_settings_and_their_differences(tmp_path: Path) -> None:
     differing = both.partition("Settings in which the runs differ")[2].partition("</table>")[0]
     assert "<td><code>--lr</code></td><td>0.0005</td><td>0.0007</td>" in differing
     assert "--seed" not in differing
+
+
+def test_runs_of_the_same_name_have_different_names(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name / "run") for name in ("first", "second")]
+    text = write_page(tmp_path, *runs)
+    for name in ("first/run", "second/run"):
+        assert f"<h2>{name}</h2>" in text
+        assert f'"name":"{name}: loss"' in text
+        # It is in the legend and in the table of differences too.
+        assert f"</svg>{name}</span>" in text
 
 
 def test_page_has_charts_without_a_script(tmp_path: Path) -> None:

@@ -146,12 +146,15 @@ class Charts:
 
 
 def build_charts(
-    histories: Sequence[RunHistory], events: Sequence[Sequence[DescribedEvent]]
+    histories: Sequence[RunHistory],
+    names: Sequence[str],
+    events: Sequence[Sequence[DescribedEvent]],
 ) -> Charts:
     """Return the charts of one run or of several that are compared.
 
     Args:
         histories: The runs.
+        names: Their names, which differ.
         events: The events of each run that are shown.
     """
     panels = {
@@ -164,7 +167,10 @@ def build_charts(
     for number, (history, described) in enumerate(zip(histories, events, strict=True)):
         if not len(history.kept):
             continue
-        run = _Run(history, number, f"{history.folder.name}: " if is_compared else "")
+        prefix = ""
+        if is_compared:
+            prefix = f"{names[number]}: "
+        run = _Run(history, number, prefix)
         for panel in panels.values():
             panel.curves += run.list_curves(panel.key)
         panels["lm_loss"].curves += run.list_evaluations(1 if is_compared else 2)
@@ -186,7 +192,7 @@ class _Run:
     def __init__(self, history: RunHistory, number: int, prefix: str) -> None:
         self._history = history
         self._number = number
-        self._prefix = make_plain(prefix)
+        self._prefix = prefix
         self._columns = _add_derived_columns(history)
         launches = [launch.begin for launch in list_launches(history)]
         self._launch = np.searchsorted(launches, history.columns["time"], side="right")
@@ -243,7 +249,9 @@ class _Run:
                 continue
             mean = np.full(len(values), np.nan)
             # The mean is that of all iterations, not only of those that are drawn.
-            mean[rows] = compute_running_mean(values[rows], count) if count > 1 else values[rows]
+            mean[rows] = values[rows]
+            if count > 1:
+                mean[rows] = compute_running_mean(values[rows], count)
             y[count] = _list_with_gaps(mean[chosen], gaps)
         x = {axis: _list_with_gaps(self._columns[axis][chosen], gaps) for axis in AXES}
         yield Curve(f"{self._prefix}{name}", kind, colour, x, y)
@@ -293,9 +301,14 @@ class _Run:
                     axis: _insert_gaps(values, gaps)
                     for axis, values in self._find(iterations.tolist(), times).items()
                 }
+                shown = f"{self._prefix}{make_plain(name)}"
+                kind = "evaluation"
+                if not is_kept:
+                    shown += ", abandoned"
+                    kind = "abandoned"
                 yield Curve(
-                    f"{self._prefix}{make_plain(name)}" + ("" if is_kept else ", abandoned"),
-                    "evaluation" if is_kept else "abandoned",
+                    shown,
+                    kind,
                     colour,
                     x,
                     {1: _list_with_gaps(np.array([each.loss for each in found]), gaps)},
@@ -309,8 +322,9 @@ class _Run:
         chosen = rows[select_points(np.nan_to_num(losses[rows]), POINTS)]
         for row in chosen.tolist():
             loss = shorten(losses[row])
-            shown = "not known" if loss is None else f"{loss:.6g}"
-            text = f"{self._prefix}dropped step {int(columns['iteration'][row]):,}, loss {shown}"
+            text = f"{self._prefix}dropped step {int(columns['iteration'][row]):,}"
+            if loss is not None:
+                text += f", loss {loss:.6g}"
             x: Positions = {axis: [shorten(columns[axis][row])] for axis in AXES}
             yield Mark(x, loss, text, "dropped", self._number)
 
@@ -458,8 +472,8 @@ def _find_constant(panel: Panel) -> str | None:
         if len(values) != 1 or curve.kind == "layer":
             return None
         (value,) = values
-        name = curve.name.rpartition(": ")[0]
-        texts[f"{name}: " if name else ""] = format_number(value, is_percent=panel.is_percent)
+        name, colon, _ = curve.name.rpartition(": ")
+        texts[f"{name}{colon}"] = format_number(value, is_percent=panel.is_percent)
     return ", ".join(f"{name}{text}" for name, text in texts.items())
 
 
@@ -469,7 +483,9 @@ def format_number(value: float, *, is_percent: bool = False) -> str:
         return f"{100 * value:.4g} %"
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.4g}"
-    return f"{value:,.10g}" if float(value).is_integer() else f"{value:.4g}"
+    if float(value).is_integer():
+        return f"{value:,.10g}"
+    return f"{value:.4g}"
 
 
 # Drawing
@@ -534,6 +550,9 @@ def _draw_panel(number: int, panel: Panel, charts: Charts, x: _Scale) -> str:
         f"<title>{html.escape(mark.text)}</title></path>"
         for mark in panel.marks
     )
+    # Only the colours of layers differ within a panel.
+    layers = {c.colour: c.name.rpartition(": ")[2] for c in panel.curves if c.kind == "layer"}
+    keys = "".join(f'<span class="key c{colour}">{name}</span>' for colour, name in layers.items())
     ticks = "".join(
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
         f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" class="y">'
@@ -541,7 +560,7 @@ def _draw_panel(number: int, panel: Panel, charts: Charts, x: _Scale) -> str:
         for value in list_ticks(y.low, y.high, max(2, panel.height // 40))
     )
     return (
-        f'<figure data-panel="{number}"><figcaption>{html.escape(panel.title)}'
+        f'<figure data-panel="{number}"><figcaption>{html.escape(panel.title)}{keys}'
         f'<span class="values"></span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {panel.height}" role="img" '
         f'aria-label="{html.escape(panel.title)} by iteration">'
@@ -579,7 +598,9 @@ def _draw_events(charts: Charts, x: _Scale) -> str:
 
 def _get_class(label: str) -> str:
     """Return the class of a label. Foreign labels have none."""
-    return label if label.isalpha() and label.isascii() else ""
+    if label.isalpha() and label.isascii():
+        return label
+    return ""
 
 
 def _draw_background(charts: Charts, x: _Scale, bottom: float) -> str:
@@ -628,9 +649,11 @@ def _draw_path(curve: Curve, x: _Scale, y: _Scale) -> str:
         if at is None or value is None or abs(value) >= LARGEST:
             is_open = False
             continue
-        commands.append(f"{'L' if is_open else 'M'}{x(at):.1f} {y(value):.1f}")
-        if not is_open:
+        point = f"{x(at):.1f} {y(value):.1f}"
+        if is_open:
+            commands.append(f"L{point}")
+        else:
             # A line without length has round ends, so it is a dot.
-            commands.append("h0")
+            commands.append(f"M{point}h0")
         is_open = True
     return "".join(commands)

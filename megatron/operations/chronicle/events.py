@@ -133,7 +133,9 @@ def list_rollbacks(history: RunHistory) -> list[Event]:
 def _read_guard_iteration(event: Event) -> int | None:
     """Return the iteration of the spike that a rollback names as its reason, if it names one."""
     found = _GUARD_REASON.match(str(event.details.get("reason")))
-    return None if found is None else int(found[1])
+    if found is None:
+        return None
+    return int(found[1])
 
 
 def describe_events(history: RunHistory) -> list[DescribedEvent]:
@@ -205,7 +207,9 @@ def _describe_kill(history: RunHistory, following: Event) -> DescribedEvent:
 
 def _find_spike(event: Event) -> int | None:
     found = _SPIKE_ALERT.match(str(event.details.get("text")))
-    return None if found is None else int(found[1])
+    if found is None:
+        return None
+    return int(found[1])
 
 
 def _describe_rollback(event: Event) -> str:
@@ -236,7 +240,7 @@ def _describe(event: Event) -> str:
     if event.kind == "rollback" or is_decided_rollback(event):
         return _describe_rollback(event)
     if event.kind == "stop":
-        return _describe_stop(details)
+        return describe_stop(details)
     if event.kind == "skip" and {"first", "last"} <= set(details):
         return f"iterations {_format_ranges([details['first'], details['last']])} were skipped"
     # A note and an alert have only their text. Who sent it is of no interest.
@@ -260,7 +264,7 @@ def _describe_launch(event: Event, before: object, *, is_within: bool) -> str:
     parts += [format_value(details[name]) for name in ("layout", "version") if name in details]
     text = "; ".join(parts)
     changes = [
-        f"{flag} {_show_setting(old)} -> {_show_setting(new)}"
+        f"{flag} {old or 'default'} -> {new or 'default'}"
         for flag, (old, new) in compare_settings([before, details.get("settings")]).items()
     ]
     if changes:
@@ -283,10 +287,6 @@ def compare_settings(settings: Sequence[object]) -> dict[str, list[str | None]]:
     return {flag: values for flag, values in rows.items() if len(set(values)) > 1}
 
 
-def _show_setting(value: str | None) -> str:
-    return "default" if value is None else value
-
-
 def read_setting(value: object) -> str | None:
     """Return a setting as text, or None if it is not set. The chronicle has JSON in a string."""
     if value is None:
@@ -303,7 +303,8 @@ def read_setting(value: object) -> str | None:
     return make_plain(text)
 
 
-def _describe_stop(details: Mapping[str, Any]) -> str:
+def describe_stop(details: Mapping[str, Any]) -> str:
+    """Return why a launch stopped, and how long it took to stop."""
     reason = make_plain(details.get("reason"))
     text = _STOPS.get(reason, reason)
     if "error" in details:

@@ -48,9 +48,8 @@ _IMPORTANT = 12
 _QUIET = ("checkpoint",)
 """Events that are frequent and expected. A reader has to ask for them."""
 _HELP = "Point at a chart to read its values. Drag to enlarge a range."
+_LINE = '<line class="c{}" x2="26" y1="6" y2="6" stroke-width="{}"/>'
 _LEGEND = (
-    ('<line class="c0" x2="26" y1="6" y2="6" stroke-width="2"/>', "training"),
-    ('<line class="c1" x2="26" y1="6" y2="6" stroke-width="3"/>', "evaluation"),
     (
         '<rect class="abandoned" width="26" height="12"/>'
         '<line class="c0" x2="26" y1="6" y2="6" stroke-dasharray="4 2" opacity="0.5"/>',
@@ -82,21 +81,22 @@ def build_page(histories: Sequence[RunHistory]) -> str:
     script = (folder / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
+    names = _name_runs(histories)
     # A file that was edited may have numbers whose sums are infinite. They are left out.
     with np.errstate(over="ignore", invalid="ignore"):
         shown = [_limit_by_label(describe_events(history)) for history in histories]
-        drawn = charts.build_charts(histories, [events for events, _ in shown])
+        drawn = charts.build_charts(histories, names, [events for events, _ in shown])
         body = [
             *(
                 part
-                for history, (events, _) in zip(histories, shown, strict=True)
-                for part in _list_summary(history, events, is_compared=len(histories) > 1)
+                for history, name, (events, _) in zip(histories, names, shown, strict=True)
+                for part in _list_summary(history, name, events, is_compared=len(names) > 1)
             ),
-            *_list_differences(histories),
-            _format_charts(drawn),
+            *_list_differences(histories, names),
+            _format_charts(drawn, names),
             *(
-                _format_run(history, events, left_out)
-                for history, (events, left_out) in zip(histories, shown, strict=True)
+                _format_run(history, name, events, left_out)
+                for history, name, (events, left_out) in zip(histories, names, shown, strict=True)
             ),
         ]
     title = html.escape(
@@ -115,6 +115,17 @@ def build_page(histories: Sequence[RunHistory]) -> str:
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _name_runs(histories: Sequence[RunHistory]) -> list[str]:
+    """Return the name of each folder, with as many folders above it as make the names differ."""
+    parts = [history.folder.absolute().parts for history in histories]
+    longest = max(map(len, parts), default=1)
+    for count in range(1, longest + 1):
+        names = [make_plain("/".join(each[-count:])) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
 
 
 def _format_data(drawn: charts.Charts) -> str:
@@ -137,11 +148,11 @@ def _format_data(drawn: charts.Charts) -> str:
 
 
 def _list_summary(
-    history: RunHistory, events: Sequence[DescribedEvent], *, is_compared: bool
+    history: RunHistory, name: str, events: Sequence[DescribedEvent], *, is_compared: bool
 ) -> Iterable[str]:
     """Yield what happened to a run, when, what it cost, and with which model."""
     if is_compared:
-        yield f"<h2>{html.escape(make_plain(history.folder.name))}</h2>"
+        yield f"<h2>{html.escape(name)}</h2>"
     yield f'<p class="path">{html.escape(make_plain(history.folder))}</p>'
     yield from (f"<p>{html.escape(each)}</p>" for each in describe_outcome(history))
     model = describe_model(history)
@@ -162,7 +173,7 @@ def _list_summary(
         yield _format_event_table(important[-_IMPORTANT:])
 
 
-def _list_differences(histories: Sequence[RunHistory]) -> Iterable[str]:
+def _list_differences(histories: Sequence[RunHistory], names: Sequence[str]) -> Iterable[str]:
     """Yield the table of the settings in which the runs differ."""
     if len(histories) < 2:
         return
@@ -171,7 +182,6 @@ def _list_differences(histories: Sequence[RunHistory]) -> Iterable[str]:
     if not all(launches):
         yield "<p>A run has no record of its settings.</p>"
         return
-    names = [make_plain(history.folder.name) for history in histories]
     yield _format_comparison(names, [of_run[-1][1] for of_run in launches])
 
 
@@ -206,7 +216,7 @@ def _format_setting(value: str | None) -> str:
     return f"<td>{html.escape(value)}</td>"
 
 
-def _format_charts(drawn: charts.Charts) -> str:
+def _format_charts(drawn: charts.Charts, names: Sequence[str]) -> str:
     is_empty = not drawn.panels and not drawn.constants
     axes = "".join(
         f'<option value="{axis}">{title}</option>' for axis, title in charts.AXES.items()
@@ -216,8 +226,13 @@ def _format_charts(drawn: charts.Charts) -> str:
         for count in charts.MEANS
         if count > 1
     )
+    # Runs that are compared have one colour each. Evaluations are the thick lines.
+    colours = [(_LINE.format(0, 2), "training"), (_LINE.format(1, 3), "evaluation")]
+    if len(names) > 1:
+        colours = [(_LINE.format(n % 8, 2), name) for n, name in enumerate(names)]
     legend = "".join(
-        f'<span><svg viewBox="0 0 26 12">{drawing}</svg>{text}</span>' for drawing, text in _LEGEND
+        f'<span><svg viewBox="0 0 26 12">{drawing}</svg>{html.escape(text)}</span>'
+        for drawing, text in (*colours, *_LEGEND)
     )
     constants = "".join(
         f"<p><b>{html.escape(title)}:</b> {html.escape(text)} in all iterations</p>"
@@ -236,11 +251,14 @@ def _format_charts(drawn: charts.Charts) -> str:
 
 
 def _format_run(
-    history: RunHistory, events: Sequence[DescribedEvent], left_out: dict[str, int]
+    history: RunHistory,
+    name: str,
+    events: Sequence[DescribedEvent],
+    left_out: dict[str, int],
 ) -> str:
     """Return the tables of a run: what happened, where its time went, what it is, its settings."""
     return (
-        f"<section><h2>{html.escape(make_plain(history.folder.name))}</h2>"
+        f"<section><h2>{html.escape(name)}</h2>"
         f"{_format_events(events, left_out)}{_format_goodput(history)}"
         f"{_format_facts(history)}{_format_settings(history)}</section>"
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron.operations.chronicle.events import (
     describe_events,
+    describe_stop,
     find_continued,
     format_value,
     is_decided_rollback,
@@ -135,9 +136,13 @@ def describe_outcome(history: RunHistory) -> list[str]:
     kept = np.flatnonzero(history.kept)
     sentences = []
     planned = None
+    ended = "it is active or was killed"
     for event in history.events:
         if event.kind == "start":
             planned = event.details.get("train_iterations")
+            ended = "it is active or was killed"
+        elif event.kind == "stop":
+            ended = describe_stop(event.details)
     if kept.size:
         text = f"The run is at iteration {int(columns['iteration'][kept[-1]]):,}"
         if type(planned) is int:
@@ -154,7 +159,7 @@ def describe_outcome(history: RunHistory) -> list[str]:
         sentences.append(
             f"It ran from {times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} "
             f"({times[0].tzname()}), {format_duration(goodput.wall_seconds)} in all. "
-            f"Launches: {launches}."
+            f"Launches: {launches}. The end of the last launch: {ended}."
         )
     lost = goodput.wall_seconds - goodput.seconds[KEPT]
     sentences.append(
