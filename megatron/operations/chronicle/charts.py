@@ -351,13 +351,15 @@ class _Run:
     def list_events(self, described: Sequence[DescribedEvent]) -> Iterator[Mark]:
         """Yield a mark for each event. The iteration of a note is the last one before it."""
         columns = self._columns
-        for each in described:
-            time = each.event.time.timestamp()
-            if each.event.iteration is None:
-                iteration = float(np.interp(time, columns["time"], columns["iteration"]))
-            else:
-                iteration = float(each.event.iteration)
-            x = self._find([iteration], [time])
+        times = [each.event.time.timestamp() for each in described]
+        last = np.interp(times, columns["time"], columns["iteration"]).tolist()
+        iterations = [
+            at if each.event.iteration is None else each.event.iteration
+            for each, at in zip(described, last, strict=True)
+        ]
+        found = self._find(iterations, times)
+        for number, each in enumerate(described):
+            x = {axis: [positions[number]] for axis, positions in found.items()}
             text = f"{self._prefix}{each.label}: {each.text}"[:300]
             yield Mark(x, None, text, each.label, self._number)
 

@@ -204,6 +204,9 @@ def _take_bytes(lines: Iterable[bytes], end: int | None) -> Iterator[bytes]:
 
 def _read_number(value: Any) -> float:
     """Return a value of the metrics file as a number. None and other values are nan."""
+    # Most rows lack several values, and an exception takes longer than the rest.
+    if value is None:
+        return math.nan
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
