@@ -105,6 +105,7 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
         assert value == pytest.approx(getattr(report, key), abs=0.005), key
     optional_or_derived = {
         "decoupled_learning_rate",
+        "dropped_loss",
         "mfu",
         "phase_seconds",
         "layer_statistics",

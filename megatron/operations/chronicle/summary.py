@@ -142,7 +142,8 @@ def describe_outcome(history: RunHistory) -> list[str]:
             planned = event.details.get("train_iterations")
             ended = "it is active or was killed"
         elif event.kind == "stop":
-            ended = describe_stop(event.details)
+            named = {name: event.details.get(name) for name in ("reason", "error")}
+            ended = describe_stop({name: value for name, value in named.items() if value})
     if kept.size:
         text = f"The run is at iteration {int(columns['iteration'][kept[-1]]):,}"
         if type(planned) is int:
