@@ -269,6 +269,9 @@ def test_page_shows_settings_and_their_differences(tmp_path: Path) -> None:
     rows = re.findall(r"<tr><td><code>([^<]+)</code></td>(.*?)</tr>", changed)
     assert [flag for flag, _ in rows] == ["--lr", "--seed"]
     assert "Settings in which the runs differ" not in alone
+    # The summary names the main settings, and leads to the table of all of them.
+    assert "; learning rate 0.0005. " in alone
+    assert alone.count('href="#settings-first"') == alone.count('id="settings-first"') == 1
     # The last launches of both have the same settings.
     assert "All settings are equal." in write_page(tmp_path, first, second)
     events = second / CHRONICLE

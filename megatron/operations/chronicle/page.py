@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 
@@ -157,7 +158,10 @@ def _list_summary(
     yield from (f"<p>{html.escape(each)}</p>" for each in describe_outcome(history))
     model = describe_model(history)
     if model:
-        yield f"<p>Trained with {html.escape(model)}. All settings are below the charts.</p>"
+        yield (
+            f"<p>Trained with {html.escape(model)}. "
+            f'<a href="#{_make_anchor(name)}">All settings</a></p>'
+        )
     tiles = "".join(
         f'<div class="tile{" bad" if tile.is_bad else ""}"><span class="name">'
         f"{html.escape(tile.name)}</span><b>{html.escape(tile.value)}</b>"
@@ -260,7 +264,7 @@ def _format_run(
     return (
         f"<section><h2>{html.escape(name)}</h2>"
         f"{_format_events(events, left_out)}{_format_goodput(history)}"
-        f"{_format_facts(history)}{_format_settings(history)}</section>"
+        f"{_format_facts(history)}{_format_settings(history, name)}</section>"
     )
 
 
@@ -320,7 +324,12 @@ def _format_facts(history: RunHistory) -> str:
     return f"<h3>Facts</h3><table>{facts}</table>"
 
 
-def _format_settings(history: RunHistory) -> str:
+def _make_anchor(name: str) -> str:
+    """Return the anchor of the settings of a run."""
+    return f"settings-{quote(name, safe='')}"
+
+
+def _format_settings(history: RunHistory, name: str) -> str:
     """Return the settings of the last launch, and what changed between launches."""
     launches = _list_launch_settings(history)
     if not launches:
@@ -332,7 +341,8 @@ def _format_settings(history: RunHistory) -> str:
         for flag in sorted(last)
     )
     text = (
-        "<h3>Settings of the last launch that differ from their defaults</h3>"
+        f'<h3 id="{_make_anchor(name)}">Settings of the last launch that differ from their '
+        "defaults</h3>"
         '<div class="script"><input type="search" class="search" '
         'placeholder="search for a setting or a value" aria-label="search the settings"></div>'
         f'<table><tbody class="settings">{rows}</tbody></table>'

@@ -14,6 +14,7 @@ from megatron.operations.chronicle.events import (
     format_value,
     is_decided_rollback,
     list_rollbacks,
+    read_setting,
 )
 from megatron.operations.chronicle.goodput import DROPPED, KEPT, UNDONE, compute_goodput
 from megatron.operations.chronicle.history import RunHistory
@@ -31,6 +32,17 @@ _SHOWN_OF_START = (
     "attention_heads",
     "seq_length",
 )
+_MAIN_SETTINGS = {
+    "--global-batch-size": "batch size",
+    "--train-iters": "iterations",
+    "--train-samples": "samples",
+    "--lr": "learning rate",
+    "--lr-decay-style": "schedule",
+    "--optimizer": "optimizer",
+    "--bf16": "bf16",
+    "--fp16": "fp16",
+}
+"""Settings that a reader asks for first, with their names in the report."""
 _NAMES = {"seq_length": "sequence length", "torch": "PyTorch"}
 """Key of a start -> its name in the report, if that is another word."""
 
@@ -207,13 +219,24 @@ def list_tiles(history: RunHistory) -> list[Tile]:
 
 
 def describe_model(history: RunHistory) -> str:
-    """Return model and layout of the last launch as one line, or nothing if they are not known."""
-    starts = [event for event in history.events if event.kind == "start"]
-    return "; ".join(
-        f"{_NAMES.get(name, name.replace('_', ' '))} {format_value(starts[-1].details[name])}"
+    """Return model, layout and main settings of the last launch, as far as they are known."""
+    starts = [event.details for event in history.events if event.kind == "start"]
+    if not starts:
+        return ""
+    details = starts[-1]
+    parts = [
+        f"{_NAMES.get(name, name.replace('_', ' '))} {format_value(details[name])}"
         for name in _SHOWN_OF_START
-        if starts and name in starts[-1].details
-    )
+        if name in details
+    ]
+    settings = details.get("settings")
+    if isinstance(settings, dict):
+        parts += [
+            f"{name} {read_setting(settings[flag])}"
+            for flag, name in _MAIN_SETTINGS.items()
+            if flag in settings
+        ]
+    return "; ".join(parts)
 
 
 def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
