@@ -4,7 +4,7 @@ r"""Report what happened to a run, or add a note to its chronicle.
     python tools/chronicle.py RUN OTHER --html report.html     # a page that compares two runs
     python tools/chronicle.py note RUN "the data of node 7 were damaged"
 
-RUN is a --save folder. The page needs the package plotly (the extra `report`), and no network.
+RUN is a --save folder. The page is one file, and it needs no network.
 """
 
 import sys
@@ -51,7 +51,6 @@ def write_report(arguments: ReportArguments) -> int:
 
     Raises:
         DataError: No run was given, or a folder is not that of a run.
-        ConfigError: plotly is not installed.
         OSError: A file cannot be read or written.
     """
     if not arguments.runs:

@@ -51,6 +51,8 @@ class IterationReport:
     """Number of those whose loss or gradient was not finite, without fp16's search for a scale."""
     lm_loss: float | None = None
     """None if no step was applied."""
+    dropped_loss: float | None = None
+    """Loss of this iteration if its step was not applied."""
     grad_norm: float | None = None
     loss_scale: float | None = None
     """None without fp16."""

@@ -93,6 +93,7 @@ class TensorBoard:
             values["batch-size/batch-size"] = report.global_batch_size
         if self._logging.log_loss_scale_to_tensorboard:
             values["loss-scale/loss-scale"] = report.loss_scale
+        values["lm-loss-training/lm loss of dropped steps"] = report.dropped_loss
         values["grad-norm/grad-norm"] = report.grad_norm
         values["num-zeros/num-zeros"] = report.num_zeros
         values["params-norm/params-norm"] = report.params_norm

@@ -343,6 +343,7 @@ class Reporter:
             nan_iterations=interval.nan,
             # Only applied steps have a loss that counts. With none, the field is left out.
             lm_loss=interval.loss_sum / interval.applied if interval.applied else None,
+            dropped_loss=None if step.result.applied else step.result.loss,
             grad_norm=step.result.grad_norm,
             loss_scale=step.result.loss_scale,
             num_zeros=step.result.num_zeros,

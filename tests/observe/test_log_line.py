@@ -116,6 +116,7 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
     optional_or_derived = {
         "decoupled_learning_rate",
         "remaining_seconds",
+        "dropped_loss",
         "mfu",
         "phase_seconds",
         "layer_statistics",

@@ -77,6 +77,15 @@ def test_tags_and_axes(tmp_path: Path) -> None:
     assert point(events, "steps-vs-tokens/y=tokens,x=steps") == (42, 344064)
 
 
+def test_loss_of_a_dropped_step_has_a_tag_of_its_own(tmp_path: Path) -> None:
+    board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path)))
+    board.write_training(replace(REPORT, lm_loss=None, dropped_loss=9.5))
+    board.close()
+    events = read(tmp_path)
+    assert point(events, "lm-loss-training/lm loss of dropped steps") == (42, 9.5)
+    assert "lm-loss-training/lm loss" not in events.Tags()["scalars"]
+
+
 def test_only_requested_values_are_written_and_only_when_due(tmp_path: Path) -> None:
     off = LoggingConfig(
         tensorboard_dir=str(tmp_path),

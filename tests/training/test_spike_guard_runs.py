@@ -128,6 +128,14 @@ def test_spike_in_the_first_64_steps_is_dropped_and_resumes_alike(
     succeed(pool.run(1, pretrain, make_argv(tmp_path / "whole", corpora["early"], 100, flags)))
     decisions = [("skip-step", at) for at in range(30, 38)]
     assert list_decisions(tmp_path / "whole") == decisions
+    # The curve of the loss has a gap there, and the loss of the spike has a key of its own.
+    recorded = {each["iteration"]: each["loss"] for each in read_interventions(tmp_path / "whole")}
+    entries = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert recorded == {
+        each["iteration"]: each["dropped_loss"]
+        for each in entries
+        if each.get("dropped_loss") is not None
+    }
     # The launch ends within the spike, and repeats an iteration that was recorded.
     for stop in (" --exit-interval 33", ""):
         argv = make_argv(tmp_path / "parts", corpora["early"], 100, flags + stop)

@@ -35,18 +35,31 @@ FIELDS = (
     "consumed_samples",
     "consumed_tokens",
     "lm_loss",
+    "dropped_loss",
     "grad_norm",
     "learning_rate",
     "global_batch_size",
     "tokens_per_second",
     "tflops",
     "mfu",
+    "params_norm",
+    "loss_scale",
+    "output_logit",
     "seconds",
+    "data_wait_seconds",
     "save_seconds",
     "evaluate_seconds",
     "skipped_iterations",
 )
 """Fields of the metrics file that are read, in its units."""
+
+LAYER_FIELDS = (
+    "layer_output_rms",
+    "layer_grad_norm",
+    "layer_params_norm",
+    "layer_attention_logit",
+)
+"""Fields with a number for each layer. Only some iterations have them."""
 
 # As the watchdog names them. Its module imports torch, which an operator's tools do without.
 _VERDICTS = "hangs/*/verdict.txt"
@@ -67,6 +80,16 @@ class EvaluationPoint:
 
 
 @dataclass(frozen=True)
+class LayerColumns:
+    """A statistic of the layers."""
+
+    rows: NDArray[np.int64]
+    """Rows of the run that have it, [n]."""
+    values: Column
+    """Its value for each layer, [n, layers]."""
+
+
+@dataclass(frozen=True)
 class RunHistory:
     """A run as its files describe it."""
 
@@ -74,6 +97,8 @@ class RunHistory:
     columns: dict[str, Column]
     """Field -> its value in each row, [rows]. `time` has seconds since the epoch. A value that is
     missing is nan. The rows are in the order of time."""
+    layers: dict[str, LayerColumns]
+    """Field -> the statistic of the layers, for the fields that were recorded."""
     kept: NDArray[np.bool_]
     """Whether the weights of the run still have the row's iteration, [rows]."""
     evaluations: list[EvaluationPoint]
@@ -94,6 +119,8 @@ class _MetricsReader:
 
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in (*FIELDS, "time")}
+        self.layers: dict[str, dict[int, array[float]]] = {name: {} for name in LAYER_FIELDS}
+        """Field -> row -> a value for each layer."""
         # Arrays of numbers, because objects for a million rows would take gigabytes.
         self.kept = bytearray()
         self.evaluations: list[EvaluationPoint] = []
@@ -148,6 +175,10 @@ class _MetricsReader:
     def _append(self, record: dict[str, Any], time: float, *, kept: bool) -> None:
         for name in FIELDS:
             self.columns[name].append(_read_number(record.get(name)))
+        for name in LAYER_FIELDS:
+            values = record.get(name)
+            if isinstance(values, list) and values:
+                self.layers[name][len(self.kept)] = array("d", map(_read_number, values))
         self.columns["time"].append(time)
         self.kept.append(kept)
 
@@ -173,6 +204,9 @@ def _take_bytes(lines: Iterable[bytes], end: int | None) -> Iterator[bytes]:
 
 def _read_number(value: Any) -> float:
     """Return a value of the metrics file as a number. None and other values are nan."""
+    # Most rows lack several values, and an exception takes longer than the rest.
+    if value is None:
+        return math.nan
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -207,11 +241,14 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
     columns = {name: np.array(values) for name, values in reader.columns.items()}
     # A stable sort keeps the order of rows with the same millisecond.
     order = np.argsort(columns["time"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    _add_losses_of_guard(columns, interventions)
     found = [_make_intervention_event(record) for record in interventions]
     events += [event for event in found if event is not None]
     return RunHistory(
         folder,
-        {name: values[order] for name, values in columns.items()},
+        columns,
+        _build_layer_columns(reader.layers, order),
         np.frombuffer(bytes(reader.kept), dtype=np.bool_)[order],
         reader.evaluations,
         sorted(events, key=lambda event: event.time),
@@ -220,6 +257,41 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
         read_energy(_list_energy_tables(folder, events, interventions)),
         reader.damaged,
     )
+
+
+def _build_layer_columns(
+    layers: dict[str, dict[int, "array[float]"]], order: NDArray[np.int64]
+) -> dict[str, LayerColumns]:
+    """Return the statistics of layers, whose rows are moved to their place in the order of time."""
+    places = np.argsort(order)
+    built = {}
+    for name, by_row in layers.items():
+        # A row with another number of layers is no row of this model.
+        count = max((len(values) for values in by_row.values()), default=0)
+        rows = sorted(
+            (row for row in by_row if len(by_row[row]) == count), key=lambda row: int(places[row])
+        )
+        if rows:
+            values = np.array([by_row[row] for row in rows])
+            built[name] = LayerColumns(places[rows], values)
+    return built
+
+
+def _add_losses_of_guard(columns: dict[str, Column], interventions: list[dict[str, Any]]) -> None:
+    """Take the loss of a dropped step from the guard's record, if the metrics file lacks it.
+
+    Earlier versions did not write it.
+    """
+    dropped = (columns["skipped_iterations"] > 0) & np.isnan(columns["dropped_loss"])
+    for record in interventions:
+        moment = parse_time(record.get("time"))
+        if moment is None or record.get("dropped") is not True:
+            continue
+        rows = np.flatnonzero(dropped & (columns["iteration"] == record.get("iteration")))
+        if rows.size:
+            # After a rollback, another step may have the same number.
+            distances = np.abs(columns["time"][rows] - moment.timestamp())
+            columns["dropped_loss"][rows[np.argmin(distances)]] = _read_number(record.get("loss"))
 
 
 def _list_energy_tables(
@@ -291,7 +363,7 @@ def _make_intervention_event(record: dict[str, Any]) -> Event | None:
         return None
     details = {
         name: record[name]
-        for name in ("decision", "to", "skip", "lr", "reason")
+        for name in ("decision", "to", "skip", "lr", "dropped", "reason")
         if record.get(name)
     }
     iteration = record.get("trained_to", record.get("iteration"))

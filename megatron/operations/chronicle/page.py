@@ -1,108 +1,73 @@
-"""The report of one run or several as a page with charts, by plotly.
+"""The report of one run or several as a page with charts.
 
 Invariants:
-- The page is one file. Its content-security policy forbids every request to a network.
+- The page is one file. Its content-security policy forbids every request to a network, and every
+  script but that of the page, whose digest it names.
 - Text from a run is escaped. No text of a note, an error or a setting becomes HTML or a script.
 - Its size does not depend on the number of iterations, because each curve is downsampled.
+- Without a script, the page has the same charts and tables. Only what needs a reader's input, such
+  as the search and the other axes, is missing.
 """
 
+import base64
+import hashlib
 import html
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 
 from megatron.durable import replace_file
-from megatron.errors import ConfigError
-from megatron.observe.chronicle import Event
-from megatron.operations.chronicle.goodput import compute_goodput
-from megatron.operations.chronicle.history import Column, RunHistory
-from megatron.operations.chronicle.summary import describe_events, list_facts, list_goodput
+from megatron.operations.chronicle import charts
+from megatron.operations.chronicle.events import (
+    DescribedEvent,
+    compare_settings,
+    describe_events,
+    is_important,
+    read_setting,
+)
+from megatron.operations.chronicle.goodput import KEPT, compute_goodput
+from megatron.operations.chronicle.history import RunHistory
+from megatron.operations.chronicle.summary import (
+    describe_model,
+    describe_outcome,
+    list_facts,
+    list_goodput,
+    list_tiles,
+)
+from megatron.plain_text import make_plain
 from megatron.schedule.clock import format_duration
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-POINTS = 1500
-"""Largest number of points of a curve."""
 _EVENTS = 300
 """Largest number of events of one kind, so that many saves or alerts hide no rollback."""
-_SYMBOLS = {
-    "start": "triangle-right-open",
-    "stop": "square-open",
-    "save": "line-ns-open",
-    "rollback": "x-thin-open",
-    "alert": "triangle-up-open",
-    "note": "circle-open",
-}
-"""Kind of an event -> its marker. All other kinds are diamonds."""
-_PANELS = {
-    "lm_loss": "loss",
-    "grad_norm": "gradient norm",
-    "learning_rate": "learning rate",
-    "global_batch_size": "batch size",
-    "tokens_per_second": "tokens/s",
-    "tflops": "TFLOPs of a device",
-    "mfu": "MFU",
-    "goodput": "goodput",
-    "energy": "energy [kWh]",
-}
-"""Column of a panel -> its title."""
-_TICKS = {
-    "learning_rate": {"exponentformat": "e"},
-    # A constant batch size would otherwise have ticks between two integers.
-    "global_batch_size": {"tickformat": ",d", "rangemode": "tozero"},
-    "mfu": {"tickformat": ".1%"},
-    "goodput": {"tickformat": ".0%"},
-}
-"""Column of a panel -> how its axis shows numbers, if not as plotly does by itself."""
-_AXES = {
-    "iteration": "iterations",
-    "consumed_samples": "samples",
-    "consumed_tokens": "tokens",
-    "hours": "hours since the first start",
-}
-"""Column of the x axis -> its title."""
-_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf")
-_SMOOTHED = ("lm_loss", "grad_norm", "tokens_per_second", "tflops", "mfu")
-"""Panels whose curves are noisy. Evaluations and schedules are shown as they are."""
-_SMOOTHING = (1, 10, 100, 1000)
-"""Choices of the slider: iterations of the mean. 1 is no smoothing."""
-_FAINT = 0.3
-"""Opacity of an abandoned lineage."""
-_INTERVENTIONS = "events"
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_IMPORTANT = 12
+"""Largest number of events above the charts."""
+_QUIET = ("checkpoint",)
+"""Events that are frequent and expected. A reader has to ask for them."""
+_HELP = "Point at a chart to read its values. Drag to enlarge a range."
+_LINE = '<line class="c{}" x2="26" y1="6" y2="6" stroke-width="{}"/>'
+_LEGEND = (
+    (
+        '<rect class="abandoned" width="26" height="12"/>'
+        '<line class="c0" x2="26" y1="6" y2="6" stroke-dasharray="4 2" opacity="0.5"/>',
+        "abandoned: lost by a kill, or undone by a rollback",
+    ),
+    ('<rect class="skipped" width="26" height="12"/>', "skipped: these data were not trained"),
+    (
+        '<path class="dropped" d="M9 2L17 10M9 10L17 2"/>',
+        "dropped step: its loss, without an update",
+    ),
 )
-_STYLE = (
-    "body{font-family:sans-serif;margin:1em auto;max-width:1200px}"
-    "table{border-collapse:collapse}td,th{padding:2px 10px 2px 0;text-align:left;"
-    "vertical-align:top;overflow-wrap:anywhere}"
-    ".bar{background:#1f77b4;height:0.8em}"
-)
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """One curve or one set of markers. Its x values are known for each axis."""
-
-    panel: str
-    name: str
-    x: dict[str, list[float | None]]
-    y: list[float | None]
-    style: dict[str, Any]
-    smoothed: dict[int, list[float | None]] = field(default_factory=dict)
-    """Iterations of the mean -> the y values. It is empty for a curve that is not smoothed."""
 
 
 def write_page(histories: Sequence[RunHistory], path: Path) -> None:
     """Write the page of one run or of several that are compared.
 
     Raises:
-        ConfigError: plotly is not installed.
         OSError: The page cannot be written.
     """
     text = build_page(histories)
@@ -111,378 +76,294 @@ def write_page(histories: Sequence[RunHistory], path: Path) -> None:
 
 
 def build_page(histories: Sequence[RunHistory]) -> str:
-    """Return the page as HTML.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    names = [str(history.folder) for history in histories]
+    """Return the page as HTML."""
+    folder = files(__package__)
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
+    names = _name_runs(histories)
     # A file that was edited may have numbers whose sums are infinite. They are left out.
     with np.errstate(over="ignore", invalid="ignore"):
-        figure = _draw(histories)
-    charts = figure.to_html(
-        # The page has its own head, with the policy that forbids requests.
-        full_html=False,
-        include_plotlyjs=True,
-        div_id="charts",
-        config={
-            "displaylogo": False,
-            "responsive": True,
-            # This button would send the charts to a server of plotly.
-            "modeBarButtonsToRemove": ["sendChartToCloud"],
-            "plotlyServerURL": "",
-        },
+        shown = [_limit_by_label(describe_events(history)) for history in histories]
+        drawn = charts.build_charts(histories, names, [events for events, _ in shown])
+        body = [
+            *(
+                part
+                for history, name, (events, _) in zip(histories, names, shown, strict=True)
+                for part in _list_summary(history, name, events, is_compared=len(names) > 1)
+            ),
+            *_list_differences(histories, names),
+            _format_charts(drawn, names),
+            *(
+                _format_run(history, name, events, left_out)
+                for history, name, (events, left_out) in zip(histories, names, shown, strict=True)
+            ),
+        ]
+    title = html.escape(
+        f"Report of {', '.join(make_plain(each.folder.name) for each in histories)}"
     )
-    title = html.escape(f"Report of {', '.join(names)}")
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title><style>{style}</style></head><body>",
         f"<h1>{title}</h1>",
-        charts,
-        *map(_format_tables, histories),
+        *body,
+        f'<script type="application/json" id="data">{_format_data(drawn)}</script>',
+        f"<script>{script}</script>",
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _draw(histories: Sequence[RunHistory]) -> "Figure":
-    try:
-        from plotly.graph_objects import Scatter
-        from plotly.subplots import make_subplots
-    except ImportError as error:
-        raise ConfigError(
-            f"a page needs the package plotly ({error}): pip install 'plotly>=7.1'. "
-            "Without --html, the report is text"
-        ) from error
-    traces = [
-        trace
-        for number, history in enumerate(histories)
-        for trace in _list_traces(history, _COLOURS[number % len(_COLOURS)])
-    ]
-    # A panel without values, such as MFU on a CPU, is left out.
-    panels = [panel for panel in _PANELS if any(trace.panel == panel for trace in traces)]
-    figure = make_subplots(
-        rows=max(1, len(panels)), cols=1, shared_xaxes=True, vertical_spacing=0.02
-    )
-    for trace in traces:
-        row = panels.index(trace.panel) + 1
-        figure.add_trace(
-            Scatter(name=trace.name, x=trace.x["iteration"], y=trace.y, **trace.style),
-            row=row,
-            col=1,
-        )
-    for number, panel in enumerate(panels, 1):
-        figure.update_yaxes(title_text=_PANELS[panel], **_TICKS.get(panel, {}), row=number, col=1)
-    last = f"xaxis{len(panels) if len(panels) > 1 else ''}"
-    buttons = [
-        {
-            "label": title.partition(" ")[0],
-            "method": "update",
-            "args": [{"x": [trace.x[axis] for trace in traces]}, {f"{last}.title.text": title}],
-        }
-        for axis, title in _AXES.items()
-    ]
-    figure.update_layout(
-        {f"{last}_title_text": _AXES["iteration"]},
-        height=200 * max(2, len(panels)),
-        template="plotly_white",
-        margin={"t": 60, "r": 20},
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom"},
-        updatemenus=[
-            {
-                "buttons": buttons,
-                "type": "buttons",
-                "direction": "right",
-                "x": 0,
-                # Otherwise the buttons would be left of the charts, and make these narrower.
-                "xanchor": "left",
-                "y": 1.01,
-                "yanchor": "bottom",
-            }
-        ],
-        sliders=[_build_smoothing_slider(traces)],
-    )
-    return figure
+def _name_runs(histories: Sequence[RunHistory]) -> list[str]:
+    """Return the name of each folder, with as many folders above it as make the names differ."""
+    parts = [history.folder.absolute().parts for history in histories]
+    longest = max(map(len, parts), default=1)
+    for count in range(1, longest + 1):
+        names = [make_plain("/".join(each[-count:])) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
 
 
-def _build_smoothing_slider(traces: Sequence[_Trace]) -> dict[str, Any]:
-    """Return the slider that chooses over how many iterations the curves are averaged."""
-    numbers = [number for number, trace in enumerate(traces) if trace.smoothed]
-    steps = [
-        {
-            "label": "off" if count == 1 else f"{count:,}",
-            "method": "restyle",
-            "args": [{"y": [traces[number].smoothed[count] for number in numbers]}, numbers],
-        }
-        for count in _SMOOTHING
-    ]
-    return {
-        "steps": steps,
-        "currentvalue": {"prefix": "smoothing (mean of iterations): "},
-        # It is below the charts and the title of their x axis.
-        "pad": {"t": 60},
-        # Otherwise the label of the last step would be outside of the page.
-        "len": 0.95,
+def _format_data(drawn: charts.Charts) -> str:
+    """Return what the script needs as JSON."""
+    layout = {
+        "left": charts.LEFT,
+        "right": charts.RIGHT,
+        "width": charts.WIDTH,
+        "top": charts.TOP,
+        "bottom": charts.BOTTOM,
+        "lane": charts.LANE,
+        "largest": charts.LARGEST,
+        "axes": charts.AXES,
     }
+    lines = charts.list_lines(drawn)
+    data = {"layout": layout, "lines": lines, **vars(drawn)}
+    text = json.dumps(data, default=vars, allow_nan=False, separators=(",", ":"))
+    # No text of a run may end the element.
+    return text.replace("<", "\\u003c")
 
 
-def _list_traces(history: RunHistory, colour: str) -> Iterator[_Trace]:
-    """Yield the curves of a run, its evaluations, and the markers of its events."""
-    run = html.escape(history.folder.name)
-    columns = _add_derived_columns(history)
-    kept = history.kept
-    for panel in _PANELS:
-        values = columns[panel]
-        for rows, is_kept in ((np.flatnonzero(kept), True), (np.flatnonzero(~kept), False)):
-            chosen = rows[select_points(values[rows])]
-            if not len(chosen):
-                continue
-            name = f"{run}: {_PANELS[panel]}" if is_kept else f"{run}: abandoned"
-            smoothed = {}
-            if is_kept and panel in _SMOOTHED:
-                # The mean is that of all iterations, not only of those that are drawn.
-                for count in _SMOOTHING:
-                    means = np.full_like(values, np.nan)
-                    means[rows] = compute_running_mean(values[rows], count)
-                    smoothed[count] = _list_with_gaps(columns, means, chosen)
-            yield _Trace(
-                panel,
-                name,
-                {axis: _list_with_gaps(columns, columns[axis], chosen) for axis in _AXES},
-                _list_with_gaps(columns, values, chosen),
-                {
-                    "mode": "lines",
-                    "line": {"color": colour, "width": 1.2},
-                    "opacity": 1.0 if is_kept else _FAINT,
-                    "showlegend": is_kept and panel == "lm_loss",
-                },
-                smoothed,
-            )
-    if kept.any():
-        yield from _list_evaluation_traces(history, columns, colour, run)
-        yield from _list_event_traces(history, columns, colour, run)
-
-
-def _add_derived_columns(history: RunHistory) -> dict[str, Column]:
-    """Return the columns, and with them the hours since the first start and the goodput so far."""
-    columns = dict(history.columns)
-    times = columns["time"]
-    first = min([*times[:1], *(event.time.timestamp() for event in history.events)], default=0.0)
-    columns["hours"] = (times - first) / 3600
-    steps = np.where(history.kept, np.nan_to_num(columns["seconds"]), 0.0)
-    columns["goodput"] = np.cumsum(steps) / np.maximum(times - first, 1e-9)
-    # The clock of the first step began before the first record of a run without a chronicle.
-    columns["goodput"] = np.minimum(columns["goodput"], 1.0)
-    columns["energy"] = np.full(len(times), np.nan)
-    if history.energy is not None:
-        # codecarbon writes a row at each save. Nothing is known before the first one.
-        columns["energy"] = np.interp(
-            times, history.energy.times, history.energy.kilowatt_hours, left=np.nan, right=np.nan
+def _list_summary(
+    history: RunHistory, name: str, events: Sequence[DescribedEvent], *, is_compared: bool
+) -> Iterable[str]:
+    """Yield what happened to a run, when, what it cost, and with which model."""
+    if is_compared:
+        yield f"<h2>{html.escape(name)}</h2>"
+    yield f'<p class="path">{html.escape(make_plain(history.folder))}</p>'
+    yield from (f"<p>{html.escape(each)}</p>" for each in describe_outcome(history))
+    model = describe_model(history)
+    if model:
+        yield (
+            f"<p>Trained with {html.escape(model)}. "
+            f'<a href="#{_make_anchor(name)}">All settings</a></p>'
         )
-    return columns
+    tiles = "".join(
+        f'<div class="tile{" bad" if tile.is_bad else ""}"><span class="name">'
+        f"{html.escape(tile.name)}</span><b>{html.escape(tile.value)}</b>"
+        f'<span class="note">{html.escape(tile.note)}</span></div>'
+        for tile in list_tiles(history)
+    )
+    yield f'<div class="tiles">{tiles}</div>'
+    important = [each for each in events if is_important(each)]
+    if important:
+        yield "<h3>The most important events</h3>"
+        if len(important) > _IMPORTANT:
+            yield f"<p>{len(important) - _IMPORTANT:,} earlier ones are in the table below.</p>"
+        yield _format_event_table(important[-_IMPORTANT:])
 
 
-def compute_running_mean(values: Column, count: int) -> Column:
-    """Return the mean of each value and the `count - 1` values before it. nan is left out.
-
-    The first means have fewer values. A mean without any finite value is nan.
-
-    Args:
-        values: The values of a curve, [n].
-        count: Number of values of a mean, at least 1.
-    """
-    finite = np.isfinite(values)
-    # The level is subtracted, so that the sum over a long curve loses no digits.
-    level = float(np.mean(values[finite])) if finite.any() else 0.0
-    sums = np.cumsum(np.where(finite, values - level, 0.0))
-    counts = np.cumsum(finite).astype(np.float64)
-    for total in (sums, counts):
-        total[count:] -= total[:-count].copy()
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(level + sums / counts)
-
-
-def select_points(values: Column) -> np.ndarray:
-    """Return the positions of at most `POINTS` finite values, in order.
-
-    Each stretch of a long curve keeps its smallest and its largest value, so no spike disappears.
-
-    Args:
-        values: The values of a curve, [n].
-    """
-    finite = np.flatnonzero(np.isfinite(values))
-    if len(finite) <= POINTS:
-        return finite
-    # Two points are taken from each stretch.
-    stretches = np.array_split(finite, POINTS // 2)
-    chosen = [
-        stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)
-    ]
-    return np.unique(chosen)
-
-
-def _list_with_gaps(columns: dict[str, Column], values: Column, rows: np.ndarray) -> list[Any]:
-    """Return the values of rows as a list, with None where the iterations go back.
-
-    The chart then has no line between two branches.
-    """
-    iterations = columns["iteration"][rows]
-    # Seven digits suffice on a screen. Counters stay exact.
-    shown: list[Any] = [_shorten(value) for value in values[rows].tolist()]
-    for position in reversed(np.flatnonzero(np.diff(iterations) <= 0) + 1):
-        shown.insert(int(position), None)
-    return shown
-
-
-def _shorten(value: float) -> float | None:
-    if not np.isfinite(value):
-        return None
-    # Larger ones are no counters, and JSON libraries refuse integers beyond 64 bits.
-    if value.is_integer() and abs(value) < 1 << 53:
-        return int(value)
-    return float(f"{value:.7g}")
-
-
-def _find_on_axes(
-    columns: dict[str, Column],
-    kept: np.ndarray,
-    iterations: Sequence[float],
-    times: Sequence[float],
-) -> dict[str, list[float | None]]:
-    """Return the position of iterations on each x axis, by the rows that were kept.
-
-    Args:
-        columns: The columns of the run.
-        kept: Which rows were kept.
-        iterations: The iterations.
-        times: When they happened, in seconds since the epoch. An iteration that was undone
-            happened earlier than the kept one.
-    """
-    known = columns["iteration"][kept]
-    found = {
-        axis: [_shorten(value) for value in np.interp(iterations, known, columns[axis][kept])]
-        for axis in _AXES
-    }
-    first = columns["time"][0] - 3600 * columns["hours"][0]
-    return {**found, "hours": [_shorten((time - first) / 3600) for time in times]}
-
-
-def _list_evaluation_traces(
-    history: RunHistory, columns: dict[str, Column], colour: str, run: str
-) -> Iterator[_Trace]:
-    names = list(dict.fromkeys(found.name for found in history.evaluations))
-    for name in names:
-        for is_kept in (True, False):
-            found = [
-                each
-                for each in history.evaluations
-                if each.name == name and each.kept == is_kept and np.isfinite(each.loss)
-            ]
-            # Evaluations are smooth, so every n-th one is enough.
-            found = found[:: 1 + len(found) // POINTS]
-            if not found:
-                continue
-            yield _Trace(
-                "lm_loss",
-                f"{run}: {html.escape(name)}" + ("" if is_kept else " (abandoned)"),
-                _find_on_axes(
-                    columns,
-                    history.kept,
-                    [each.iteration for each in found],
-                    [each.time for each in found],
-                ),
-                [_shorten(each.loss) for each in found],
-                {
-                    "mode": "lines+markers" if is_kept else "markers",
-                    "line": {"color": colour, "dash": "dot"},
-                    "marker": {"size": 5},
-                    "opacity": 1.0 if is_kept else _FAINT,
-                    "showlegend": is_kept,
-                },
-            )
-
-
-def _list_event_traces(
-    history: RunHistory, columns: dict[str, Column], colour: str, run: str
-) -> Iterator[_Trace]:
-    """Yield the markers of the events, on the curve of the training loss."""
-    described, _ = _limit_by_kind(describe_events(history))
-    kept = history.kept & np.isfinite(columns["lm_loss"])
-    if not described or not kept.any():
+def _list_differences(histories: Sequence[RunHistory], names: Sequence[str]) -> Iterable[str]:
+    """Yield the table of the settings in which the runs differ."""
+    if len(histories) < 2:
         return
-    times = columns["time"]
-    # The iteration of a note is the last one before it.
-    iterations = [
-        float(np.interp(event.time.timestamp(), times, columns["iteration"]))
-        if event.iteration is None
-        else float(event.iteration)
-        for event, _ in described
-    ]
-    losses = np.interp(iterations, columns["iteration"][kept], columns["lm_loss"][kept])
-    yield _Trace(
-        "lm_loss",
-        f"{run}: {_INTERVENTIONS}",
-        _find_on_axes(
-            columns, kept, iterations, [event.time.timestamp() for event, _ in described]
-        ),
-        [_shorten(loss) for loss in losses],
-        {
-            "mode": "markers",
-            "marker": {
-                "color": colour,
-                "size": 10,
-                "symbol": [_SYMBOLS.get(event.kind, "diamond-open") for event, _ in described],
-            },
-            "text": [html.escape(f"{event.kind}: {text}"[:300]) for event, text in described],
-            "hoverinfo": "text",
-        },
+    launches = [_list_launch_settings(history) for history in histories]
+    yield "<h2>Settings in which the runs differ</h2>"
+    if not all(launches):
+        yield "<p>A run has no record of its settings.</p>"
+        return
+    yield _format_comparison(names, [of_run[-1][1] for of_run in launches])
+
+
+def _list_launch_settings(history: RunHistory) -> list[tuple[str, dict[str, object]]]:
+    """Return (name, settings) of each launch that recorded them."""
+    found: list[tuple[str, dict[str, object]]] = []
+    for event in history.events:
+        settings = event.details.get("settings")
+        if event.kind == "start" and isinstance(settings, dict):
+            name = f"launch {len(found) + 1}, {event.time:%Y-%m-%d %H:%M}"
+            # A rollback by the spike guard starts the loop again with the same settings.
+            if not found or found[-1][1] != settings:
+                found.append((name, settings))
+    return found
+
+
+def _format_comparison(names: Sequence[str], settings: Sequence[object]) -> str:
+    differing = compare_settings(settings)
+    if not differing:
+        return "<p>All settings are equal.</p>"
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td><code>{html.escape(flag)}</code></td>{''.join(map(_format_setting, values))}</tr>"
+        for flag, values in differing.items()
+    )
+    return f"<table><thead><tr><th>setting</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _format_setting(value: str | None) -> str:
+    if value is None:
+        return '<td class="default">default</td>'
+    return f"<td>{html.escape(value)}</td>"
+
+
+def _format_charts(drawn: charts.Charts, names: Sequence[str]) -> str:
+    is_empty = not drawn.panels and not drawn.constants
+    axes = "".join(
+        f'<option value="{axis}">{title}</option>' for axis, title in charts.AXES.items()
+    )
+    means = '<option value="1">off</option>' + "".join(
+        f'<option value="{count}">mean of {count:,} iterations</option>'
+        for count in charts.MEANS
+        if count > 1
+    )
+    # Runs that are compared have one colour each. Evaluations are the thick lines.
+    colours = [(_LINE.format(0, 2), "training"), (_LINE.format(1, 3), "evaluation")]
+    if len(names) > 1:
+        colours = [(_LINE.format(n % 8, 2), name) for n, name in enumerate(names)]
+    legend = "".join(
+        f'<span><svg viewBox="0 0 26 12">{drawing}</svg>{html.escape(text)}</span>'
+        for drawing, text in (*colours, *_LEGEND)
+    )
+    constants = "".join(
+        f"<p><b>{html.escape(title)}:</b> {html.escape(text)} in all iterations</p>"
+        for title, text in drawn.constants
+    )
+    return (
+        f"<h2>Charts</h2>{'<p>No iteration was recorded.</p>' if is_empty else ''}"
+        f'<div id="controls"{" hidden" if is_empty else ""}>'
+        f'<label>x axis <select id="axis">{axes}</select></label>'
+        f'<label>smoothing <select id="mean">{means}</select></label>'
+        '<label><input type="checkbox" id="log"> log scale</label>'
+        '<button id="reset" hidden>show all</button>'
+        f'<div id="readout" data-help="{_HELP}"></div></div>'
+        f'<div class="legend">{legend}</div>{charts.draw_charts(drawn)}{constants}'
     )
 
 
-def _limit_by_kind(
-    described: Sequence[tuple[Event, str]],
-) -> tuple[list[tuple[Event, str]], dict[str, int]]:
-    """Return the last events of each kind, in order, and how many of each kind are left out."""
-    left_out = Counter(event.kind for event, _ in described)
-    left_out = Counter({kind: count - _EVENTS for kind, count in left_out.items()})
-    seen: Counter[str] = Counter()
-    chosen = []
-    for event, text in described:
-        seen[event.kind] += 1
-        if seen[event.kind] > left_out[event.kind]:
-            chosen.append((event, text))
-    return chosen, {kind: count for kind, count in left_out.items() if count > 0}
+def _format_run(
+    history: RunHistory,
+    name: str,
+    events: Sequence[DescribedEvent],
+    left_out: dict[str, int],
+) -> str:
+    """Return the tables of a run: what happened, where its time went, what it is, its settings."""
+    return (
+        f"<section><h2>{html.escape(name)}</h2>"
+        f"{_format_events(events, left_out)}{_format_goodput(history)}"
+        f"{_format_facts(history)}{_format_settings(history, name)}</section>"
+    )
 
 
-def _format_tables(history: RunHistory) -> str:
-    """Return the tables of a run: what it is, where its time went, what happened."""
+def _format_events(events: Sequence[DescribedEvent], left_out: dict[str, int]) -> str:
+    counts = Counter(each.label for each in events)
+    boxes = "".join(
+        f'<label><input type="checkbox" class="kind" value="{html.escape(label)}"'
+        f"{'' if label in _QUIET else ' checked'}> {html.escape(label)} ({count:,})</label>"
+        for label, count in counts.items()
+    )
+    shortened = "".join(
+        f"<p>{count:,} earlier events of the kind {html.escape(label)} are left out.</p>"
+        for label, count in left_out.items()
+    )
+    return (
+        f'<h3>What happened</h3><div class="script">{boxes}</div>{shortened}'
+        f"{_format_event_table(events)}"
+    )
+
+
+def _format_event_table(events: Sequence[DescribedEvent]) -> str:
+    rows = "".join(
+        f'<tr data-kind="{html.escape(each.label)}">'
+        f'<td class="time">{each.event.time:%Y-%m-%d %H:%M:%S}</td>'
+        f'<td class="number">'
+        f"{'' if each.event.iteration is None else f'{each.event.iteration:,}'}</td>"
+        f'<td class="label">{html.escape(each.label)}</td><td>{html.escape(each.text)}</td></tr>'
+        for each in events
+    )
+    zone = events[0].event.time.tzname() if events else "UTC"
+    return (
+        f"<table><thead><tr><th>time ({html.escape(str(zone))})</th>"
+        '<th class="number">iteration</th>'
+        f"<th>event</th><th>what</th></tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _format_goodput(history: RunHistory) -> str:
     goodput = compute_goodput(history)
+    causes = "".join(
+        f'<tr><td>{html.escape(cause)}</td><td class="number">{share:.1%}</td>'
+        f'<td class="number">{format_duration(seconds)}</td><td><span class="bar'
+        f'{" kept" if cause == KEPT else ""}" style="width:{400 * share:.0f}px"></span></td></tr>'
+        for cause, seconds, share in list_goodput(history)
+    )
+    return (
+        f"<h3>Where the time went: goodput {goodput.share:.1%} of "
+        f"{format_duration(goodput.wall_seconds)}</h3><table>{causes}</table>"
+    )
+
+
+def _format_facts(history: RunHistory) -> str:
     facts = "".join(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
         for name, value in list_facts(history)
     )
-    causes = "".join(
-        f"<tr><th>{html.escape(cause)}</th><td>{share:.1%}</td><td>{seconds:,.1f} s</td>"
-        f'<td><div class="bar" style="width:{300 * share:.0f}px"></div></td></tr>'
-        for cause, seconds, share in list_goodput(history)
+    return f"<h3>Facts</h3><table>{facts}</table>"
+
+
+def _make_anchor(name: str) -> str:
+    """Return the anchor of the settings of a run."""
+    return f"settings-{quote(name, safe='')}"
+
+
+def _format_settings(history: RunHistory, name: str) -> str:
+    """Return the settings of the last launch, and what changed between launches."""
+    launches = _list_launch_settings(history)
+    if not launches:
+        return ""
+    _, last = launches[-1]
+    rows = "".join(
+        f"<tr><td><code>{html.escape(make_plain(flag))}</code></td>"
+        f"{_format_setting(read_setting(last[flag]))}</tr>"
+        for flag in sorted(last)
     )
-    described, left_out = _limit_by_kind(describe_events(history))
-    events = "".join(
-        f"<tr><td>{event.time.isoformat(sep=' ', timespec='seconds')}</td>"
-        f"<td>{'' if event.iteration is None else f'{event.iteration:,}'}</td>"
-        f"<td>{html.escape(event.kind)}</td><td>{html.escape(text)}</td></tr>"
-        for event, text in described
+    text = (
+        f'<h3 id="{_make_anchor(name)}">Settings of the last launch that differ from their '
+        "defaults</h3>"
+        '<div class="script"><input type="search" class="search" '
+        'placeholder="search for a setting or a value" aria-label="search the settings"></div>'
+        f'<table><tbody class="settings">{rows}</tbody></table>'
     )
-    shortened = "".join(
-        f"<p>{count:,} earlier events of the kind {html.escape(kind)} are left out.</p>"
-        for kind, count in left_out.items()
-    )
-    return (
-        f"<h2>{html.escape(str(history.folder))}</h2><table>{facts}</table>"
-        f"<h3>Goodput {goodput.share:.1%} of {format_duration(goodput.wall_seconds)}</h3>"
-        f"<table>{causes}</table>"
-        f"<h3>Events</h3>{shortened}<table><tr><th>time</th><th>iteration</th><th>kind</th>"
-        f"<th>details</th></tr>{events}</table>"
-    )
+    if len(launches) > 1:
+        names, settings = zip(*launches, strict=True)
+        text += "<h3>Settings that changed between launches</h3>"
+        text += _format_comparison(names, settings)
+    return text
+
+
+def _limit_by_label(
+    described: Sequence[DescribedEvent],
+) -> tuple[list[DescribedEvent], dict[str, int]]:
+    """Return the last events of each kind, in order, and how many of each kind are left out."""
+    left_out = Counter(each.label for each in described)
+    left_out = Counter({label: count - _EVENTS for label, count in left_out.items()})
+    seen: Counter[str] = Counter()
+    chosen = []
+    for each in described:
+        seen[each.label] += 1
+        if seen[each.label] > left_out[each.label]:
+            chosen.append(each)
+    return chosen, {label: count for label, count in left_out.items() if count > 0}

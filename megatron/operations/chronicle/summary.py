@@ -1,14 +1,22 @@
 """The report of a run as text. The page has the same lines."""
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from megatron.observe.chronicle import Event
-from megatron.operations.chronicle.goodput import compute_goodput
+from megatron.operations.chronicle.events import (
+    describe_events,
+    describe_stop,
+    find_continued,
+    format_value,
+    is_decided_rollback,
+    list_rollbacks,
+    read_setting,
+)
+from megatron.operations.chronicle.goodput import DROPPED, KEPT, UNDONE, compute_goodput
 from megatron.operations.chronicle.history import RunHistory
 from megatron.plain_text import make_plain
 from megatron.schedule.clock import format_duration
@@ -24,6 +32,19 @@ _SHOWN_OF_START = (
     "attention_heads",
     "seq_length",
 )
+_MAIN_SETTINGS = {
+    "--global-batch-size": "batch size",
+    "--train-iters": "iterations",
+    "--train-samples": "samples",
+    "--lr": "learning rate",
+    "--lr-decay-style": "schedule",
+    "--optimizer": "optimizer",
+    "--bf16": "bf16",
+    "--fp16": "fp16",
+}
+"""Settings that a reader asks for first, with their names in the report."""
+_NAMES = {"seq_length": "sequence length", "torch": "PyTorch"}
+"""Key of a start -> its name in the report, if that is another word."""
 
 
 def list_facts(history: RunHistory) -> list[tuple[str, str]]:
@@ -33,14 +54,13 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
     for event in reversed(history.events):
         if event.kind == "start":
             facts = [
-                (name.replace("_", " "), _format_value(event.details[name]))
+                (_NAMES.get(name, name.replace("_", " ")), format_value(event.details[name]))
                 for name in _SHOWN_OF_START
                 if name in event.details
             ]
             break
-    facts += _count_launches(history)
+    facts += _count_launches(history) + list_losses(history)
     kept = history.kept
-    undone = int((~kept).sum())
     if kept.any():
         # Undone rows may have a later time than kept ones, so they are left out.
         last = {name: values[kept][-1] for name, values in history.columns.items()}
@@ -54,7 +74,6 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
     for name, (iteration, loss) in _find_last_evaluations(history).items():
         facts.append((f"loss of {name}", f"{loss:.4f} after iteration {iteration:,}"))
     facts += _compare_prediction(history)
-    facts.append(("iterations that were undone", f"{undone:,}"))
     if history.energy is not None:
         facts.append(("energy", f"{history.energy.kilowatt_hours[-1]:.6g} kWh"))
         facts.append(("carbon", f"{history.energy.kilograms[-1]:.6g} kg of CO2 equivalent"))
@@ -63,7 +82,13 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
 
 def _count_launches(history: RunHistory) -> list[tuple[str, str]]:
     """Return the number of launches, and how many of them did not record their end."""
-    kinds = [event.kind for event in history.events if event.kind in ("start", "stop")]
+    continued = find_continued(history.events)
+    within = {*continued, *continued.values()}
+    kinds = [
+        event.kind
+        for number, event in enumerate(history.events)
+        if event.kind in ("start", "stop") and number not in within
+    ]
     if "start" not in kinds:
         return []
     text = f"{kinds.count('start'):,}"
@@ -74,6 +99,144 @@ def _count_launches(history: RunHistory) -> list[tuple[str, str]]:
     if kinds[-1] == "start":
         text += ", the last one active or killed"
     return [("launches", text)]
+
+
+def list_losses(history: RunHistory) -> list[tuple[str, str]]:
+    """Return (name, value) of what went wrong, and what it cost in iterations and time."""
+    seconds = compute_goodput(history).seconds
+    steps = history.columns["skipped_iterations"] > 0
+    dropped = int((steps & history.kept).sum())
+    undone = int((~history.kept).sum())
+    rollbacks = list_rollbacks(history)
+    by_guard = sum(map(is_decided_rollback, rollbacks))
+    text = f"{len(rollbacks):,}"
+    if by_guard:
+        text += f", {by_guard:,} of them by the spike guard without a new launch"
+    skipped = sum(last - first + 1 for first, last in list_skipped(history))
+    return [
+        ("rollbacks", text),
+        ("iterations that were undone", _with_time(undone, seconds[UNDONE])),
+        ("steps that were dropped", _with_time(dropped, seconds[DROPPED])),
+        ("iterations whose data were skipped", f"{skipped:,}"),
+    ]
+
+
+def _with_time(count: int, seconds: float) -> str:
+    if not count:
+        return "0"
+    return f"{count:,} ({format_duration(seconds)})"
+
+
+def list_skipped(history: RunHistory) -> list[tuple[int, int]]:
+    """Return the ranges [first, last] of iterations that the run skipped, in order."""
+    trained = history.columns["iteration"][history.kept]
+    ranges = set()
+    for event in history.events:
+        first, last = event.details.get("first"), event.details.get("last")
+        # The file may have been edited, and a rollback may have undone the skip.
+        if event.kind != "skip" or type(first) is not int or type(last) is not int:
+            continue
+        if first <= last and not ((trained >= first) & (trained <= last)).any():
+            ranges.add((first, last))
+    return sorted(ranges)
+
+
+def describe_outcome(history: RunHistory) -> list[str]:
+    """Return some sentences: how far the run is, when it ran, how good it is, what it cost."""
+    goodput = compute_goodput(history)
+    columns = history.columns
+    kept = np.flatnonzero(history.kept)
+    sentences = []
+    planned = None
+    ended = "it is active or was killed"
+    for event in history.events:
+        if event.kind == "start":
+            planned = event.details.get("train_iterations")
+            ended = "it is active or was killed"
+        elif event.kind == "stop":
+            named = {name: event.details.get(name) for name in ("reason", "error")}
+            ended = describe_stop({name: value for name, value in named.items() if value})
+    if kept.size:
+        text = f"The run is at iteration {int(columns['iteration'][kept[-1]]):,}"
+        if type(planned) is int:
+            text += f" of {planned:,}"
+        losses = columns["lm_loss"][kept]
+        if np.isfinite(losses).any():
+            text += f", with a training loss of {losses[np.isfinite(losses)][-1]:.4f}"
+        for name, (_, loss) in _find_last_evaluations(history).items():
+            text += f" and {loss:.4f} on {make_plain(name)}"
+        sentences.append(f"{text}.")
+    times = [event.time for event in history.events]
+    launches = dict(_count_launches(history)).get("launches")
+    if times and launches:
+        sentences.append(
+            f"It ran from {times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} "
+            f"({times[0].tzname()}), {format_duration(goodput.wall_seconds)} in all. "
+            f"Launches: {launches}. The end of the last launch: {ended}."
+        )
+    lost = goodput.wall_seconds - goodput.seconds[KEPT]
+    sentences.append(
+        f"{goodput.share:.1%} of this time went into steps that count, and "
+        f"{format_duration(lost)} into everything else."
+    )
+    wrong = [f"{name}: {value}" for name, value in list_losses(history) if value != "0"]
+    if wrong:
+        sentences.append(f"{'; '.join(wrong).capitalize()}.")
+    return sentences
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number that a reader looks for first."""
+
+    name: str
+    value: str
+    note: str = ""
+    is_bad: bool = False
+
+
+def list_tiles(history: RunHistory) -> list[Tile]:
+    """Return the most important numbers of a run."""
+    goodput = compute_goodput(history)
+    losses = dict(list_losses(history))
+    tiles = []
+    kept = np.flatnonzero(history.kept)
+    if kept.size:
+        row = kept[-1]
+        tokens = np.nan_to_num(history.columns["consumed_tokens"][row])
+        iteration = int(history.columns["iteration"][row])
+        tiles.append(Tile("iteration", f"{iteration:,}", f"{int(tokens):,} tokens"))
+        tiles.append(Tile("training loss", f"{history.columns['lm_loss'][row]:.4f}"))
+    for name, (iteration, loss) in _find_last_evaluations(history).items():
+        tiles.append(Tile(f"loss of {make_plain(name)}", f"{loss:.4f}", f"at {iteration:,}"))
+    tiles.append(Tile("wall time", format_duration(goodput.wall_seconds)))
+    tiles.append(Tile("goodput", f"{goodput.share:.1%}", "share of steps that count"))
+    for name, value in [*_count_launches(history), *losses.items()]:
+        count, _, note = value.partition(" ")
+        is_bad = name != "launches" and count != "0"
+        tiles.append(Tile(name, count.strip(","), note.strip("()"), is_bad))
+    return tiles
+
+
+def describe_model(history: RunHistory) -> str:
+    """Return model, layout and main settings of the last launch, as far as they are known."""
+    starts = [event.details for event in history.events if event.kind == "start"]
+    if not starts:
+        return ""
+    details = starts[-1]
+    parts = [
+        f"{_NAMES.get(name, name.replace('_', ' '))} {format_value(details[name])}"
+        for name in _SHOWN_OF_START
+        if name in details
+    ]
+    settings = details.get("settings")
+    if isinstance(settings, dict):
+        parts += [
+            f"{name} {read_setting(settings[flag])}"
+            for flag, name in _MAIN_SETTINGS.items()
+            if flag in settings
+        ]
+    return "; ".join(parts)
 
 
 def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
@@ -142,59 +305,9 @@ def list_goodput(history: RunHistory) -> list[tuple[str, float, float]]:
     ]
 
 
-def describe_events(history: RunHistory) -> list[tuple[Event, str]]:
-    """Return each event with its description. A start lists what changed since the last one."""
-    described = []
-    settings: Mapping[str, str] | None = None
-    for event in history.events:
-        details = dict(event.details)
-        if event.kind == "start":
-            # All settings would be too long for one line. Only the changed ones are shown.
-            now = details.pop("settings", None)
-            text = _describe_start(details, settings, now)
-            if isinstance(now, dict):
-                settings = now
-        else:
-            text = _describe_details(details)
-        described.append((event, text))
-    return described
-
-
-def _describe_start(details: dict[str, Any], before: Mapping[str, str] | None, now: Any) -> str:
-    names = ("version", "devices", "layout")
-    shown: dict[str, Any] = {name: details[name] for name in names if name in details}
-    text = _describe_details(shown)
-    if before is None or not isinstance(now, dict):
-        return text
-    changes = [
-        f"{flag} {before.get(flag, 'default')} -> {now.get(flag, 'default')}"
-        for flag in sorted({*before, *now})
-        if before.get(flag) != now.get(flag)
-    ]
-    if changes:
-        return f"{text}; changed: {', '.join(changes)}"
-    return text
-
-
-def _describe_details(details: Mapping[str, Any]) -> str:
-    # A note and an alert have only their text.
-    if set(details) == {"text"}:
-        return _format_value(details["text"])
-    return ", ".join(f"{name} {_format_value(value)}" for name, value in details.items())
-
-
-def _format_value(value: Any) -> str:
-    """Return a value on one line, see `make_plain`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    if isinstance(value, list):
-        return " ".join(map(_format_value, value))
-    return make_plain(value)
-
-
 def format_text(history: RunHistory) -> str:
     """Return the report of a run as text."""
-    lines = [str(history.folder), ""]
+    lines = [str(history.folder), "", *(f"  {each}" for each in describe_outcome(history)), ""]
     lines += [f"  {name}: {value}" for name, value in list_facts(history)]
     goodput = compute_goodput(history)
     lines += ["", f"  goodput: {goodput.share:.1%} of {format_duration(goodput.wall_seconds)}"]
@@ -203,9 +316,9 @@ def format_text(history: RunHistory) -> str:
         for cause, seconds, share in list_goodput(history)
     ]
     lines += ["", "  events:"]
-    for event, text in describe_events(history):
-        at = "-" if event.iteration is None else f"{event.iteration:,}"
-        time = event.time.isoformat(sep=" ", timespec="seconds")
-        lines.append(f"    {time}  {at:>10}  {_format_value(event.kind):<8}  {text}".rstrip())
+    for described in describe_events(history):
+        at = "-" if described.event.iteration is None else f"{described.event.iteration:,}"
+        time = described.event.time.isoformat(sep=" ", timespec="seconds")
+        lines.append(f"    {time}  {at:>10}  {described.label:<13} {described.text}".rstrip())
     # Names of events, evaluations and folders are foreign text as well.
     return "\n".join(map(make_plain, lines))
