@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -82,16 +82,20 @@ def scale_rotary_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor
         frequencies: [dim / 2], in radians per token.
         config: The architecture.
     """
-    if config.rope_scaling is None:
-        return frequencies
     divided = frequencies / config.rope_scaling_factor
-    if config.rope_scaling == "linear":
-        return divided
-    # Full turns of a channel pair over the original length.
-    turns = config.rope_original_length * frequencies / (2 * math.pi)
-    low = config.rope_low_freq_factor
-    # 0 where a frequency is divided, 1 where it is left as it is.
-    kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case "linear":
+            return divided
+        case "llama3":
+            # Full turns of a channel pair over the original length.
+            turns = config.rope_original_length * frequencies / (2 * math.pi)
+            low = config.rope_low_freq_factor
+            # 0 where a frequency is divided, 1 where it is left as it is.
+            kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
+        case _:
+            assert_never(config.rope_scaling)
     return (1 - kept) * divided + kept * frequencies
 
 
@@ -246,22 +250,26 @@ class PositionTables:
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         """Build the tables of the configured kind of positions."""
         config = self._shape.config
-        positions = Positions()
-        if config.position_embedding_type == "rotary":
-            cos, sin = make_rotary_table(
-                seq_length,
-                self._shape.rotary_dim,
-                config.rotary_base,
-                device,
-                partial(scale_rotary_frequencies, config=config),
-            )
-            positions = Positions(cos=cos, sin=sin)
-        if config.position_embedding_type == "alibi":
-            local = config.num_attention_heads // self._tp.size
-            heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
-            positions = Positions(
-                bias=make_alibi_bias(heads, config.num_attention_heads, seq_length, device, dtype)
-            )
+        match config.position_embedding_type:
+            case "absolute":
+                # The embedding has the table.
+                positions = Positions()
+            case "rotary":
+                cos, sin = make_rotary_table(
+                    seq_length,
+                    self._shape.rotary_dim,
+                    config.rotary_base,
+                    device,
+                    partial(scale_rotary_frequencies, config=config),
+                )
+                positions = Positions(cos=cos, sin=sin)
+            case "alibi":
+                n = config.num_attention_heads
+                local = n // self._tp.size
+                heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
+                positions = Positions(bias=make_alibi_bias(heads, n, seq_length, device, dtype))
+            case _:
+                assert_never(config.position_embedding_type)
         window = config.sliding_window
         if window is None or window >= seq_length:
             return replace(positions, window_bias=positions.bias)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import assert_never
 
 from megatron.config.layer_choice import choose_layers
 from megatron.config.model import ModelConfig
@@ -52,9 +53,13 @@ class ModelShape:
     @property
     def position_table_size(self) -> int:
         """Rows of the table of learned positions, 0 without such a table."""
-        if self.config.position_embedding_type != "absolute":
-            return 0
-        return self.config.max_position_embeddings or self.config.seq_length
+        match self.config.position_embedding_type:
+            case "absolute":
+                return self.config.max_position_embeddings or self.config.seq_length
+            case "rotary" | "alibi":
+                return 0
+            case _:
+                assert_never(self.config.position_embedding_type)
 
     @property
     def rotary_dim(self) -> int:
@@ -85,11 +90,9 @@ class ModelShape:
         """
         std = self.config.init_method_std
         h = self.config.hidden_size
-        if std == "small":
-            return math.sqrt(2 / (5 * h))
-        if std == "megatron":
-            return math.sqrt(1 / (3 * h))
-        return float(std)
+        if not isinstance(std, str):
+            return float(std)
+        return {"small": math.sqrt(2 / (5 * h)), "megatron": math.sqrt(1 / (3 * h))}[std]
 
     @property
     def output_init_std(self) -> float:

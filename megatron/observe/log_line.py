@@ -7,8 +7,9 @@ is for people at a terminal. The parser reads both forms.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from megatron.config.logging import LogFormat
 from megatron.observe.report import EvaluationResult, IterationReport
 
 # Label in the log line -> key of the parsed dictionary, which is a field of the report.
@@ -111,6 +112,13 @@ def format_short_training_line(report: IterationReport) -> str:
     if report.nan_iterations:
         parts.append(f"nan: {report.nan_iterations}")
     return " | ".join(parts) + " |"
+
+
+LINE_FORMATS: dict[LogFormat, Callable[[IterationReport], str]] = {
+    "short": format_short_training_line,
+    "megatron": format_training_line,
+}
+"""Value of --log-format -> the function that makes a log line."""
 
 
 def format_validation_line(iteration: int, lm_loss: float, name: str = "validation") -> str:
