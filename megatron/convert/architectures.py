@@ -17,6 +17,7 @@ from megatron.convert.fields import (
     Pair,
     Rope,
     Same,
+    Training,
     Windows,
     normalise_model,
 )
@@ -142,6 +143,7 @@ _LLAMA_SIZES: tuple[Pair, ...] = (
     Same("layernorm_epsilon", "rms_norm_eps"),
     Same("seq_length", "max_position_embeddings"),
     _TIED,
+    Training(),
     Needed(_ROTARY | _RMS | _ONE_STREAM),
 )
 _LLAMA_MODULES = {
@@ -298,6 +300,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _ONE_HEAD_A_GROUP,
             _DERIVED_HEAD_DIM,
             _TIED,
+            Training("attn_pdrop", ("resid_pdrop", "embd_pdrop")),
             Cases(
                 "activation_function",
                 (
@@ -347,6 +350,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _DERIVED_FFN,
             _ONE_HEAD_A_GROUP,
             _TIED,
+            Training(hidden=("hidden_dropout",)),
             Needed(_LAYER_NORM | _ALL_BIASES | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Needed({"activation": "gelu", "bias_gelu_fusion": True}),
             Needed(_EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE),
@@ -381,6 +385,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _DERIVED_HEAD_DIM,
             _ONE_HEAD_A_GROUP,
             _TIED,
+            Training(hidden=("hidden_dropout",)),
             Rope(partial=True),
             Cases(
                 "hidden_act",

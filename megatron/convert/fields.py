@@ -18,8 +18,8 @@ from megatron.model.shape import ModelShape
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _LLAMA3_ONLY = ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"]
-NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "attention_dropout", "init_method_std"}
-"""Fields that do not change what a trained model computes for a sequence."""
+NOT_ARCHITECTURE = {"seq_length", "hidden_dropout"}
+"""Fields that a class may lack. They do not change what a trained model computes."""
 
 
 class Pair(Protocol):
@@ -232,6 +232,40 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Training:
+    """Dropout and initialisation, which change only a training that follows."""
+
+    attention: str = "attention_dropout"
+    """Their name of the dropout on the attention weights."""
+    hidden: tuple[str, ...] = ()
+    """Their names of the dropouts on the residual branches and the embedding. Many classes have
+    none, and then the checkpoint's is not written."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        names = ("attention_dropout", "init_method_std")
+        return (*names, "hidden_dropout") if self.hidden else names
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        return {
+            self.attention: model.attention_dropout,
+            "initializer_range": ModelShape(model, 0, 0).init_std,
+            **dict.fromkeys(self.hidden, model.hidden_dropout),
+        }
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return {
+            "attention_dropout": float(theirs[self.attention]),
+            "init_method_std": float(theirs["initializer_range"]),
+            # The first one is that of the residual branches.
+            "hidden_dropout": float(theirs[self.hidden[0]]) if self.hidden else 0.0,
+        }
+
+
+@dataclass(frozen=True)
 class Windows:
     """The layers with sliding-window attention: `layer_types` and `sliding_window`."""
 
@@ -325,6 +359,7 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         "num_query_groups": shape.query_groups,
         "kv_channels": shape.head_dim,
         "add_qkv_bias": shape.has_qkv_bias,
+        "init_method_std": shape.init_std,
     }
     unused: list[str] = []
     if model.position_embedding_type == "absolute":
