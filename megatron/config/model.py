@@ -96,6 +96,12 @@ class ModelConfig:
     add_qkv_bias: bool = False
     """Use biases in the projections to queries, keys and values even with --no-add-bias-linear, as
     in Qwen 2."""
+    add_attention_bias: bool = False
+    """Use biases in all projections of attention even with --no-add-bias-linear, as in a Llama with
+    attention_bias."""
+    add_mlp_bias: bool = False
+    """Use biases in the MLP even with --no-add-bias-linear, as in a Llama with mlp_bias, or in a
+    GPT-NeoX without biases in attention."""
     parallel_residual: bool = False
     """Compute attention and MLP from the same input and add both to it, as in GPT-NeoX
     (https://arxiv.org/abs/2204.06745)."""

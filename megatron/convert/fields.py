@@ -156,6 +156,86 @@ class Derived:
 
 
 @dataclass(frozen=True)
+class HeadDim:
+    """`head_dim`. Some classes have it only if a config.json names it, and derive it otherwise."""
+
+    declared: bool = True
+    """Whether the class declares the field."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return ("kv_channels",)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        derived = model.hidden_size // model.num_attention_heads
+        if not self.declared and model.kv_channels == derived:
+            return {}
+        return {"head_dim": model.kv_channels}
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return {"kv_channels": theirs.get("head_dim")}
+
+
+@dataclass(frozen=True)
+class Biases:
+    """The linear layers with biases: `attention_bias` and `mlp_bias`."""
+
+    attention: bool | None = None
+    """Whether all projections of attention have biases. None: `attention_bias` gives it."""
+    mlp: bool | None = None
+    """Whether the MLP has biases. None: `mlp_bias` gives it."""
+    qkv: bool = False
+    """Whether the projections to queries, keys and values have biases in any case."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return ("add_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias")
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        found = {}
+        for part in ("attention", "mlp"):
+            has_bias = getattr(model, f"add_{part}_bias")
+            fixed = getattr(self, part)
+            if fixed is None:
+                found[f"{part}_bias"] = has_bias
+            elif fixed != has_bias:
+                raise _refuse_bias(f"add_{part}_bias", fixed)
+        qkv = model.add_attention_bias or self.qkv
+        if model.add_qkv_bias != qkv:
+            raise _refuse_bias("add_qkv_bias", qkv)
+        return found
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        attention = self.attention
+        if attention is None:
+            attention = bool(theirs["attention_bias"])
+        mlp = self.mlp
+        if mlp is None:
+            mlp = bool(theirs["mlp_bias"])
+        every = attention and mlp
+        # The other flags have no effect if all layers have biases.
+        return {
+            "add_bias_linear": every,
+            "add_qkv_bias": (attention or self.qkv) and not every,
+            "add_attention_bias": attention and not every,
+            "add_mlp_bias": mlp and not every,
+        }
+
+
+def _refuse_bias(name: str, there: bool) -> ConfigError:
+    return ConfigError(
+        f"the class has {describe_setting(name, there)}, and this model has "
+        f"{describe_setting(name, not there)}"
+    )
+
+
+@dataclass(frozen=True)
 class Rope:
     """The frequencies of the rotary embedding: `rope_parameters` of `transformers` 5."""
 
@@ -358,7 +438,10 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         "ffn_hidden_size": shape.ffn_hidden_size,
         "num_query_groups": shape.query_groups,
         "kv_channels": shape.head_dim,
+        "add_bias_linear": shape.has_attention_bias and shape.has_mlp_bias,
         "add_qkv_bias": shape.has_qkv_bias,
+        "add_attention_bias": shape.has_attention_bias,
+        "add_mlp_bias": shape.has_mlp_bias,
         "init_method_std": shape.init_std,
     }
     unused: list[str] = []

@@ -132,7 +132,13 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     w = _get_widths(shape)
     t = tensor_parallel_size
     queries, replicated = _divide_attention_columns(shape, t)
-    column_biases, row_biases = (w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
+    column_biases = 0
+    row_biases = 0
+    if shape.has_mlp_bias:
+        column_biases += w.mlp_in
+        row_biases += w.h
+    if shape.has_attention_bias:
+        row_biases += w.h
     if shape.has_qkv_bias:
         column_biases += queries
         row_biases += replicated

@@ -106,15 +106,15 @@ class MLP(nn.Module):
         self.tp = tp
         self.activation = _build_activation(config, tp)
         self.up = ColumnParallelLinear(
-            config.hidden_size, f, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
+            config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
         )
         self.gate: ColumnParallelLinear | None = None
         if config.glu_activation:
             self.gate = ColumnParallelLinear(
-                config.hidden_size, f, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
+                config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
             )
         self.down = RowParallelLinear(
-            f, config.hidden_size, bias=config.add_bias_linear, tp=tp, init=Init.SCALED_NORMAL
+            f, config.hidden_size, bias=shape.has_mlp_bias, tp=tp, init=Init.SCALED_NORMAL
         )
 
     def forward(self, x: Tensor) -> Tensor:

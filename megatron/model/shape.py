@@ -43,7 +43,17 @@ class ModelShape:
     @property
     def has_qkv_bias(self) -> bool:
         """Whether the projections to queries, keys and values have biases."""
-        return self.config.add_bias_linear or self.config.add_qkv_bias
+        return self.has_attention_bias or self.config.add_qkv_bias
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """Whether all projections of attention have biases."""
+        return self.config.add_bias_linear or self.config.add_attention_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the linear layers of the MLP have biases."""
+        return self.config.add_bias_linear or self.config.add_mlp_bias
 
     @property
     def ffn_hidden_size(self) -> int:

@@ -460,6 +460,8 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--rope-original-length 9 has no effect without --rope-scaling llama3.",
     ),
     ({"add_qkv_bias": True}, "--add-qkv-bias has no effect without --no-add-bias-linear"),
+    ({"add_mlp_bias": True}, "--add-mlp-bias has no effect without --no-add-bias-linear"),
+    ({"add_attention_bias": True}, "--add-attention-bias has no effect without --no-add-bias"),
     ({"norm_bias": False, "normalization": "RMSNorm"}, "--no-norm-bias has no effect with --norm"),
     (
         {"full_attention_layers": "0"},

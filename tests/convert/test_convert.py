@@ -176,9 +176,9 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "rope_type dynamic is not supported",
     ),
-    "biases that the table lacks": (
+    "biases that the files lack": (
         lambda s: edit_config(s, attention_bias=True),
-        "attention_bias True is not supported",
+        "self_attn.q_proj.bias is missing",
     ),
     "another activation": (lambda s: edit_config(s, hidden_act="relu"), "hidden_act relu"),
     "a missing tensor": (

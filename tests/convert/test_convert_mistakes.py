@@ -234,7 +234,7 @@ def test_a_dropout_that_is_not_written_is_found(
 ) -> None:
     folder = prepare("gpt2")
     monkeypatch.setattr(Training, "write", lambda self, model: {})
-    with pytest.raises(CheckpointError, match="attention_dropout 0.1, and the checkpoint has 0"):
+    with pytest.raises(CheckpointError, match=r"attention_dropout 0\.1, and the checkpoint has 0"):
         export_checkpoint(open_checkpoint(folder / "right", 0), folder / "back", ExportOptions())
 
 
