@@ -290,10 +290,14 @@ def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[s
     """Warn about settings of the scaling of rotary frequencies that this scaling does not use."""
     scaling = settings.config.model.rope_scaling
     used = {
-        "model.rope_scaling_factor": ("linear", "llama3"),
+        "model.rope_scaling_factor": ("linear", "llama3", "yarn"),
         "model.rope_low_freq_factor": ("llama3",),
         "model.rope_high_freq_factor": ("llama3",),
-        "model.rope_original_length": ("llama3",),
+        "model.rope_original_length": ("llama3", "yarn"),
+        "model.rope_beta_fast": ("yarn",),
+        "model.rope_beta_slow": ("yarn",),
+        "model.rope_truncate": ("yarn",),
+        "model.rope_attention_factor": ("yarn",),
     }
     for dotted, scalings in used.items():
         if settings.is_changed(dotted) and scaling not in scalings:

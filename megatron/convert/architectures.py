@@ -4,8 +4,9 @@ Each architecture is one table. Export and import read the same one. In this pac
 are those of this trainer, and "their" names are those of `transformers`.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
@@ -56,9 +57,9 @@ class Architecture:
     """Prefix of their names that a file of the model without its head lacks."""
     not_stored: tuple[str, ...] = ()
     """Patterns of their tensors that hold no weights, such as tables of frequencies."""
-    constants: Mapping[str, float] = field(default_factory=dict)
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Name inside a layer -> the fixed number that their tensor of this name holds."""
-    theirs: Mapping[str, Any] = field(default_factory=dict)
+    theirs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields of config.json, each with its only supported value."""
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -121,14 +122,9 @@ _ROTARY = {"position_embedding_type": "rotary", **_NO_LEARNED_TABLE}
 # A class without rotary positions needs these fields at their defaults, as `normalise_model`
 # sets them.
 _NO_ROTATION = {
-    "rotary_base": 10000.0,
-    "rotary_percent": 1.0,
-    "rope_scaling": None,
-    "rope_scaling_factor": 8.0,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_length": 8192,
-    "no_rope_layers": None,
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name in (*Rope().ours, "no_rope_layers")
 }
 _PLAIN_MLP = {"glu_activation": None}
 _ALL_BIASES = Biases(attention=True, mlp=True)

@@ -5,19 +5,38 @@ cannot disagree.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import describe_layers
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RopeScaling
 from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_LLAMA3_ONLY = ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"]
+_OF_ROPE_SCALING: dict[RopeScaling, dict[str, str]] = {
+    "linear": {"rope_scaling_factor": "factor"},
+    "llama3": {
+        "rope_scaling_factor": "factor",
+        "rope_low_freq_factor": "low_freq_factor",
+        "rope_high_freq_factor": "high_freq_factor",
+        "rope_original_length": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "rope_scaling_factor": "factor",
+        "rope_original_length": "original_max_position_embeddings",
+        "rope_beta_fast": "beta_fast",
+        "rope_beta_slow": "beta_slow",
+        "rope_truncate": "truncate",
+        "rope_attention_factor": "attention_factor",
+    },
+}
+"""Scaling -> our field -> their key in `rope_parameters`."""
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 NOT_ARCHITECTURE = {"seq_length", "hidden_dropout"}
 """Fields that a class may lack. They do not change what a trained model computes."""
 
@@ -247,15 +266,8 @@ class Rope:
     @property
     def ours(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (
-            "rotary_base",
-            "rotary_percent",
-            "rope_scaling",
-            "rope_scaling_factor",
-            "rope_low_freq_factor",
-            "rope_high_freq_factor",
-            "rope_original_length",
-        )
+        of_scaling = {name: None for each in _OF_ROPE_SCALING.values() for name in each}
+        return ("rotary_base", "rotary_percent", "rope_scaling", *of_scaling)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -264,11 +276,8 @@ class Rope:
             "rope_theta": model.rotary_base,
         }
         if model.rope_scaling is not None:
-            found["factor"] = model.rope_scaling_factor
-        if model.rope_scaling == "llama3":
-            found["low_freq_factor"] = model.rope_low_freq_factor
-            found["high_freq_factor"] = model.rope_high_freq_factor
-            found["original_max_position_embeddings"] = model.rope_original_length
+            names = _OF_ROPE_SCALING[model.rope_scaling]
+            found |= {key: getattr(model, name) for name, key in names.items()}
         if self.partial:
             found["partial_rotary_factor"] = model.rotary_percent
         elif model.rotary_percent != 1:
@@ -291,24 +300,49 @@ class Rope:
                 )
             found = found[_FULL]
         kind = found.get("rope_type", "default")
-        if kind not in ("default", "linear", "llama3"):
+        if kind not in ("default", *_OF_ROPE_SCALING):
             raise ConfigError(
-                f"rope_type {kind} is not supported here, only default, linear and llama3"
+                f"rope_type {kind} is not supported here, only default, "
+                f"{', '.join(_OF_ROPE_SCALING)}"
             )
         values = {
             "rotary_base": float(found["rope_theta"]),
             "rotary_percent": float(found.get("partial_rotary_factor") or 1.0),
         }
-        if kind != "default":
+        if kind == "default":
             # Other fields stay at our defaults. Unused numbers must not make two models differ.
-            values |= {"rope_scaling": kind, "rope_scaling_factor": float(found["factor"])}
-        if kind == "llama3":
-            values |= {
-                "rope_low_freq_factor": float(found["low_freq_factor"]),
-                "rope_high_freq_factor": float(found["high_freq_factor"]),
-                "rope_original_length": int(found["original_max_position_embeddings"]),
-            }
-        return values
+            return values
+        if kind == "yarn":
+            found = _complete_yarn(found, theirs)
+        for name, key in _OF_ROPE_SCALING[kind].items():
+            # The factor of attention is None by default.
+            convert = float if _DEFAULTS[name] is None else type(_DEFAULTS[name])
+            values[name] = convert(found[key])
+        return values | {"rope_scaling": kind}
+
+
+def _complete_yarn(found: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` of YaRN with the values that `transformers` uses by default."""
+    factor = found["factor"]
+    if factor is None:
+        factor = theirs["max_position_embeddings"] / found["original_max_position_embeddings"]
+    log = math.log(max(1.0, factor))
+    attention_factor = found.get("attention_factor")
+    mscale = found.get("mscale")
+    mscale_all_dim = found.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:
+        # As in DeepSeek.
+        attention_factor = (0.1 * mscale * log + 1) / (0.1 * mscale_all_dim * log + 1)
+    elif attention_factor is None:
+        attention_factor = 0.1 * log + 1
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": found["original_max_position_embeddings"],
+        "beta_fast": found.get("beta_fast") or 32,
+        "beta_slow": found.get("beta_slow") or 1,
+        "truncate": found.get("truncate", True),
+        "attention_factor": attention_factor,
+    }
 
 
 @dataclass(frozen=True)
@@ -445,6 +479,8 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         "init_method_std": shape.init_std,
     }
     unused: list[str] = []
+    if model.rope_scaling == "yarn":
+        changes["rope_attention_factor"] = shape.rope_attention_factor
     if model.position_embedding_type == "absolute":
         changes["max_position_embeddings"] = shape.position_table_size
     else:
@@ -452,10 +488,10 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         unused.append("max_position_embeddings")
     if model.position_embedding_type != "rotary":
         unused += [*Rope().ours, "no_rope_layers"]
-    elif model.rope_scaling is None:
-        unused += ["rope_scaling_factor", *_LLAMA3_ONLY]
-    elif model.rope_scaling == "linear":
-        unused += _LLAMA3_ONLY
+    else:
+        used = {} if model.rope_scaling is None else _OF_ROPE_SCALING[model.rope_scaling]
+        every = {name for each in _OF_ROPE_SCALING.values() for name in each}
+        unused += every - used.keys()
     if model.sliding_window is None:
         unused.append("full_attention_layers")
     if model.normalization == "RMSNorm":
@@ -466,6 +502,5 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     # The flag chooses between two forms of GELU.
     if model.glu_activation is not None or model.activation != "gelu":
         unused.append("bias_gelu_fusion")
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    changes |= {name: defaults[name] for name in unused}
+    changes |= {name: _DEFAULTS[name] for name in unused}
     return dataclasses.replace(model, **changes)

@@ -4,7 +4,6 @@ b: sequences, n: heads, c: slots of the cache, t: tensor-parallel size.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import assert_never
 
 import torch
@@ -14,8 +13,7 @@ from megatron.model.key_value_cache import KeyValueCache, make_slot_bias
 from megatron.model.positions import (
     Positions,
     compute_alibi_slopes,
-    make_rotary_table,
-    scale_rotary_frequencies,
+    make_scaled_rotary_table,
 )
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -56,13 +54,7 @@ class TokenPositions:
                 # The embedding has the table.
                 pass
             case "rotary":
-                self._rotary = make_rotary_table(
-                    slots,
-                    shape.rotary_dim,
-                    config.rotary_base,
-                    device,
-                    partial(scale_rotary_frequencies, config=config),
-                )
+                self._rotary = make_scaled_rotary_table(slots, shape, device)
             case "alibi":
                 local = config.num_attention_heads // tp.size
                 slopes = compute_alibi_slopes(config.num_attention_heads)

@@ -78,6 +78,19 @@ class ModelShape:
             return 0
         return int(self.head_dim * self.config.rotary_percent)
 
+    @property
+    def rope_attention_factor(self) -> float:
+        """Factor on rotated queries and on rotated keys, 1 without YaRN.
+
+        Source: https://arxiv.org/abs/2309.00071, section 3.4. Divisors of at most 1 need none.
+        """
+        config = self.config
+        if config.rope_scaling != "yarn":
+            return 1.0
+        if config.rope_attention_factor is not None:
+            return config.rope_attention_factor
+        return 0.1 * math.log(max(1.0, config.rope_scaling_factor)) + 1.0
+
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config

@@ -300,6 +300,27 @@ FAMILIES = {
         },
         _LLAMA | {"rotary_base": 50.0, "rope_scaling": "llama3", "rope_original_length": 32},
     ),
+    # Some frequencies are divided, some are interpolated and some are unchanged here too.
+    "llama-yarn": Family(
+        "Llama",
+        _LLAMA_SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "truncate": False,
+                # 0.1 ln(8) + 1, the default on both sides.
+                "attention_factor": 1.2079441541679836,
+            }
+        },
+        _LLAMA
+        | {"rotary_base": 50.0, "rope_scaling": "yarn", "rope_original_length": 32}
+        | {"rope_beta_fast": 4.0, "rope_beta_slow": 0.5, "rope_truncate": False},
+    ),
     "llama-interpolated": Family(
         "Llama",
         _LLAMA_SIZES
