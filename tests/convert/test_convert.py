@@ -120,7 +120,11 @@ def test_an_imported_model_is_exported_with_equal_bytes(family: str, tmp_path: P
         {"attention_factor": 1.3},
         {"mscale": 1.0, "mscale_all_dim": 0.707},
         # Both limits are the first pair, and the ramp becomes a step.
+        {"original_max_position_embeddings": 6},
+        # Limits below the first pair, above the last one, and above the bound of `transformers`.
         {"original_max_position_embeddings": 4},
+        {"original_max_position_embeddings": 10**6},
+        {"original_max_position_embeddings": 10**9},
         # DeepSeek V3, Qwen2.5 with 128K, gpt-oss.
         {
             "factor": 40.0,
