@@ -6,6 +6,7 @@ collected in `errors` and none is raised.
 """
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from megatron.config.cli import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
@@ -159,16 +160,22 @@ class Plan:
 
     def counts_tokens_of_step(self, *, training: bool) -> bool:
         """Return whether the loss is divided by the counted tokens of all ranks."""
-        return self.config.loss.loss_mean == "step" and self.can_mask_tokens(training=training)
+        match self.config.loss.loss_mean:
+            case "step":
+                return self.can_mask_tokens(training=training)
+            case "microbatch":
+                return False
+            case _:
+                assert_never(self.config.loss.loss_mean)
 
     def describe_loss_mean(self) -> tuple[str, str] | None:
         """Return what the loss is the mean of, and why. None if no token can be masked."""
         if not self.can_mask_tokens(training=True):
             return None
-        if self.config.loss.loss_mean == "step":
-            mean = "over all counted tokens of a step"
-        else:
-            mean = "of microbatch means, which depends on the micro-batch size"
+        mean = {
+            "step": "over all counted tokens of a step",
+            "microbatch": "of microbatch means, which depends on the micro-batch size",
+        }[self.config.loss.loss_mean]
         origin = self.loss_mean_origin
         if origin == "default":
             return mean, "the default of a new run"

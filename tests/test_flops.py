@@ -109,6 +109,8 @@ def test_counts_of_each_part_equal_those_of_the_built_model():
         {"qk_norm": "full", "normalization": "RMSNorm", "num_query_groups": 2},
         {"num_query_groups": 1},
         {"num_query_groups": 1, "add_bias_linear": False, "add_qkv_bias": True},
+        {"num_query_groups": 1, "add_bias_linear": False, "add_attention_bias": True},
+        {"glu_activation": "swiglu", "add_bias_linear": False, "add_mlp_bias": True},
         {"norm_placement": "output"},
         {"parallel_residual": True},
         {"norm_bias": False, "embed_layernorm": True},

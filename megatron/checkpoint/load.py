@@ -217,6 +217,8 @@ def _resolve_field(model: ModelConfig, name: str) -> Any:
         "num_query_groups": shape.query_groups,
         "kv_channels": shape.head_dim,
         "add_qkv_bias": shape.has_qkv_bias,
+        "add_attention_bias": shape.has_attention_bias,
+        "add_mlp_bias": shape.has_mlp_bias,
     }
     return derived.get(name, getattr(model, name))
 

@@ -60,6 +60,9 @@ _OF_ROPE_SCALING = (
     "rope_low_freq_factor",
     "rope_high_freq_factor",
     "rope_original_length",
+    "rope_beta_fast",
+    "rope_beta_slow",
+    "rope_truncate",
 )
 """Fields of the model that have no effect without --rope-scaling."""
 

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from megatron.config.interval import COUNT, POSITIVE, RANKS
 
+LogFormat = Literal["short", "megatron"]
+
 
 @dataclass(frozen=True)
 class LoggingConfig:
@@ -12,7 +14,7 @@ class LoggingConfig:
 
     log_interval: int = 100
     """Iterations between log lines."""
-    log_format: Literal["short", "megatron"] | None = None
+    log_format: LogFormat | None = None
     """Form of the log line. megatron: that of Megatron-DeepSpeed, which scripts parse. short: fits
     into a terminal. Default: short if the output is a terminal, otherwise megatron."""
     tensorboard_dir: str | None = None

@@ -11,7 +11,7 @@ GLU = Literal["swiglu", "geglu", "reglu", "liglu"]
 Activation = Literal["gelu", "squared_relu", "xielu"]
 QKNorm = Literal["head", "full"]
 NormPlacement = Literal["input", "output"]
-RopeScaling = Literal["linear", "llama3"]
+RopeScaling = Literal["linear", "llama3", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Scale the rotary frequencies for longer contexts. linear: divide all by the factor
     (https://arxiv.org/abs/2306.15595). llama3: divide the low ones, leave the high ones, and
-    interpolate those between (https://arxiv.org/abs/2407.21783). Default: no scaling."""
+    interpolate those between (https://arxiv.org/abs/2407.21783). yarn: the same with another
+    interpolation, and larger logits (https://arxiv.org/abs/2309.00071). Default: no scaling."""
     rope_scaling_factor: Annotated[float, POSITIVE] = 8.0
     """Divisor of the scaled rotary frequencies."""
     rope_low_freq_factor: Annotated[float, POSITIVE] = 1.0
@@ -55,8 +56,16 @@ class ModelConfig:
     rope_high_freq_factor: Annotated[float, POSITIVE] = 4.0
     """llama3: frequencies with more turns than this in the original length are left as they are."""
     rope_original_length: int = 8192
-    """llama3: sequence length in tokens of the training before the scaling. The turns of each
+    """llama3, yarn: sequence length in tokens of the training before the scaling. The turns of each
     frequency are counted over this length."""
+    rope_beta_fast: Annotated[float, POSITIVE] = 32.0
+    """yarn: frequencies with more turns than this in the original length are left as they are."""
+    rope_beta_slow: Annotated[float, POSITIVE] = 1.0
+    """yarn: frequencies with fewer turns than this in the original length are divided."""
+    rope_truncate: bool = True
+    """yarn: round the limits of --rope-beta-fast and --rope-beta-slow to whole channel pairs."""
+    rope_attention_factor: Annotated[float | None, POSITIVE] = None
+    """yarn: factor on rotated queries and on rotated keys. Default: 0.1 ln(factor) + 1."""
     sliding_window: int | None = None
     """Let each token attend to this many tokens, itself and those right before it
     (https://arxiv.org/abs/2004.05150). Default: to all tokens before it."""
@@ -96,6 +105,12 @@ class ModelConfig:
     add_qkv_bias: bool = False
     """Use biases in the projections to queries, keys and values even with --no-add-bias-linear, as
     in Qwen 2."""
+    add_attention_bias: bool = False
+    """Use biases in all projections of attention even with --no-add-bias-linear, as in a Llama with
+    attention_bias."""
+    add_mlp_bias: bool = False
+    """Use biases in the MLP even with --no-add-bias-linear, as in a Llama with mlp_bias, or in a
+    GPT-NeoX without biases in attention."""
     parallel_residual: bool = False
     """Compute attention and MLP from the same input and add both to it, as in GPT-NeoX
     (https://arxiv.org/abs/2204.06745)."""

@@ -61,12 +61,24 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
 
 
 def check_rope_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that the low and the high frequencies of Llama 3's scaling do not overlap."""
+    """Check that the low and the high frequencies of a scaling do not overlap."""
     model = settings.config.model
     if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         yield (
             f"{settings.describe('model.rope_low_freq_factor')} must be below "
             f"{settings.describe('model.rope_high_freq_factor')}; Llama 3 has 1 and 4."
+        )
+    if model.rope_scaling != "yarn":
+        return
+    if model.rope_beta_slow >= model.rope_beta_fast:
+        yield (
+            f"{settings.describe('model.rope_beta_slow')} must be below "
+            f"{settings.describe('model.rope_beta_fast')}; YaRN has 1 and 32."
+        )
+    if model.rotary_base <= 1:
+        yield (
+            f"{settings.describe('model.rotary_base')} must be above 1 with --rope-scaling yarn; "
+            "the paper has 10000."
         )
 
 

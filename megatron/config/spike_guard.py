@@ -1,7 +1,7 @@
 """What the spike guard does after a jump of the loss or the gradient norm."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
 
@@ -65,7 +65,18 @@ class SpikeGuardConfig:
     @property
     def drops_steps(self) -> bool:
         """Whether the step of a spike is dropped."""
-        return self.spike_guard in ("skip-step", "rollback")
+        match self.spike_guard:
+            case "skip-step" | "rollback":
+                return True
+            case "off" | "log":
+                return False
+            case _:
+                assert_never(self.spike_guard)
+
+    @property
+    def watches_gradient_norm(self) -> bool:
+        """Whether a high gradient norm is a spike."""
+        return {"loss": False, "both": True}[self.spike_guard_signals]
 
     @property
     def rollback_distance(self) -> int | None:

@@ -290,10 +290,14 @@ def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[s
     """Warn about settings of the scaling of rotary frequencies that this scaling does not use."""
     scaling = settings.config.model.rope_scaling
     used = {
-        "model.rope_scaling_factor": ("linear", "llama3"),
+        "model.rope_scaling_factor": ("linear", "llama3", "yarn"),
         "model.rope_low_freq_factor": ("llama3",),
         "model.rope_high_freq_factor": ("llama3",),
-        "model.rope_original_length": ("llama3",),
+        "model.rope_original_length": ("llama3", "yarn"),
+        "model.rope_beta_fast": ("yarn",),
+        "model.rope_beta_slow": ("yarn",),
+        "model.rope_truncate": ("yarn",),
+        "model.rope_attention_factor": ("yarn",),
     }
     for dotted, scalings in used.items():
         if settings.is_changed(dotted) and scaling not in scalings:
@@ -306,11 +310,12 @@ def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[s
 def warn_biases_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about flags for biases that are there or not there anyway."""
     model = settings.config.model
-    if model.add_qkv_bias and model.add_bias_linear:
-        yield (
-            f"{settings.describe('model.add_qkv_bias')} has no effect without "
-            "--no-add-bias-linear: all linear layers have biases."
-        )
+    for name in ("add_qkv_bias", "add_attention_bias", "add_mlp_bias"):
+        if getattr(model, name) and model.add_bias_linear:
+            yield (
+                f"{settings.describe(f'model.{name}')} has no effect without "
+                "--no-add-bias-linear: all linear layers have biases."
+            )
     if not model.norm_bias and model.normalization == "RMSNorm" and not model.embed_layernorm:
         yield "--no-norm-bias has no effect with --normalization RMSNorm, which has no biases."
 

@@ -4,19 +4,23 @@ Each architecture is one table. Export and import read the same one. In this pac
 are those of this trainer, and "their" names are those of `transformers`.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
 from megatron.convert.fields import (
+    Biases,
     Cases,
     Derived,
+    HeadDim,
     LayersWithoutRope,
     Needed,
     Pair,
     Rope,
     Same,
+    Training,
     Windows,
     normalise_model,
 )
@@ -53,9 +57,9 @@ class Architecture:
     """Prefix of their names that a file of the model without its head lacks."""
     not_stored: tuple[str, ...] = ()
     """Patterns of their tensors that hold no weights, such as tables of frequencies."""
-    constants: Mapping[str, float] = field(default_factory=dict)
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Name inside a layer -> the fixed number that their tensor of this name holds."""
-    theirs: Mapping[str, Any] = field(default_factory=dict)
+    theirs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields of config.json, each with its only supported value."""
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -118,21 +122,15 @@ _ROTARY = {"position_embedding_type": "rotary", **_NO_LEARNED_TABLE}
 # A class without rotary positions needs these fields at their defaults, as `normalise_model`
 # sets them.
 _NO_ROTATION = {
-    "rotary_base": 10000.0,
-    "rotary_percent": 1.0,
-    "rope_scaling": None,
-    "rope_scaling_factor": 8.0,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_length": 8192,
-    "no_rope_layers": None,
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name in (*Rope().ours, "no_rope_layers")
 }
 _PLAIN_MLP = {"glu_activation": None}
-_ALL_BIASES = {"add_bias_linear": True, "add_qkv_bias": True}
+_ALL_BIASES = Biases(attention=True, mlp=True)
 # The activation of a gated MLP is that of the gate. `normalise_model` sets the unused fields to
 # these defaults.
 _GATED = {"glu_activation": "swiglu", "activation": "gelu", "bias_gelu_fusion": True}
-_NO_BIAS = Cases("attention_bias", ((False, {"add_bias_linear": False, "add_qkv_bias": False}),))
 _SILU = Cases("hidden_act", (("silu", _GATED),))
 
 _LLAMA_SIZES: tuple[Pair, ...] = (
@@ -142,6 +140,7 @@ _LLAMA_SIZES: tuple[Pair, ...] = (
     Same("layernorm_epsilon", "rms_norm_eps"),
     Same("seq_length", "max_position_embeddings"),
     _TIED,
+    Training(),
     Needed(_ROTARY | _RMS | _ONE_STREAM),
 )
 _LLAMA_MODULES = {
@@ -190,7 +189,6 @@ def _make_llama_like(
     )
 
 
-_HEAD_DIM = Same("kv_channels", "head_dim")
 # Classes without a field for these sizes derive them.
 _DERIVED_HEAD_DIM = Derived("kv_channels", lambda m: m.hidden_size // m.num_attention_heads)
 _DERIVED_FFN = Derived("ffn_hidden_size", lambda m: 4 * m.hidden_size)
@@ -201,70 +199,78 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "llama",
         "LlamaForCausalLM",
-        _HEAD_DIM,
+        HeadDim(),
         Rope(),
         _SILU,
-        _NO_BIAS,
+        Biases(),
         Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
-        theirs={"mlp_bias": False},
+    ),
+    _make_llama_like(
+        "mistral",
+        "MistralForCausalLM",
+        HeadDim(),
+        Rope(),
+        Same("sliding_window", "sliding_window"),
+        _SILU,
+        Biases(attention=False, mlp=False),
+        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE | {"full_attention_layers": None}),
     ),
     _make_llama_like(
         "qwen3",
         "Qwen3ForCausalLM",
-        _HEAD_DIM,
+        HeadDim(),
         Rope(),
         Windows(switch=True),
         _SILU,
-        _NO_BIAS,
+        Biases(mlp=False),
         Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_ROPE),
     ),
     _make_llama_like(
         "qwen2",
         "Qwen2ForCausalLM",
-        _DERIVED_HEAD_DIM,
+        HeadDim(declared=False),
         Rope(),
         Windows(switch=True),
         _SILU,
-        Needed({"add_bias_linear": False, "add_qkv_bias": True}),
+        Biases(attention=False, mlp=False, qkv=True),
         Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE),
     ),
     _make_llama_like(
         "smollm3",
         "SmolLM3ForCausalLM",
-        _DERIVED_HEAD_DIM,
+        HeadDim(declared=False),
         Rope(),
         Windows(switch=True),
         LayersWithoutRope(),
         _SILU,
-        _NO_BIAS,
+        Biases(),
         Needed(_INPUT_NORM | _NO_QK_NORM),
-        theirs={"mlp_bias": False},
     ),
     _make_llama_like(
         "olmo2",
         "Olmo2ForCausalLM",
-        _DERIVED_HEAD_DIM,
+        HeadDim(declared=False),
         Rope(),
         _SILU,
-        _NO_BIAS,
+        Biases(mlp=False),
         Needed(_OLMO_NORMS | _EVERY_TOKEN | _EVERY_ROPE),
         modules=_OLMO_MODULES,
     ),
     _make_llama_like(
         "olmo3",
         "Olmo3ForCausalLM",
-        _DERIVED_HEAD_DIM,
+        HeadDim(declared=False),
         Rope(by_layer_type=True),
         Windows(always=True),
         _SILU,
-        _NO_BIAS,
+        Biases(mlp=False),
         Needed(_OLMO_NORMS | _EVERY_ROPE),
         modules=_OLMO_MODULES,
     ),
     _make_llama_like(
         "apertus",
         "ApertusForCausalLM",
-        _DERIVED_HEAD_DIM,
+        HeadDim(declared=False),
         Rope(),
         Cases(
             "hidden_act",
@@ -274,7 +280,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 ("relu2", _PLAIN_MLP | {"activation": "squared_relu", "bias_gelu_fusion": True}),
             ),
         ),
-        _NO_BIAS,
+        Biases(mlp=False),
         Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_TOKEN | _EVERY_ROPE),
         modules=_LLAMA_MODULES
         | {
@@ -298,6 +304,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _ONE_HEAD_A_GROUP,
             _DERIVED_HEAD_DIM,
             _TIED,
+            Training("attn_pdrop", ("resid_pdrop", "embd_pdrop")),
             Cases(
                 "activation_function",
                 (
@@ -305,7 +312,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                     ("gelu", {"activation": "gelu", "bias_gelu_fusion": False}),
                 ),
             ),
-            Needed(_LAYER_NORM | _ALL_BIASES | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
+            _ALL_BIASES,
+            Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION),
             Needed({"position_embedding_type": "absolute"}),
         ),
@@ -347,7 +355,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _DERIVED_FFN,
             _ONE_HEAD_A_GROUP,
             _TIED,
-            Needed(_LAYER_NORM | _ALL_BIASES | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
+            Training(hidden=("hidden_dropout",)),
+            _ALL_BIASES,
+            Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Needed({"activation": "gelu", "bias_gelu_fusion": True}),
             Needed(_EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE),
             Needed({"embed_layernorm": True, "parallel_residual": False}),
@@ -381,6 +391,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _DERIVED_HEAD_DIM,
             _ONE_HEAD_A_GROUP,
             _TIED,
+            Training(hidden=("hidden_dropout",)),
             Rope(partial=True),
             Cases(
                 "hidden_act",
@@ -396,7 +407,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 ((True, {"parallel_residual": True}), (False, {"parallel_residual": False})),
             ),
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
-            Needed(_ALL_BIASES | _EVERY_TOKEN | _EVERY_ROPE),
+            Biases(mlp=True),
+            Needed(_EVERY_TOKEN | _EVERY_ROPE),
             Needed(_ROTARY | {"embed_layernorm": False}),
         ),
         {
@@ -414,7 +426,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "by head",
         base="gpt_neox",
         not_stored=(*_FREQUENCIES, r".*\.attention\.(masked_)?bias"),
-        theirs={"attention_bias": True},
     ),
 )
 """All architectures. The first one that can express a model is written."""

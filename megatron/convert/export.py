@@ -100,6 +100,8 @@ def export_checkpoint(
             _compare_tensors(pairs, read, tensors)
             their_config = read_config(unfinished)
             _compare_description(architecture, config, their_config)
+            _compare_ids(their_config, ids)
+            _warn_of_dropout(architecture, config, say)
             names = {name: name for pair in pairs for name in pair.theirs}
             model = normalise_model(config.model)
             comparison = compare_models(
@@ -264,6 +266,32 @@ def _compare_description(architecture: Architecture, config: Config, their_confi
         ours, theirs = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
         if ours != theirs:
             raise CheckpointError(f"config.json describes layer {layer} as {theirs}, not {ours}")
+
+
+def _compare_ids(their_config: Any, special_ids: SpecialIds) -> None:
+    """Check that config.json has the special ids of the tokenizer.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    for name, value in special_ids.to_fields().items():
+        if getattr(their_config, name) != value:
+            raise CheckpointError(
+                f"config.json gives {name} {getattr(their_config, name)}, and the tokenizer {value}"
+            )
+
+
+def _warn_of_dropout(
+    architecture: Architecture, config: Config, say: Callable[[str], None]
+) -> None:
+    """Print a warning if the class has no field for the dropout of the run."""
+    covered = {name for pair in architecture.pairs for name in pair.ours}
+    dropout = config.model.hidden_dropout
+    if dropout and "hidden_dropout" not in covered:
+        say(
+            f"warning: {architecture.class_name} has no field for --hidden-dropout {dropout}, so a "
+            "training of the exported model has none"
+        )
 
 
 def _write_card(

@@ -5,21 +5,40 @@ cannot disagree.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import describe_layers
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RopeScaling
 from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_LLAMA3_ONLY = ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"]
-NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "attention_dropout", "init_method_std"}
-"""Fields that do not change what a trained model computes for a sequence."""
+_OF_ROPE_SCALING: dict[RopeScaling, dict[str, str]] = {
+    "linear": {"rope_scaling_factor": "factor"},
+    "llama3": {
+        "rope_scaling_factor": "factor",
+        "rope_low_freq_factor": "low_freq_factor",
+        "rope_high_freq_factor": "high_freq_factor",
+        "rope_original_length": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "rope_scaling_factor": "factor",
+        "rope_original_length": "original_max_position_embeddings",
+        "rope_beta_fast": "beta_fast",
+        "rope_beta_slow": "beta_slow",
+        "rope_truncate": "truncate",
+        "rope_attention_factor": "attention_factor",
+    },
+}
+"""Scaling -> our field -> their key in `rope_parameters`."""
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+NOT_ARCHITECTURE = {"seq_length", "hidden_dropout"}
+"""Fields that a class may lack. They do not change what a trained model computes."""
 
 
 class Pair(Protocol):
@@ -156,6 +175,86 @@ class Derived:
 
 
 @dataclass(frozen=True)
+class HeadDim:
+    """`head_dim`. Some classes have it only if a config.json names it, and derive it otherwise."""
+
+    declared: bool = True
+    """Whether the class declares the field."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return ("kv_channels",)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        derived = model.hidden_size // model.num_attention_heads
+        if not self.declared and model.kv_channels == derived:
+            return {}
+        return {"head_dim": model.kv_channels}
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return {"kv_channels": theirs.get("head_dim")}
+
+
+@dataclass(frozen=True)
+class Biases:
+    """The linear layers with biases: `attention_bias` and `mlp_bias`."""
+
+    attention: bool | None = None
+    """Whether all projections of attention have biases. None: `attention_bias` gives it."""
+    mlp: bool | None = None
+    """Whether the MLP has biases. None: `mlp_bias` gives it."""
+    qkv: bool = False
+    """Whether the projections to queries, keys and values have biases in any case."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return ("add_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias")
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        found = {}
+        for part in ("attention", "mlp"):
+            has_bias = getattr(model, f"add_{part}_bias")
+            fixed = getattr(self, part)
+            if fixed is None:
+                found[f"{part}_bias"] = has_bias
+            elif fixed != has_bias:
+                raise _refuse_bias(f"add_{part}_bias", fixed)
+        qkv = model.add_attention_bias or self.qkv
+        if model.add_qkv_bias != qkv:
+            raise _refuse_bias("add_qkv_bias", qkv)
+        return found
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        attention = self.attention
+        if attention is None:
+            attention = bool(theirs["attention_bias"])
+        mlp = self.mlp
+        if mlp is None:
+            mlp = bool(theirs["mlp_bias"])
+        every = attention and mlp
+        # The other flags have no effect if all layers have biases.
+        return {
+            "add_bias_linear": every,
+            "add_qkv_bias": (attention or self.qkv) and not every,
+            "add_attention_bias": attention and not every,
+            "add_mlp_bias": mlp and not every,
+        }
+
+
+def _refuse_bias(name: str, there: bool) -> ConfigError:
+    return ConfigError(
+        f"the class has {describe_setting(name, there)}, and this model has "
+        f"{describe_setting(name, not there)}"
+    )
+
+
+@dataclass(frozen=True)
 class Rope:
     """The frequencies of the rotary embedding: `rope_parameters` of `transformers` 5."""
 
@@ -167,15 +266,8 @@ class Rope:
     @property
     def ours(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (
-            "rotary_base",
-            "rotary_percent",
-            "rope_scaling",
-            "rope_scaling_factor",
-            "rope_low_freq_factor",
-            "rope_high_freq_factor",
-            "rope_original_length",
-        )
+        of_scaling = {name: None for each in _OF_ROPE_SCALING.values() for name in each}
+        return ("rotary_base", "rotary_percent", "rope_scaling", *of_scaling)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -184,11 +276,8 @@ class Rope:
             "rope_theta": model.rotary_base,
         }
         if model.rope_scaling is not None:
-            found["factor"] = model.rope_scaling_factor
-        if model.rope_scaling == "llama3":
-            found["low_freq_factor"] = model.rope_low_freq_factor
-            found["high_freq_factor"] = model.rope_high_freq_factor
-            found["original_max_position_embeddings"] = model.rope_original_length
+            names = _OF_ROPE_SCALING[model.rope_scaling]
+            found |= {key: getattr(model, name) for name, key in names.items()}
         if self.partial:
             found["partial_rotary_factor"] = model.rotary_percent
         elif model.rotary_percent != 1:
@@ -211,24 +300,83 @@ class Rope:
                 )
             found = found[_FULL]
         kind = found.get("rope_type", "default")
-        if kind not in ("default", "linear", "llama3"):
+        if kind not in ("default", *_OF_ROPE_SCALING):
             raise ConfigError(
-                f"rope_type {kind} is not supported here, only default, linear and llama3"
+                f"rope_type {kind} is not supported here, only default, "
+                f"{', '.join(_OF_ROPE_SCALING)}"
             )
         values = {
             "rotary_base": float(found["rope_theta"]),
             "rotary_percent": float(found.get("partial_rotary_factor") or 1.0),
         }
-        if kind != "default":
+        if kind == "default":
             # Other fields stay at our defaults. Unused numbers must not make two models differ.
-            values |= {"rope_scaling": kind, "rope_scaling_factor": float(found["factor"])}
-        if kind == "llama3":
-            values |= {
-                "rope_low_freq_factor": float(found["low_freq_factor"]),
-                "rope_high_freq_factor": float(found["high_freq_factor"]),
-                "rope_original_length": int(found["original_max_position_embeddings"]),
-            }
-        return values
+            return values
+        if kind == "yarn":
+            found = _complete_yarn(found, theirs)
+        for name, key in _OF_ROPE_SCALING[kind].items():
+            # The factor of attention is None by default.
+            convert = float if _DEFAULTS[name] is None else type(_DEFAULTS[name])
+            values[name] = convert(found[key])
+        return values | {"rope_scaling": kind}
+
+
+def _complete_yarn(found: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` of YaRN with the values that `transformers` uses by default."""
+    factor = found["factor"]
+    if factor is None:
+        factor = theirs["max_position_embeddings"] / found["original_max_position_embeddings"]
+    log = math.log(max(1.0, factor))
+    attention_factor = found.get("attention_factor")
+    mscale = found.get("mscale")
+    mscale_all_dim = found.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:
+        # As in DeepSeek.
+        attention_factor = (0.1 * mscale * log + 1) / (0.1 * mscale_all_dim * log + 1)
+    elif attention_factor is None:
+        attention_factor = 0.1 * log + 1
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": found["original_max_position_embeddings"],
+        "beta_fast": found.get("beta_fast") or 32,
+        "beta_slow": found.get("beta_slow") or 1,
+        "truncate": found.get("truncate", True),
+        "attention_factor": attention_factor,
+    }
+
+
+@dataclass(frozen=True)
+class Training:
+    """Dropout and initialisation, which change only a training that follows."""
+
+    attention: str = "attention_dropout"
+    """Their name of the dropout on the attention weights."""
+    hidden: tuple[str, ...] = ()
+    """Their names of the dropouts on the residual branches and the embedding. Many classes have
+    none, and then the checkpoint's is not written."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        names = ("attention_dropout", "init_method_std")
+        return (*names, "hidden_dropout") if self.hidden else names
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        return {
+            self.attention: model.attention_dropout,
+            "initializer_range": ModelShape(model, 0, 0).init_std,
+            **dict.fromkeys(self.hidden, model.hidden_dropout),
+        }
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return {
+            "attention_dropout": float(theirs[self.attention]),
+            "init_method_std": float(theirs["initializer_range"]),
+            # The first one is that of the residual branches.
+            "hidden_dropout": float(theirs[self.hidden[0]]) if self.hidden else 0.0,
+        }
 
 
 @dataclass(frozen=True)
@@ -324,9 +472,15 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         "ffn_hidden_size": shape.ffn_hidden_size,
         "num_query_groups": shape.query_groups,
         "kv_channels": shape.head_dim,
+        "add_bias_linear": shape.has_attention_bias and shape.has_mlp_bias,
         "add_qkv_bias": shape.has_qkv_bias,
+        "add_attention_bias": shape.has_attention_bias,
+        "add_mlp_bias": shape.has_mlp_bias,
+        "init_method_std": shape.init_std,
     }
     unused: list[str] = []
+    if model.rope_scaling == "yarn":
+        changes["rope_attention_factor"] = shape.rope_attention_factor
     if model.position_embedding_type == "absolute":
         changes["max_position_embeddings"] = shape.position_table_size
     else:
@@ -334,10 +488,10 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         unused.append("max_position_embeddings")
     if model.position_embedding_type != "rotary":
         unused += [*Rope().ours, "no_rope_layers"]
-    elif model.rope_scaling is None:
-        unused += ["rope_scaling_factor", *_LLAMA3_ONLY]
-    elif model.rope_scaling == "linear":
-        unused += _LLAMA3_ONLY
+    else:
+        used = {} if model.rope_scaling is None else _OF_ROPE_SCALING[model.rope_scaling]
+        every = {name for each in _OF_ROPE_SCALING.values() for name in each}
+        unused += every - used.keys()
     if model.sliding_window is None:
         unused.append("full_attention_layers")
     if model.normalization == "RMSNorm":
@@ -348,6 +502,5 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     # The flag chooses between two forms of GELU.
     if model.glu_activation is not None or model.activation != "gelu":
         unused.append("bias_gelu_fusion")
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    changes |= {name: defaults[name] for name in unused}
+    changes |= {name: _DEFAULTS[name] for name in unused}
     return dataclasses.replace(model, **changes)

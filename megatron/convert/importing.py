@@ -121,7 +121,7 @@ def _read_model(
         CheckpointError: a field is not a number, or a size is below 1.
     """
     try:
-        model = _set_dropouts(architecture.read(fields, seq_length), fields)
+        model = architecture.read(fields, seq_length)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json has a field of a wrong kind: {error}") from error
     # transformers accepts any number here. A size of 0 would fail much later, in a division.
@@ -136,16 +136,6 @@ def _read_model(
         if not isinstance(size, int) or size < 1:
             raise CheckpointError(f"config.json: the {name} {size} must be at least 1")
     return model
-
-
-def _set_dropouts(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
-    """Return the model with the dropouts of config.json, which are 0 where it names none."""
-    return replace(
-        model,
-        # GPT-2 has the older names. A model for inference often has neither.
-        hidden_dropout=float(fields.get("hidden_dropout", fields.get("resid_pdrop", 0.0))),
-        attention_dropout=float(fields.get("attention_dropout", fields.get("attn_pdrop", 0.0))),
-    )
 
 
 def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -> TokenizerConfig:

@@ -44,6 +44,16 @@ class StandIn:
         self.state = state
 
 
+class DroppedBytes(StandIn):
+    """An `io.BytesIO`, without its bytes.
+
+    Transformer Engine before 2.0 stored `_extra_state` as one, which has a pickle in it.
+    """
+
+    def __setstate__(self, state: object) -> None:
+        """Drop the bytes."""
+
+
 class FragmentAddress(StandIn):
     """Where a parameter lies in a flat partition: DeepSpeed's `fragment_address`."""
 
@@ -140,6 +150,17 @@ def _make_list(*args: object) -> list[Any]:
     return []
 
 
+def _make_no_bytes(*args: object) -> bytes:
+    """Return no bytes. An older pickle stores them as a call of `bytes`, which can take a size.
+
+    Raises:
+        UnpicklingError: the call has arguments.
+    """
+    if args:
+        raise pickle.UnpicklingError("bytes is allowed without arguments only")
+    return b""
+
+
 def _join_path(*parts: object) -> str:
     """Return a path as text."""
     return "/".join(str(part) for part in parts)
@@ -181,7 +202,9 @@ _STAND_INS = (
 )
 
 ALLOWED: dict[str, Callable[..., object]] = {
+    "_io.BytesIO": DroppedBytes,
     "argparse.Namespace": argparse.Namespace,
+    "builtins.bytes": _make_no_bytes,
     # The real function could reach any attribute of an allowed class.
     "builtins.getattr": _name_member,
     "collections.OrderedDict": collections.OrderedDict,

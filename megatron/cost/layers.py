@@ -308,9 +308,11 @@ class LayerTimes:
         if config.position_embedding_type == "rotary":
             # The rotation reads and writes queries and keys once more.
             copies *= 2
-        if config.add_bias_linear:
-            # The gradient of a bias is a sum over all tokens.
-            activation_backward += self._mlp_in + self._q + 2 * h
+        # The gradient of a bias is a sum over all tokens.
+        if self._shape.has_mlp_bias:
+            activation_backward += self._mlp_in + h
+        if self._shape.has_attention_bias:
+            activation_backward += self._q + h
         scale = self._value * self._tokens * self._software.pointwise
         return Passes(
             Seconds(

@@ -12,7 +12,7 @@ size. All results are bytes.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, assert_never
 
 from megatron.cost.layout import RankLayout, Software
 from megatron.model.shape import ModelShape
@@ -196,7 +196,7 @@ class _Tensors:
         self._gathered = self.whole if layout.sequence_parallel else 0.0
         self._mask = self._tokens * config.hidden_size / share if config.hidden_dropout else 0.0
         # A norm keeps one or two fp32 numbers of each token.
-        numbers = 2 if config.normalization == "LayerNorm" else 1
+        numbers = {"LayerNorm": 2, "RMSNorm": 1}[config.normalization]
         self._statistics = 4 * numbers * self._tokens / share
         self.output_matrix = shape.padded_vocab_size * config.hidden_size // layout.tensor
         """Elements of the output matrix."""
@@ -266,18 +266,21 @@ class _Tensors:
     @cached_property
     def _mlp(self) -> float:
         """The inner activations of the MLP."""
-        if self._config.glu_activation in ("swiglu", "geglu"):
-            # The gate, its activation, the other half and their product.
-            return 4 * self._f
         if self._config.glu_activation is not None:
-            # ReLU keeps only its result, and no activation keeps nothing.
-            return 3 * self._f
-        if self._config.activation == "xielu":
-            # The result. In fp32: the input, its square, the clamped exponential and a difference.
-            # And a condition of one byte.
-            return self._f + 17 * self._f / self.value
-        # Input and result of GELU, or results of ReLU and of the square.
-        return 2 * self._f
+            # The gate, its activation, the other half and their product. ReLU keeps only its
+            # result, and no activation keeps nothing.
+            kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3}
+            return kept[self._config.glu_activation] * self._f
+        match self._config.activation:
+            case "gelu" | "squared_relu":
+                # Input and result of GELU, or results of ReLU and of the square.
+                return 2 * self._f
+            case "xielu":
+                # The result. In fp32: the input, its square, the clamped exponential and a
+                # difference. And a condition of one byte.
+                return self._f + 17 * self._f / self.value
+            case _:
+                assert_never(self._config.activation)
 
     @cached_property
     def kept_results(self) -> float:

@@ -1,5 +1,7 @@
 """The choice of the optimizer that the configuration names."""
 
+from typing import assert_never
+
 from megatron.engine.ademamix import AdEMAMix
 from megatron.engine.muon import Muon
 from megatron.engine.optimizer import AdamW, MasterParameter, Optimizer
@@ -16,8 +18,12 @@ def build_optimizer(masters: list[MasterParameter], plan: Plan, mesh: Mesh) -> O
         mesh: This rank's mesh.
     """
     config = plan.config.optimizer
-    if config.optimizer == "ademamix":
-        return AdEMAMix(masters, config)
-    if config.optimizer == "muon":
-        return Muon(masters, config, plan.shape, mesh)
-    return AdamW(masters, config)
+    match config.optimizer:
+        case "adam":
+            return AdamW(masters, config)
+        case "ademamix":
+            return AdEMAMix(masters, config)
+        case "muon":
+            return Muon(masters, config, plan.shape, mesh)
+        case _:
+            assert_never(config.optimizer)

@@ -33,6 +33,8 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind
 
+PRECISIONS = {"medium": torch.bfloat16, "high": torch.float32}
+"""Value of --muon-fp32-matmul-prec -> dtype of the products."""
 _EPS = 1e-7
 """Smallest norm that a matrix is divided by, as in torch."""
 _COEFFICIENTS = {
@@ -118,9 +120,7 @@ class Muon(Optimizer):
         self._group = mesh.build_stage_group()
         # Each copy of the model computes its own updates, from the same gradients.
         self._rank = mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor
-        self._dtype = torch.float32
-        if config.muon_fp32_matmul_prec == "medium":
-            self._dtype = torch.bfloat16
+        self._dtype = PRECISIONS[config.muon_fp32_matmul_prec]
         self._adamw = AdamW([m for m in masters if not is_muon_matrix(m)], config)
         self._matrices = [
             _describe_matrix(m, config, shape, mesh) for m in masters if is_muon_matrix(m)

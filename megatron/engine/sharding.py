@@ -141,6 +141,13 @@ def _keep_gradients_in_fp32(module: FSDPModule) -> None:
             parameter.grad_dtype = torch.float32
 
 
+STAGES = {0: (False, False), 1: (False, False), 2: (True, False), 3: (True, True)}
+"""ZeRO stage -> whether every microbatch reduces gradients, and whether each use drops parameters.
+
+Stage 0 is stage 1 in which each rank is a copy of the model.
+"""
+
+
 class ShardedModel:
     """A model sharded over the data-parallel ranks."""
 
@@ -168,7 +175,7 @@ class ShardedModel:
         """
         assert sharding.mesh is not None, "a world of one has nothing to shard"
         self.model = model
-        self._stage = stage
+        self._reduces_always, self._drops_always = STAGES[stage]
         self._compute_dtype = compute_dtype
         self._fused_gradients = fused_gradients
         policy = MixedPrecisionPolicy(
@@ -190,7 +197,7 @@ class ShardedModel:
                 mesh=sharding.mesh,
                 # The backward pass begins with the parameters outside of the blocks. Otherwise they
                 # would be dropped and immediately gathered again.
-                reshard_after_forward=stage == 3 and module is not model,
+                reshard_after_forward=self._drops_always and module is not model,
                 mp_policy=policy,
             )
             sharded.set_custom_all_gather(_TimedAllGather(comm_timer))
@@ -240,8 +247,8 @@ class ShardedModel:
             reduction.last = last
         # In stage 1 gradients of earlier microbatches are only accumulated, so that they are sent
         # once.
-        self._root.set_requires_gradient_sync(last or self._stage >= 2)
+        self._root.set_requires_gradient_sync(last or self._reduces_always)
         # After the last microbatch the parameters must be dropped. The update changes the shards,
         # and gathered parameters would be out of date. In stage 3 they are dropped after each
         # microbatch. Otherwise all blocks would stay gathered from the first backward pass on.
-        self._root.set_reshard_after_backward(last or self._stage == 3)
+        self._root.set_reshard_after_backward(last or self._drops_always)

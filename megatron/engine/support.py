@@ -36,7 +36,7 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
             "not expose its gradients; remove this flag or --deepspeed"
         )
     guard = config.guard
-    if guard.spike_guard == "skip-step" and guard.spike_guard_signals == "both":
+    if guard.spike_guard == "skip-step" and guard.watches_gradient_norm:
         problems.append(
             "--spike-guard-signals both: DeepSpeed computes the gradient norm within the update, "
             "so a step cannot be dropped for it; use --spike-guard-signals loss"

@@ -4,7 +4,7 @@ b: sequences, n: heads, c: slots of the cache, t: tensor-parallel size.
 """
 
 from dataclasses import replace
-from functools import partial
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from megatron.model.key_value_cache import KeyValueCache, make_slot_bias
 from megatron.model.positions import (
     Positions,
     compute_alibi_slopes,
-    make_rotary_table,
-    scale_rotary_frequencies,
+    make_scaled_rotary_table,
 )
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -45,24 +44,24 @@ class TokenPositions:
         self._empty = lengths.max() - lengths
         self._slots = slots
         self._slot_bias = make_slot_bias(lengths, slots, dtype)
-        self._rotary: tuple[Tensor, Tensor] | None = None
-        if config.position_embedding_type == "rotary":
-            self._rotary = make_rotary_table(
-                slots,
-                shape.rotary_dim,
-                config.rotary_base,
-                device,
-                partial(scale_rotary_frequencies, config=config),
-            )
         # Distances of the keys from a query in the last slot. For an earlier query they are the
         # last ones of this row.
         distance = torch.arange(slots, device=device) - (slots - 1)
+        self._rotary: tuple[Tensor, Tensor] | None = None
         self._alibi: Tensor | None = None
-        if config.position_embedding_type == "alibi":
-            local = config.num_attention_heads // tp.size
-            slopes = compute_alibi_slopes(config.num_attention_heads)
-            own = torch.tensor(slopes[tp.rank * local : (tp.rank + 1) * local], device=device)
-            self._alibi = (own.view(1, -1, 1, 1) * distance).to(dtype)
+        match config.position_embedding_type:
+            case "absolute":
+                # The embedding has the table.
+                pass
+            case "rotary":
+                self._rotary = make_scaled_rotary_table(slots, shape, device)
+            case "alibi":
+                local = config.num_attention_heads // tp.size
+                slopes = compute_alibi_slopes(config.num_attention_heads)
+                own = torch.tensor(slopes[tp.rank * local : (tp.rank + 1) * local], device=device)
+                self._alibi = (own.view(1, -1, 1, 1) * distance).to(dtype)
+            case _:
+                assert_never(config.position_embedding_type)
         self._window: Tensor | None = None
         if config.sliding_window is not None:
             window = torch.zeros(slots, dtype=dtype, device=device)

@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
         self.out = RowParallelLinear(
             config.num_attention_heads * shape.head_dim,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=shape.has_attention_bias,
             tp=tp,
             init=Init.SCALED_NORMAL,
         )

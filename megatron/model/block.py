@@ -60,7 +60,7 @@ class Block(nn.Module):
         self.attention_output_norm: LayerNorm | RMSNorm | None = None
         self.post_attention_norm: LayerNorm | RMSNorm | None = None
         self.mlp_output_norm: LayerNorm | RMSNorm | None = None
-        norm_first = config.norm_placement == "input"
+        norm_first = {"input": True, "output": False}[config.norm_placement]
         if norm_first:
             self.input_norm = build_norm(config, tp)
         self.parallel_residual = config.parallel_residual

@@ -26,6 +26,7 @@ of the attention core, since flash kernels always do it.
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import assert_never
 
 from megatron.model.shape import ModelShape
 
@@ -64,9 +65,13 @@ def count_norm_parameters(shape: ModelShape) -> int:
 
 def _count_norm_vectors(shape: ModelShape) -> int:
     """Return the number of vectors of a norm that `--normalization` names."""
-    if shape.config.normalization == "LayerNorm" and shape.config.norm_bias:
-        return 2
-    return 1
+    match shape.config.normalization:
+        case "LayerNorm":
+            return 1 + shape.config.norm_bias
+        case "RMSNorm":
+            return 1
+        case _:
+            assert_never(shape.config.normalization)
 
 
 def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: int) -> int:
@@ -75,19 +80,23 @@ def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: in
     A norm of single heads has a weight d, and possibly a bias d, on every rank. A norm of all
     heads has a weight for each channel, which the ranks share out.
     """
-    if shape.config.qk_norm is None:
-        return 0
-    if shape.config.qk_norm == "head":
-        return 2 * shape.head_dim * _count_norm_vectors(shape)
-    w = _get_widths(shape)
-    return (w.q + w.k) // tensor_parallel_size
+    match shape.config.qk_norm:
+        case None:
+            return 0
+        case "head":
+            return 2 * shape.head_dim * _count_norm_vectors(shape)
+        case "full":
+            w = _get_widths(shape)
+            return (w.q + w.k) // tensor_parallel_size
+        case _:
+            assert_never(shape.config.qk_norm)
 
 
 def _count_activation_parameters(shape: ModelShape) -> int:
     """Return the weights of a layer's activation function, which every tensor-parallel rank has."""
-    if shape.config.glu_activation is None and shape.config.activation == "xielu":
-        return 2
-    return 0
+    if shape.config.glu_activation is not None:
+        return 0
+    return {"gelu": 0, "squared_relu": 0, "xielu": 2}[shape.config.activation]
 
 
 def count_layer_matrix_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
@@ -123,7 +132,13 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     w = _get_widths(shape)
     t = tensor_parallel_size
     queries, replicated = _divide_attention_columns(shape, t)
-    column_biases, row_biases = (w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
+    column_biases = 0
+    row_biases = 0
+    if shape.has_mlp_bias:
+        column_biases += w.mlp_in
+        row_biases += w.h
+    if shape.has_attention_bias:
+        row_biases += w.h
     if shape.has_qkv_bias:
         column_biases += queries
         row_biases += replicated
@@ -359,11 +374,11 @@ def count_state_bytes(optimizer: str, parameters: int, layer_matrices: int) -> i
         parameters: Number of parameters.
         layer_matrices: How many of them are in the matrices of the layers.
     """
-    if optimizer == "ademamix":
-        return 12 * parameters
-    if optimizer == "muon":
-        return 8 * parameters - 4 * layer_matrices
-    return 8 * parameters
+    return {
+        "adam": 8 * parameters,
+        "ademamix": 12 * parameters,
+        "muon": 8 * parameters - 4 * layer_matrices,
+    }[optimizer]
 
 
 def estimate_parameter_memory(

@@ -1,12 +1,13 @@
 """The feed-forward half of a block, plain or gated (https://arxiv.org/abs/2002.05202)."""
 
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import GLU, ModelConfig
 from megatron.model.shape import ModelShape
 from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
@@ -32,6 +33,16 @@ def _linear(x: Tensor) -> Tensor:
 
 def _square_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
+
+
+_GATES: dict[GLU, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    # The erf form, as in the paper.
+    "geglu": _gelu_erf,
+    "reglu": F.relu,
+    "liglu": _linear,
+}
+"""Value of --glu-activation -> the activation of the gate. The names are Megatron-DeepSpeed's."""
 
 
 class XIELU(nn.Module):
@@ -62,30 +73,17 @@ class XIELU(nn.Module):
 
 def _build_activation(config: ModelConfig, tp: TensorParallel) -> Callable[[Tensor], Tensor]:
     """Return the activation function of the MLP, which may be a module with weights."""
-    if config.glu_activation is None and config.activation == "squared_relu":
-        return _square_relu
-    if config.glu_activation is None and config.activation == "xielu":
-        return XIELU(tp)
-    return choose_activation(config.glu_activation, config.bias_gelu_fusion)
-
-
-def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Tensor]:
-    """Return the activation function. In a gated MLP it applies to the gate.
-
-    The GELU of geglu is the erf form, as in the paper.
-    """
-    if glu is None:
-        if tanh_gelu:
-            return _gelu_tanh
-        return _gelu_erf
-    # The names are those of Megatron-DeepSpeed's --glu-activation.
-    activations: dict[str, Callable[[Tensor], Tensor]] = {
-        "swiglu": F.silu,
-        "geglu": _gelu_erf,
-        "reglu": F.relu,
-        "liglu": _linear,
-    }
-    return activations[glu]
+    if config.glu_activation is not None:
+        return _GATES[config.glu_activation]
+    match config.activation:
+        case "gelu":
+            return _gelu_tanh if config.bias_gelu_fusion else _gelu_erf
+        case "squared_relu":
+            return _square_relu
+        case "xielu":
+            return XIELU(tp)
+        case _:
+            assert_never(config.activation)
 
 
 class MLP(nn.Module):
@@ -108,15 +106,15 @@ class MLP(nn.Module):
         self.tp = tp
         self.activation = _build_activation(config, tp)
         self.up = ColumnParallelLinear(
-            config.hidden_size, f, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
+            config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
         )
         self.gate: ColumnParallelLinear | None = None
         if config.glu_activation:
             self.gate = ColumnParallelLinear(
-                config.hidden_size, f, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
+                config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
             )
         self.down = RowParallelLinear(
-            f, config.hidden_size, bias=config.add_bias_linear, tp=tp, init=Init.SCALED_NORMAL
+            f, config.hidden_size, bias=shape.has_mlp_bias, tp=tp, init=Init.SCALED_NORMAL
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ is kept in fp32. The norms are over the last dimension, except `ShardedRMSNorm`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -197,9 +197,13 @@ def _build_norm(
     config: ModelConfig, size: int, tp: TensorParallel, make: MakeParameter
 ) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over `size` channels."""
-    if config.normalization == "RMSNorm":
-        return RMSNorm(size, config.layernorm_epsilon, tp, make)
-    return LayerNorm(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
+    match config.normalization:
+        case "RMSNorm":
+            return RMSNorm(size, config.layernorm_epsilon, tp, make)
+        case "LayerNorm":
+            return LayerNorm(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
+        case _:
+            assert_never(config.normalization)
 
 
 def build_query_key_norm(
@@ -213,24 +217,25 @@ def build_query_key_norm(
         head_dim: Width d of a head.
         tp: The tensor-parallel ranks.
     """
-    if config.qk_norm is None:
-        return None
-    if config.qk_norm == "full":
-        return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
-    return _build_norm(config, head_dim, tp, make_inner_parameter)
+    match config.qk_norm:
+        case None:
+            return None
+        case "full":
+            return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
+        case "head":
+            return _build_norm(config, head_dim, tp, make_inner_parameter)
+        case _:
+            assert_never(config.qk_norm)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
     """Return the implementation of the norm and its reason, for the table printed at start."""
     if device_type == "cpu":
-        own = config.normalization == "RMSNorm"
-        return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"
+        made_by = {"LayerNorm": "torch", "RMSNorm": "our own"}[config.normalization]
+        return f"{config.normalization}, {made_by}", "statistics in fp32"
     if config.normalization == "LayerNorm" and not config.norm_bias:
         return "LayerNorm, torch, fused", "apex's kernel needs a bias; statistics in fp32"
-    if config.normalization == "LayerNorm":
-        fused = _apex_layer_norm
-    else:
-        fused = _apex_rms_norm
+    fused = {"LayerNorm": _apex_layer_norm, "RMSNorm": _apex_rms_norm}[config.normalization]
     return (
         f"{config.normalization}, {'torch' if fused is None else 'apex'}, fused",
         f"{_apex_reason}; statistics in fp32",

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -75,6 +75,26 @@ def make_rotary_table(
     return angles.cos(), angles.sin()
 
 
+def make_scaled_rotary_table(
+    seq_length: int, shape: ModelShape, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the tables of `make_rotary_table` for a model, with its scaling.
+
+    Args:
+        seq_length: s.
+        shape: Sizes of the model.
+        device: Device of the result.
+    """
+    config = shape.config
+    scale = partial(scale_rotary_frequencies, config=config)
+    cos, sin = make_rotary_table(seq_length, shape.rotary_dim, config.rotary_base, device, scale)
+    factor = shape.rope_attention_factor
+    if factor == 1:
+        return cos, sin
+    # The rotation is linear, so this multiplies queries and keys.
+    return factor * cos, factor * sin
+
+
 def scale_rotary_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor:
     """Return the rotary frequencies that `--rope-scaling` asks for.
 
@@ -82,17 +102,53 @@ def scale_rotary_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor
         frequencies: [dim / 2], in radians per token.
         config: The architecture.
     """
-    if config.rope_scaling is None:
-        return frequencies
     divided = frequencies / config.rope_scaling_factor
-    if config.rope_scaling == "linear":
-        return divided
-    # Full turns of a channel pair over the original length.
-    turns = config.rope_original_length * frequencies / (2 * math.pi)
-    low = config.rope_low_freq_factor
-    # 0 where a frequency is divided, 1 where it is left as it is.
-    kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case "linear":
+            return divided
+        case "llama3":
+            # Full turns of a channel pair over the original length.
+            turns = config.rope_original_length * frequencies / (2 * math.pi)
+            low = config.rope_low_freq_factor
+            # 0 where a frequency is divided, 1 where it is left as it is.
+            kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
+        case "yarn":
+            first, last = _find_yarn_pairs(frequencies.numel(), config)
+            pairs = torch.arange(frequencies.numel(), device=frequencies.device)
+            kept = 1 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)
+        case _:
+            assert_never(config.rope_scaling)
     return (1 - kept) * divided + kept * frequencies
+
+
+def _find_yarn_pairs(count: int, config: ModelConfig) -> tuple[float, float]:
+    """Return the last channel pair that YaRN leaves as it is, and the first that it divides.
+
+    Source: https://arxiv.org/abs/2309.00071, section 3.2. The limits are those of `transformers`.
+
+    Args:
+        count: Number of rotated channel pairs.
+        config: The architecture.
+    """
+
+    def find_pair(turns: float) -> float:
+        """Return the pair, not rounded, with this many turns in the original length."""
+        length = config.rope_original_length / (2 * math.pi * turns)
+        return count * math.log(length) / math.log(config.rotary_base)
+
+    first = find_pair(config.rope_beta_fast)
+    last = find_pair(config.rope_beta_slow)
+    if config.rope_truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * count - 1)
+    if first == last:
+        # A step instead of a ramp.
+        last += 0.001
+    return first, last
 
 
 class _Rotate(torch.autograd.Function):
@@ -246,22 +302,20 @@ class PositionTables:
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         """Build the tables of the configured kind of positions."""
         config = self._shape.config
-        positions = Positions()
-        if config.position_embedding_type == "rotary":
-            cos, sin = make_rotary_table(
-                seq_length,
-                self._shape.rotary_dim,
-                config.rotary_base,
-                device,
-                partial(scale_rotary_frequencies, config=config),
-            )
-            positions = Positions(cos=cos, sin=sin)
-        if config.position_embedding_type == "alibi":
-            local = config.num_attention_heads // self._tp.size
-            heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
-            positions = Positions(
-                bias=make_alibi_bias(heads, config.num_attention_heads, seq_length, device, dtype)
-            )
+        match config.position_embedding_type:
+            case "absolute":
+                # The embedding has the table.
+                positions = Positions()
+            case "rotary":
+                cos, sin = make_scaled_rotary_table(seq_length, self._shape, device)
+                positions = Positions(cos=cos, sin=sin)
+            case "alibi":
+                n = config.num_attention_heads
+                local = n // self._tp.size
+                heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
+                positions = Positions(bias=make_alibi_bias(heads, n, seq_length, device, dtype))
+            case _:
+                assert_never(config.position_embedding_type)
         window = config.sliding_window
         if window is None or window >= seq_length:
             return replace(positions, window_bias=positions.bias)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import assert_never
 
 from megatron.config.layer_choice import choose_layers
 from megatron.config.model import ModelConfig
@@ -42,7 +43,17 @@ class ModelShape:
     @property
     def has_qkv_bias(self) -> bool:
         """Whether the projections to queries, keys and values have biases."""
-        return self.config.add_bias_linear or self.config.add_qkv_bias
+        return self.has_attention_bias or self.config.add_qkv_bias
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """Whether all projections of attention have biases."""
+        return self.config.add_bias_linear or self.config.add_attention_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the linear layers of the MLP have biases."""
+        return self.config.add_bias_linear or self.config.add_mlp_bias
 
     @property
     def ffn_hidden_size(self) -> int:
@@ -52,9 +63,13 @@ class ModelShape:
     @property
     def position_table_size(self) -> int:
         """Rows of the table of learned positions, 0 without such a table."""
-        if self.config.position_embedding_type != "absolute":
-            return 0
-        return self.config.max_position_embeddings or self.config.seq_length
+        match self.config.position_embedding_type:
+            case "absolute":
+                return self.config.max_position_embeddings or self.config.seq_length
+            case "rotary" | "alibi":
+                return 0
+            case _:
+                assert_never(self.config.position_embedding_type)
 
     @property
     def rotary_dim(self) -> int:
@@ -62,6 +77,19 @@ class ModelShape:
         if self.config.position_embedding_type != "rotary":
             return 0
         return int(self.head_dim * self.config.rotary_percent)
+
+    @property
+    def rope_attention_factor(self) -> float:
+        """Factor on rotated queries and on rotated keys, 1 without YaRN.
+
+        Source: https://arxiv.org/abs/2309.00071, section 3.4. Divisors of at most 1 need none.
+        """
+        config = self.config
+        if config.rope_scaling != "yarn":
+            return 1.0
+        if config.rope_attention_factor is not None:
+            return config.rope_attention_factor
+        return 0.1 * math.log(max(1.0, config.rope_scaling_factor)) + 1.0
 
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""
@@ -85,11 +113,9 @@ class ModelShape:
         """
         std = self.config.init_method_std
         h = self.config.hidden_size
-        if std == "small":
-            return math.sqrt(2 / (5 * h))
-        if std == "megatron":
-            return math.sqrt(1 / (3 * h))
-        return float(std)
+        if not isinstance(std, str):
+            return float(std)
+        return {"small": math.sqrt(2 / (5 * h)), "megatron": math.sqrt(1 / (3 * h))}[std]
 
     @property
     def output_init_std(self) -> float:

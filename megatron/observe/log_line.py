@@ -8,8 +8,9 @@ forms.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from megatron.config.logging import LogFormat
 from megatron.observe.report import EvaluationResult, IterationReport
 from megatron.schedule.clock import format_duration
 
@@ -124,6 +125,13 @@ def format_short_training_line(report: IterationReport) -> str:
     if report.remaining_seconds is not None:
         parts.append(f"remaining: {format_duration(report.remaining_seconds)}")
     return " | ".join(parts) + " |"
+
+
+LINE_FORMATS: dict[LogFormat, Callable[[IterationReport], str]] = {
+    "short": format_short_training_line,
+    "megatron": format_training_line,
+}
+"""Value of --log-format -> the function that makes a log line."""
 
 
 def format_validation_line(iteration: int, lm_loss: float, name: str = "validation") -> str:

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, assert_never
 
 from megatron.errors import ConfigError
 
@@ -51,20 +51,21 @@ class Curriculum:
         Raises:
             ConfigError: they do not.
         """
-        if self.style not in ("fixed_linear", "fixed_root", "fixed_discrete"):
-            raise ConfigError(
-                f"curriculum learning: schedule_type '{self.style}' is unknown; use fixed_linear, "
-                "fixed_root or fixed_discrete."
-            )
         if not 1 <= self.min_difficulty <= self.max_difficulty:
             raise ConfigError(
                 f"curriculum learning: min_difficulty {self.min_difficulty} must be at least 1 "
                 f"and at most max_difficulty {self.max_difficulty}."
             )
-        if self.style == "fixed_discrete":
-            self._check_discrete()
-        else:
-            self._check_growing()
+        match self.style:
+            case "fixed_discrete":
+                self._check_discrete()
+            case "fixed_linear" | "fixed_root":
+                self._check_growing()
+            case _:
+                raise ConfigError(
+                    f"curriculum learning: schedule_type '{self.style}' is unknown; use "
+                    "fixed_linear, fixed_root or fixed_discrete."
+                )
 
     def _check_growing(self) -> None:
         """Check the fields of fixed_linear and fixed_root."""
@@ -130,15 +131,18 @@ class Curriculum:
         assert self.total_curriculum_step is not None, "checked at construction"
         assert self.difficulty_step is not None, "checked at construction"
         span = self.max_difficulty - self.min_difficulty
-        if self.style == "fixed_linear":
-            # Integer arithmetic is exact here. The root below needs floating point.
-            length = self.min_difficulty + span * step // self.total_curriculum_step
-        else:
-            assert self.root_degree is not None, "checked at construction"
-            length = math.floor(
-                self.min_difficulty
-                + span * (step / self.total_curriculum_step) ** (1 / self.root_degree)
-            )
+        match self.style:
+            case "fixed_linear":
+                # Integer arithmetic is exact here. The root below needs floating point.
+                length = self.min_difficulty + span * step // self.total_curriculum_step
+            case "fixed_root":
+                assert self.root_degree is not None, "checked at construction"
+                length = math.floor(
+                    self.min_difficulty
+                    + span * (step / self.total_curriculum_step) ** (1 / self.root_degree)
+                )
+            case _:
+                assert_never(self.style)
         # Rounding down can give a length below min_difficulty, or 0. The smallest multiple that is
         # at least min_difficulty is the lower bound.
         length -= length % self.difficulty_step

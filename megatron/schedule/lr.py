@@ -16,7 +16,7 @@ Sources:
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, assert_never
 
 from megatron.errors import ConfigError
 
@@ -285,9 +285,13 @@ class LRSchedule:
     def _compute_rising_lr(self, warmed: float, warmup: float) -> float:
         """Return the rate of the warm-up, which takes `warmup` samples or seconds."""
         rise = self.max_lr - self.warmup_init
-        if self.warmup_style == "quadratic":
-            return self.warmup_init + rise * (1.0 - (1.0 - warmed / warmup) ** 2)
-        return self.warmup_init + rise * warmed / warmup
+        match self.warmup_style:
+            case "quadratic":
+                return self.warmup_init + rise * (1.0 - (1.0 - warmed / warmup) ** 2)
+            case "linear":
+                return self.warmup_init + rise * warmed / warmup
+            case _:
+                assert_never(self.warmup_style)
 
     def _compute_decayed_lr(
         self,
@@ -340,13 +344,19 @@ class LRSchedule:
             start: Progress at the end of the warm-up, or 0 if the decay begins with training.
             end: Progress at the end of the decay.
         """
-        if self.style == "WSD":
-            return self._compute_wsd_coefficient(done)
-        if self.style == "linear":
-            return 1.0 - (done - start) / (end - start)
-        if self.style == "half-cosine":
-            return 1.0 - math.sin(math.pi / 2 * (done - start) / (end - start))
-        return 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
+        match self.style:
+            case "WSD":
+                return self._compute_wsd_coefficient(done)
+            case "linear":
+                return 1.0 - (done - start) / (end - start)
+            case "cosine":
+                return 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
+            case "half-cosine":
+                return 1.0 - math.sin(math.pi / 2 * (done - start) / (end - start))
+            case "constant" | "inverse-square-root":
+                raise AssertionError(f"{self.style} does not fall to the minimum by a coefficient")
+            case _:
+                assert_never(self.style)
 
     def _compute_inverse_square_root(self, warmed: float, warmup: float) -> float:
         """Return the rate that falls with the root of the progress, from the peak after warm-up.

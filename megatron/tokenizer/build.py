@@ -7,13 +7,14 @@ separator, the corpus would have it twice.
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.config.data import TokenizerConfig
+from megatron.config.data import TokenizerConfig, TokenizerType
 from megatron.errors import ConfigError
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
 from megatron.tokenizer.sentencepiece_model import (
@@ -122,12 +123,12 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Raises:
         ConfigError: it cannot be built. The message names flag and file.
     """
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        tokenizer: Tokenizer = _build_gpt2(config)
-    elif config.tokenizer_type == "SentencePieceTokenizer":
-        tokenizer = _build_sentencepiece(config)
-    else:
-        tokenizer = _build_from_hf(config)
+    builders: dict[TokenizerType, Callable[[TokenizerConfig], Tokenizer]] = {
+        "GPT2BPETokenizer": _build_gpt2,
+        "SentencePieceTokenizer": _build_sentencepiece,
+        "PretrainedFromHF": _build_from_hf,
+    }
+    tokenizer = builders[config.tokenizer_type](config)
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
     # allowed.
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:

@@ -7,6 +7,7 @@ Invariant: the digests depend on contents and not on paths. A tokenizer may be m
 
 import json
 from pathlib import Path
+from typing import assert_never
 
 import xxhash
 
@@ -41,24 +42,24 @@ def find_tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
 
     Files that are not on this machine are left out.
     """
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
-        found = {part: Path(name) for part, name in given.items() if name is not None}
-    elif config.tokenizer_type == "SentencePieceTokenizer":
-        file = find_sentencepiece_model(config.tokenizer_name_or_path)
-        if file is None:
-            found = {}
-        else:
-            found = {FILE: file}
-    else:
-        file = find_tokenizer_json(config.tokenizer_name_or_path)
-        folder = find_tokenizer_folder(config.tokenizer_name_or_path)
-        if file is not None:
-            found = {"tokenizer.json": file}
-        elif folder is not None:
-            found = {part: folder / part for part in _TRANSFORMERS_FILES}
-        else:
-            found = {}
+    found: dict[str, Path] = {}
+    match config.tokenizer_type:
+        case "GPT2BPETokenizer":
+            given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
+            found = {part: Path(name) for part, name in given.items() if name is not None}
+        case "SentencePieceTokenizer":
+            file = find_sentencepiece_model(config.tokenizer_name_or_path)
+            if file is not None:
+                found = {FILE: file}
+        case "PretrainedFromHF":
+            file = find_tokenizer_json(config.tokenizer_name_or_path)
+            folder = find_tokenizer_folder(config.tokenizer_name_or_path)
+            if file is not None:
+                found = {"tokenizer.json": file}
+            elif folder is not None:
+                found = {part: folder / part for part in _TRANSFORMERS_FILES}
+        case _:
+            assert_never(config.tokenizer_type)
     return {part: path for part, path in found.items() if path.is_file()}
 
 

@@ -9,6 +9,7 @@ Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3
 import math
 import os
 from pathlib import Path
+from typing import assert_never
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
@@ -184,22 +185,26 @@ def count_token_ids(config: TokenizerConfig) -> int | None:
     Raises:
         ConfigError: Files that exist cannot be read.
     """
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        if config.vocab_file is not None and Path(config.vocab_file).is_file():
-            return 1 + max(read_vocabulary(config.vocab_file).values())
-        return None
-    if config.tokenizer_type == "SentencePieceTokenizer":
-        if find_sentencepiece_model(config.tokenizer_name_or_path) is None:
+    match config.tokenizer_type:
+        case "GPT2BPETokenizer":
+            if config.vocab_file is not None and Path(config.vocab_file).is_file():
+                return 1 + max(read_vocabulary(config.vocab_file).values())
             return None
-        return build_tokenizer(config).vocab_size
-    found = find_tokenizer_json(config.tokenizer_name_or_path)
-    if found is not None:
-        vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
-        return 1 + max(vocabulary.values())
-    if find_tokenizer_folder(config.tokenizer_name_or_path) is not None:
-        # Without tokenizer.json only `transformers` can count the ids, which is slower.
-        return build_tokenizer(config).vocab_size
-    return None
+        case "SentencePieceTokenizer":
+            if find_sentencepiece_model(config.tokenizer_name_or_path) is None:
+                return None
+            return build_tokenizer(config).vocab_size
+        case "PretrainedFromHF":
+            found = find_tokenizer_json(config.tokenizer_name_or_path)
+            if found is not None:
+                vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
+                return 1 + max(vocabulary.values())
+            if find_tokenizer_folder(config.tokenizer_name_or_path) is not None:
+                # Without tokenizer.json only `transformers` can count the ids, which is slower.
+                return build_tokenizer(config).vocab_size
+            return None
+        case _:
+            assert_never(config.tokenizer_type)
 
 
 def check_same_vocab_size(config: TokenizerConfig, described: str) -> None:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.logging import LogFormat
 from megatron.data.stream.filters import FilterReport
 from megatron.engine.base import StepResult
 from megatron.model.flops import compute_causal_share, count_iteration_flops
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
+    LINE_FORMATS,
     format_measures_line,
-    format_short_training_line,
     format_slow_ranks_line,
     format_task_line,
-    format_training_line,
     format_validation_line,
 )
 from megatron.observe.metrics import MetricsFile
@@ -131,12 +131,8 @@ class Reporter:
         self.evaluated: dict[str, tuple[int, EvaluationResult]] = {}
         """Name of a validation or test set -> iteration and result of its last evaluation."""
         # A file or a pipe gets the line that scripts parse.
-        log_format = plan.config.logging.log_format
-        if log_format is None and sys.stdout.isatty():
-            log_format = "short"
-        self._format_line = format_training_line
-        if log_format == "short":
-            self._format_line = format_short_training_line
+        default: LogFormat = "short" if sys.stdout.isatty() else "megatron"
+        self._format_line = LINE_FORMATS[plan.config.logging.log_format or default]
         peak = plan.config.logging.peak_tflops_per_device
         self._peak = peak or find_peak_tflops(device_name)
         self._causal_share = compute_causal_share(plan.shape, plan.config.recompute.recomputed_part)

@@ -234,7 +234,7 @@ class SpikeGuard:
         norm_text = None
         if grad_norm is not None and not math.isfinite(grad_norm):
             norm_text = f"the gradient norm is {grad_norm}"
-        elif grad_norm is not None and self._config.spike_guard_signals == "both":
+        elif grad_norm is not None and self._config.watches_gradient_norm:
             norm_text = _describe("gradient norm", grad_norm, *self._norm.find_limits())
         lower, upper = self._loss.find_limits()
         if math.isfinite(loss):

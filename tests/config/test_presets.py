@@ -41,6 +41,7 @@ NAMES = (
     "llama3-8b",
     "llama3-70b",
     "llama3-194m-4k",
+    "mistral-7b",
     "olmo2-7b",
     "olmo2-32b",
     "olmo3-7b",

@@ -140,6 +140,14 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--rope-low-freq-factor 4.0 must be below --rope-high-freq-factor 4.0",
     ),
     ({"rope_scaling_factor": 0.0}, "--rope-scaling-factor 0.0 must be above 0"),
+    (
+        {"rope_scaling": "yarn", "rope_beta_slow": 32.0},
+        "--rope-beta-slow 32.0 must be below --rope-beta-fast 32.0",
+    ),
+    (
+        {"rope_scaling": "yarn", "rotary_base": 1.0},
+        "--rotary-base 1.0 must be above 1 with --rope-scaling yarn",
+    ),
     ({"sliding_window": 0}, "--sliding-window 0 must be at least 1"),
     ({"no_rope_layers": "1,x"}, "--no-rope-layers 1,x: 'x' is neither a number nor START:STOP"),
     ({"no_rope_layers": "99"}, "'99' chooses none of the layers 0 to "),
@@ -457,9 +465,11 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     ({"no_rope_layers": "0"}, "--no-rope-layers 0 has no effect without --position-embedding-type"),
     (
         {"position_embedding_type": "rotary", "rope_scaling": "linear", "rope_original_length": 9},
-        "--rope-original-length 9 has no effect without --rope-scaling llama3.",
+        "--rope-original-length 9 has no effect without --rope-scaling llama3 or yarn.",
     ),
     ({"add_qkv_bias": True}, "--add-qkv-bias has no effect without --no-add-bias-linear"),
+    ({"add_mlp_bias": True}, "--add-mlp-bias has no effect without --no-add-bias-linear"),
+    ({"add_attention_bias": True}, "--add-attention-bias has no effect without --no-add-bias"),
     ({"norm_bias": False, "normalization": "RMSNorm"}, "--no-norm-bias has no effect with --norm"),
     (
         {"full_attention_layers": "0"},

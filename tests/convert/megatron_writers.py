@@ -9,11 +9,14 @@ DeepSpeed and of Megatron core are in test_from_megatron_real.py.
 
 import argparse
 import enum
+import io
+import pickle
 import random
+import re
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -502,7 +505,7 @@ def write_megatron_lm(
                 own = _name_stage(saved, slices, rank, part * pp + stage, pp * virtual, core=core)
                 content = {name: tensor.to(dtype) for name, tensor in own.items()}
                 key = "model" if virtual == 1 else f"model{part}"
-                state[key] = content if core else _nest(content)
+                state[key] = content | make_extra_states(content) if core else _nest(content)
             state["opt_param_scheduler"] = describe_scheduler(
                 saved, "lr_decay_style", "lr_warmup_steps", "lr_decay_steps"
             )
@@ -511,6 +514,15 @@ def write_megatron_lm(
             torch.save(state, folder / name / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text(str(saved.state["iteration"]))
     return folder
+
+
+def make_extra_states(names: Iterable[str]) -> dict[str, io.BytesIO]:
+    """Return `_extra_state` of each linear layer, as Transformer Engine before 2.0 stored it."""
+    return {
+        re.sub(r"(linear_\w+)\.weight", r"\1._extra_state", name): io.BytesIO(pickle.dumps({}))
+        for name in names
+        if re.search(r"linear_\w+\.weight", name)
+    }
 
 
 def describe_llama(model: ModelConfig) -> dict[str, Any]:

@@ -21,13 +21,42 @@ from megatron.convert import architectures
 from megatron.convert.architectures import (
     ARCHITECTURES,
     choose_architecture,
+    find_architecture,
 )
 from megatron.convert.export import ExportOptions, export_checkpoint
 from megatron.convert.fields import NOT_ARCHITECTURE
 from megatron.convert.importing import import_model
 from megatron.errors import CheckpointError, ConfigError
+from megatron.model.positions import make_scaled_rotary_table, scale_rotary_frequencies
+from megatron.model.shape import ModelShape
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+FIELDS = {
+    "attention_dropout": 0.15,
+    "attn_pdrop": 0.15,
+    "hidden_dropout": 0.25,
+    "resid_pdrop": 0.25,
+    "embd_pdrop": 0.25,
+    "initializer_range": 0.03,
+    "layer_norm_epsilon": 3e-6,
+    "layer_norm_eps": 3e-6,
+    "rms_norm_eps": 3e-6,
+}
+"""Fields that no class of `transformers` has by default with these values."""
+WITHOUT_MEANING = {
+    "_name_or_path",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    # None is 4 x n_embd, which the export spells out.
+    "n_inner",
+    # Older forms of a list of layers, which is compared.
+    "max_window_layers",
+    "no_rope_layer_interval",
+}
+"""Fields of a model without a tokenizer that may differ after import and export."""
 
 
 def save_theirs(family: str, folder: Path) -> Path:
@@ -49,6 +78,8 @@ def test_every_field_of_the_architecture_is_covered_once(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_imported_model_is_exported_with_equal_bytes(family: str, tmp_path: Path) -> None:
     source = save_theirs(family, tmp_path / "source")
+    fields = vars(transformers.AutoConfig.from_pretrained(source))
+    edit_config(source, **{name: value for name, value in FIELDS.items() if name in fields})
     compared = import_model(source, tmp_path / "ours")
     assert compared.logits is not None
     assert compared.logits < 1e-4
@@ -66,6 +97,69 @@ def test_an_imported_model_is_exported_with_equal_bytes(family: str, tmp_path: P
         assert torch.equal(tensor, after[name]), name
         assert tensor.dtype == after[name].dtype
     assert not list(tmp_path.glob("*.unfinished"))
+    # Fields that change only a training that follows are not in the comparison of both models.
+    there, back = (
+        transformers.AutoConfig.from_pretrained(folder).to_dict()
+        for folder in (source, tmp_path / "back")
+    )
+    assert {name for name in there if there[name] != back[name]} <= WITHOUT_MEANING
+    # The source has no tokenizer, so no default of the class is an id of ours.
+    assert [back[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"truncate": False},
+        {"beta_fast": 8, "beta_slow": 2},
+        {"beta_fast": None, "beta_slow": 0},
+        {"factor": 32.0, "original_max_position_embeddings": 256, "rope_theta": 500000.0},
+        {"factor": 0.5},
+        {"factor": None},
+        {"attention_factor": 1.3},
+        {"mscale": 1.0, "mscale_all_dim": 0.707},
+        # Both limits are the first pair, and the ramp becomes a step.
+        {"original_max_position_embeddings": 6},
+        # Limits below the first pair, above the last one, and above the bound of `transformers`.
+        {"original_max_position_embeddings": 4},
+        {"original_max_position_embeddings": 10**6},
+        {"original_max_position_embeddings": 10**9},
+        # DeepSeek V3, Qwen2.5 with 128K, gpt-oss.
+        {
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1,
+            "mscale_all_dim": 1,
+        },
+        {"factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6},
+        {"factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
+        | {"truncate": False},
+    ],
+)
+def test_yarn_has_the_frequencies_of_transformers(changes: dict[str, Any]) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 2048} | changes
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=8192, rope_parameters=rope
+    )
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    model = find_architecture("llama").read(config.to_dict())
+    plain = 1.0 / model.rotary_base ** (torch.arange(0, 64, 2) / 64)
+    torch.testing.assert_close(
+        scale_rotary_frequencies(plain, model), expected, rtol=1e-6, atol=0.0
+    )
+    shape = ModelShape(model, 1, 1)
+    assert shape.rope_attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    if "attention_factor" not in changes and "mscale" not in changes:
+        # The default of our flag is that of the paper.
+        default = ModelShape(dataclasses.replace(model, rope_attention_factor=None), 1, 1)
+        assert default.rope_attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    cos, sin = make_scaled_rotary_table(3, shape, torch.device("cpu"))
+    torch.testing.assert_close(
+        cos[:, 0, 0, 0].square() + sin[:, 0, 0, 0].square(),
+        torch.full((3, 32), attention_factor**2),
+    )
 
 
 def edit_config(source: Path, **fields: Any) -> None:
@@ -141,9 +235,9 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "rope_type dynamic is not supported",
     ),
-    "biases that the table lacks": (
+    "biases that the files lack": (
         lambda s: edit_config(s, attention_bias=True),
-        "attention_bias True is not supported",
+        "self_attn.q_proj.bias is missing",
     ),
     "another activation": (lambda s: edit_config(s, hidden_act="relu"), "hidden_act relu"),
     "a missing tensor": (

@@ -6,19 +6,23 @@ The comparison with `transformers` must find each, in both directions.
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from model.builders import tiny_config
 from model.reference_models import FAMILIES, HEADS
 from torch import Tensor
 
 from megatron.checkpoint.load import open_checkpoint
-from megatron.convert import architectures
+from megatron.config.batch import BatchConfig
+from megatron.config.tree import Config
+from megatron.convert import architectures, export
 from megatron.convert.architectures import ARCHITECTURES, find_architecture
 from megatron.convert.export import ExportOptions, export_checkpoint
-from megatron.convert.fields import Cases, Needed
+from megatron.convert.fields import Cases, Needed, Training
 from megatron.convert.importing import import_model
 from megatron.convert.tensors import TensorPair
+from megatron.convert.tokenizer_files import SpecialIds
 from megatron.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")
@@ -223,3 +227,40 @@ def test_a_wish_that_cannot_be_met_and_a_missing_folder_are_named(
     said: list[str] = []
     import_model(folder / "source", folder / "again", say=said.append)
     assert any("no tokenizer is imported" in line for line in said)
+
+
+def test_a_dropout_that_is_not_written_is_found(
+    prepare: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare("gpt2")
+    monkeypatch.setattr(Training, "write", lambda self, model: {})
+    with pytest.raises(CheckpointError, match=r"attention_dropout 0\.1, and the checkpoint has 0"):
+        export_checkpoint(open_checkpoint(folder / "right", 0), folder / "back", ExportOptions())
+
+
+def test_special_ids_that_are_not_written_are_found(
+    prepare: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare("gpt2")
+    monkeypatch.setattr(export, "_export_tokenizer", lambda *args: WrongIds())
+    with pytest.raises(CheckpointError, match="bos_token_id 50256, and the tokenizer None"):
+        export_checkpoint(open_checkpoint(folder / "right", 0), folder / "back", ExportOptions())
+
+
+class WrongIds(SpecialIds):
+    """Ids that are left out in the first call, which writes them."""
+
+    calls: ClassVar[list[None]] = []
+
+    def to_fields(self) -> dict[str, Any]:
+        self.calls.append(None)
+        return {} if len(self.calls) == 1 else super().to_fields()
+
+
+@pytest.mark.parametrize(("family", "warnings"), [("llama", 1), ("gpt_neox", 0)])
+def test_a_dropout_that_the_class_lacks_is_a_warning(family: str, warnings: int) -> None:
+    said: list[str] = []
+    config = Config(model=tiny_config(hidden_dropout=0.1), batch=BatchConfig(micro_batch_size=1))
+    export._warn_of_dropout(find_architecture(family), config, said.append)
+    assert len(said) == warnings
+    assert all("no field for --hidden-dropout 0.1" in line for line in said)

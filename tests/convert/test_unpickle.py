@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import io
 import os
 import pickle
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from convert.megatron_writers import PositionEmbeddingType, fragment_address, their_modules
 from torch.distributed import checkpoint as dcp
 
-from megatron.convert.unpickle import StandIn, load_metadata, load_pickle_file
+from megatron.convert.unpickle import DroppedBytes, StandIn, load_metadata, load_pickle_file
 from megatron.errors import CheckpointError
 
 
@@ -49,6 +50,8 @@ BAD_OBJECTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: Call(getattr, argparse.Namespace, "__init__"),
         "getattr is allowed for enumerations only",
     ),
+    "bytes of a given size": (lambda f: Call(bytes, 10**15), "bytes is allowed without arguments"),
+    "a method of a byte buffer": (lambda f: Call(io.BytesIO(b"x").getvalue), "getattr is allowed"),
     "a function of a test": (lambda f: Call(read_mark, f), "is not allowed"),
     "torch.load": (lambda f: Call(torch.load, str(f)), "torch.serialization.load"),
     "open": (lambda f: Call(open, f"{f}/was_run", "w"), "open"),
@@ -139,6 +142,25 @@ def test_what_megatron_saves_is_read(zipped: bool, tmp_path: Path) -> None:
     assert isinstance(found["np_rng_state"][1], StandIn)
     assert (found["place"].numel, found["place"].start) == (5, 3)
     assert torch.equal(found["weight"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older format"])
+def test_the_pickle_in_a_byte_buffer_is_dropped_and_not_run(zipped: bool, tmp_path: Path) -> None:
+    """Transformer Engine before 2.0 stored the state of a layer as such a buffer."""
+    content = io.BytesIO(pickle.dumps(Call(os.system, mark(tmp_path))) + bytes(range(256)))
+    state = {"_extra_state": content, "empty": io.BytesIO(), "weight": torch.ones(2)}
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    found = load_pickle_file(tmp_path / "x.pt")
+    assert torch.equal(found.pop("weight"), torch.ones(2))
+    for each in found.values():
+        assert type(each) is DroppedBytes
+        # Neither the bytes nor a method of a buffer are left.
+        assert not vars(each)
+        assert not hasattr(each, "getvalue")
+    # The constructor can be called too. It keeps no more than any other stand-in.
+    torch.save(Call(io.BytesIO, b"abc"), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    assert type(load_pickle_file(tmp_path / "x.pt")) is DroppedBytes
+    assert not (tmp_path / "was_run").exists()
 
 
 def test_metadata_with_code_is_refused_and_not_run(tmp_path: Path) -> None:

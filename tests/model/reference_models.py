@@ -142,7 +142,8 @@ class Family:
             found = list(self.split_qkv(fused))
         groups = self.ours.get("num_query_groups", HEADS)
         # Our rows are ordered by group: its query heads, its key and its value.
-        parts = [t.reshape(groups, -1, HEAD_DIM, *t.shape[1:]) for t in found]
+        width = self.ours.get("kv_channels", HEAD_DIM)
+        parts = [t.reshape(groups, -1, width, *t.shape[1:]) for t in found]
         return torch.cat(parts, dim=1).flatten(0, 2)
 
 
@@ -212,8 +213,28 @@ _LLAMA: dict[str, Any] = {
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }
+_WINDOW = {"sliding_window": 5}
 _ROPE = {"rope_type": "default", "rope_theta": 100.0}
 
+_NEOX_SIZES = _SIZES | {
+    "intermediate_size": FFN,
+    "max_position_embeddings": 64,
+    "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+}
+_NEOX: dict[str, Any] = {
+    "position_embedding_type": "rotary",
+    "rotary_base": 100.0,
+    "rotary_percent": 0.5,
+    "ffn_hidden_size": FFN,
+    "parallel_residual": True,
+    "bias_gelu_fusion": False,
+    "untie_embeddings_and_output_weights": True,
+}
+_NEOX_LAYERS: dict[str, Any] = {
+    "layers": "gpt_neox.layers",
+    "qkv": ("attention.query_key_value",),
+    "split_qkv": _split_heads,
+}
 FAMILIES = {
     "gpt2": Family(
         "GPT2",
@@ -242,30 +263,27 @@ FAMILIES = {
         ("self_attention.query_key_value",),
         _split_heads,
     ),
-    "gpt-neox": Family(
+    "gpt-neox": Family("GPTNeoX", _NEOX_SIZES, _NEOX, _NEOX_NAMES, **_NEOX_LAYERS),
+    "gpt-neox-mlp-bias": Family(
         "GPTNeoX",
-        _SIZES
-        | {
-            "intermediate_size": FFN,
-            "max_position_embeddings": 64,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}
-            | {"partial_rotary_factor": 0.5},
-        },
-        {
-            "position_embedding_type": "rotary",
-            "rotary_base": 100.0,
-            "rotary_percent": 0.5,
-            "ffn_hidden_size": FFN,
-            "parallel_residual": True,
-            "bias_gelu_fusion": False,
-            "untie_embeddings_and_output_weights": True,
-        },
+        _NEOX_SIZES | {"attention_bias": False},
+        _NEOX | {"add_bias_linear": False, "add_mlp_bias": True},
         _NEOX_NAMES,
-        "gpt_neox.layers",
-        ("attention.query_key_value",),
-        _split_heads,
+        **_NEOX_LAYERS,
     ),
     "llama": Family("Llama", _LLAMA_SIZES, _LLAMA),
+    "llama-attention-bias": Family(
+        "Llama", _LLAMA_SIZES | {"attention_bias": True}, _LLAMA | {"add_attention_bias": True}
+    ),
+    "llama-mlp-bias": Family(
+        "Llama", _LLAMA_SIZES | {"mlp_bias": True}, _LLAMA | {"add_mlp_bias": True}
+    ),
+    "mistral": Family("Mistral", _LLAMA_SIZES | {"sliding_window": 5}, _LLAMA | _WINDOW),
+    "mistral-wide-heads": Family(
+        "Mistral",
+        _LLAMA_SIZES | {"sliding_window": 5, "head_dim": 2 * HEAD_DIM},
+        _LLAMA | _WINDOW | {"kv_channels": 2 * HEAD_DIM},
+    ),
     # With these values, some frequencies are divided, some are interpolated and some are unchanged.
     "llama3": Family(
         "Llama",
@@ -281,6 +299,27 @@ FAMILIES = {
             }
         },
         _LLAMA | {"rotary_base": 50.0, "rope_scaling": "llama3", "rope_original_length": 32},
+    ),
+    # Some frequencies are divided, some are interpolated and some are unchanged here too.
+    "llama-yarn": Family(
+        "Llama",
+        _LLAMA_SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "truncate": False,
+                # 0.1 ln(8) + 1, the default on both sides.
+                "attention_factor": 1.2079441541679836,
+            }
+        },
+        _LLAMA
+        | {"rotary_base": 50.0, "rope_scaling": "yarn", "rope_original_length": 32}
+        | {"rope_beta_fast": 4.0, "rope_beta_slow": 0.5, "rope_truncate": False},
     ),
     "llama-interpolated": Family(
         "Llama",
@@ -319,6 +358,18 @@ FAMILIES = {
         "Qwen2",
         _LLAMA_SIZES | {"num_key_value_heads": 1},
         _LLAMA | {"add_qkv_bias": True, "num_query_groups": 1},
+    ),
+    # The class does not declare this field, and uses it if config.json names it.
+    "qwen2-wide-heads": Family(
+        "Qwen2",
+        _LLAMA_SIZES | {"head_dim": 2 * HEAD_DIM},
+        _LLAMA | {"add_qkv_bias": True, "kv_channels": 2 * HEAD_DIM},
+    ),
+    "smollm3-wide-heads": Family(
+        "SmolLM3",
+        _LLAMA_SIZES
+        | {"head_dim": 2 * HEAD_DIM, "no_rope_layer_interval": 2, "rope_parameters": _ROPE},
+        _LLAMA | {"kv_channels": 2 * HEAD_DIM, "no_rope_layers": "1::2", "rotary_base": 100.0},
     ),
     "olmo2": Family(
         "Olmo2",

@@ -105,6 +105,11 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-3.2b": ("Llama", describe(24, 3072, 24, 8192, num_key_value_heads=8, **LLAMA3)),
     "llama3-8b": ("Llama", describe(32, 4096, 32, 14336, num_key_value_heads=8, **LLAMA3)),
     "llama3-70b": ("Llama", describe(80, 8192, 64, 28672, num_key_value_heads=8, **LLAMA3)),
+    "mistral-7b": (
+        "Mistral",
+        describe(32, 4096, 32, 14336, num_key_value_heads=8, **LLAMA2)
+        | {"head_dim": 128, "sliding_window": 4096},
+    ),
     "olmo2-7b": ("Olmo2", describe(32, 4096, 32, 11008, num_key_value_heads=32, **OLMO)),
     "olmo2-32b": ("Olmo2", describe(64, 5120, 40, 27648, num_key_value_heads=8, **OLMO)),
     "olmo3-7b": ("Olmo3", describe(32, 4096, 32, 11008, num_key_value_heads=32, **OLMO3)),
@@ -201,6 +206,7 @@ OF_FAMILY = {
     "lauzhack": "llama",
     "llama2": "llama",
     "llama3": "llama",
+    "mistral": "mistral",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "qwen3": "qwen3",
@@ -228,6 +234,7 @@ def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
         *("position_embedding_type", "rope_scaling", "normalization", "norm_placement"),
         *("norm_bias", "qk_norm", "glu_activation", "activation", "bias_gelu_fusion"),
         *("add_bias_linear", "add_qkv_bias", "parallel_residual", "embed_layernorm"),
+        *("add_attention_bias", "add_mlp_bias"),
         "full_attention_layers",
     )
     expected = {part: getattr(family, part) for part in parts} | OTHER_PARTS.get(word, {})
@@ -252,6 +259,7 @@ def test_a_complete_model_of_transformers_has_the_extrapolated_size():
         ("gpt-neox-20b", 20_554_567_680),
         ("llama2-7b", 6_738_415_616),
         ("llama3-70b", 70_553_706_496),
+        ("mistral-7b", 7_241_732_096),
         ("smollm3-3b", 3_075_098_624),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-8b", 8_190_735_360),
