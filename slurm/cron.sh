@@ -5,11 +5,11 @@
 #
 # This function submits each *.slurm of $CRON/cron.NAME as a job, and runs again after SECONDS. It
 # submits itself first, so that a later failure does not end the cycle. If OTHER has not run for
-# three of its periods, the function prints an ALERT and submits OTHER. The output is in
-# $CRON/*.out. If $CRON_SECONDS is set, it replaces both periods, for a trial.
+# three of its periods, the function prints an ALERT and submits OTHER. If OTHER has never run, it is
+# submitted without an ALERT. The output is in $CRON/*.out. If $CRON_SECONDS is set, it replaces both periods, for a trial.
 
 cron() {
-    local name=$1 seconds=${CRON_SECONDS:-$2} other=$3 other_seconds=${CRON_SECONDS:-$4} script age pending
+    local name=$1 seconds=${CRON_SECONDS:-$2} other=$3 other_seconds=${CRON_SECONDS:-$4} script last age pending
     : "${CRON:?is not set. Give the folder with cron.hourly/ and cron.daily/: export CRON=...}"
     [[ -d $CRON/cron.$name ]] || { echo "$CRON/cron.$name is not a folder. Create it, and link the scripts to run into it." >&2; exit 2; }
 
@@ -29,10 +29,15 @@ cron() {
 
     # A site may clear its queue. Then only the other cron can submit this one again.
     if [[ -d $CRON/cron.$other ]]; then
-        age=$(($(date +%s) - $(cat "$CRON/cron.$other.last-run" 2>/dev/null || echo 0)))
+        last=$(cat "$CRON/cron.$other.last-run" 2>/dev/null || echo 0)
+        age=$(($(date +%s) - last))
         # If squeue fails, it is unknown whether the other cron was lost. The next run checks again.
         if ((age > 3 * other_seconds)) && pending=$(squeue --noheader --me --name="cron-$other") && [[ -z $pending ]]; then
-            echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: cron-$other was lost: it is not in the queue, and last ran $age s ago; submitted again"
+            if ((last == 0)); then
+                echo "[$(date '+%Y-%m-%d %H:%M:%S')] cron-$other has not run yet; submitted"
+            else
+                echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: cron-$other was lost: it is not in the queue, and last ran $age s ago; submitted again"
+            fi
             sbatch --output="$CRON/%x.out" "slurm/cron-$other.slurm"
         fi
     fi

@@ -53,7 +53,7 @@ class LeaseHolder:
     started: str
     """Start time of the process in clock ticks since the boot. A PID may be used again."""
     job: str
-    """Slurm's job ID, or empty outside Slurm."""
+    """Slurm's job ID, as in 7 or 7_2 for a task of an array, or empty outside Slurm."""
     restart: int
     """Slurm's restart count of the job, or 0 outside Slurm."""
     token: str
@@ -77,11 +77,22 @@ def _make_own_holder() -> LeaseHolder:
         _read_boot_id(),
         pid,
         _read_own_start_time(),
-        os.environ.get("SLURM_JOB_ID", ""),
+        _find_job(),
         _read_count("SLURM_RESTART_COUNT"),
         uuid.uuid4().hex,
         _read_count(RESTART_VARIABLE),
     )
+
+
+def _find_job() -> str:
+    """Return Slurm's ID of this job for messages and commands, or an empty text outside Slurm.
+
+    The job number of an array task is not used, because that of the last task is the array's own.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    if array:
+        return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 def _read_count(name: str) -> int:

@@ -45,6 +45,7 @@ from megatron.operations.hub.push import (
     get_default_state_path,
     hold_sync_lock,
 )
+from megatron.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.plain_text import make_plain
 from megatron.standard_streams import protect_standard_streams
 
@@ -73,6 +74,9 @@ class HubSync:
     answers."""
     state: Path | None = None
     """File that records what was sent. Default: in the folder .hub_sync of --folder."""
+    main_log: Path | None = None
+    """The run's main log. A sync that fails writes an ALERT there, and RECOVERED follows when a
+    later one succeeds. Alerts are also sent as slurm_status.py sends them."""
     patience: float = 300.0
     """Seconds to keep trying if the Hub does not answer."""
     timeout: float = 120.0
@@ -100,6 +104,11 @@ def sync(given: HubSync) -> int:
     # The wall clock may be adjusted during a long sync.
     began = time.monotonic()
     state = given.state or get_default_state_path(given.folder, given.repo)
+    if not given.repo:
+        raise OperationsError(
+            "--repo is empty; give ORGANISATION/NAME. The scripts in train/ take it from HUB_REPO: "
+            "export HUB_REPO=ORGANISATION/NAME"
+        )
     if not given.folder.is_dir():
         raise OperationsError(
             f"--folder {given.folder} is not a folder; give the folder of the run's logs"
@@ -142,18 +151,35 @@ def sync(given: HubSync) -> int:
 
 def try_sync(given: HubSync) -> int:
     """Sync once, report errors, and return the exit code."""
+    problem = None
     try:
-        return sync(given)
+        code = sync(given)
     except SyncInProgressError as busy:
         # Cron starts a sync every hour, and one sync may take longer. That is no failure.
         warn(str(busy))
         return 0
     except HubUnavailableError as trouble:
+        problem = str(trouble)
         warn(f"{trouble}; nothing is lost, because the next sync sends what is not on {given.repo}")
-        return 3
+        code = 3
     except (MegatronError, OSError) as error:
+        problem = str(error)
         warn(f"error: {error}")
-        return 2
+        code = 2
+    if given.main_log is not None and not given.dry_run:
+        _alert(given, given.main_log, problem)
+    return code
+
+
+def _alert(given: HubSync, main_log: Path, problem: str | None) -> None:
+    """Write to the main log that the sync fails, or that it succeeds again."""
+    kind = f"hub sync of {given.folder}"
+    alerts = []
+    if problem is not None:
+        alerts.append(Alert(kind, make_plain(f"{kind} fails: {problem}")))
+    delivery = deliver(alerts, Outlets(main_log), watched=[kind])
+    for trouble in delivery.troubles:
+        warn(f"error: {trouble}")
 
 
 def check(given: HubSync) -> None:

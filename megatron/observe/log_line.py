@@ -47,6 +47,7 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
 }
 _SMALLEST_TFLOPS = 0.005
 _KILL_SWITCH = "Detected kill switch at "
+_NOTHING_STARTS = "; nothing starts until it is removed"
 _SLOW_RANKS = "slow ranks at iteration "
 _NO_SLOW_RANKS = "none"
 _SHOWN_RANKS = 8
@@ -281,8 +282,10 @@ def parse_slow_ranks_line(line: str) -> str | None:
     return f"{_SLOW_RANKS}{text}".strip()
 
 
-def format_kill_switch_line(path: str) -> str:
-    """Return the line for a stop by the kill switch."""
+def format_kill_switch_line(path: str, *, before_start: bool = False) -> str:
+    """Return the line for a stop by the kill switch, or for a start that it prevents."""
+    if before_start:
+        return f"{_KILL_SWITCH}{path}{_NOTHING_STARTS}"
     return f"{_KILL_SWITCH}{path}"
 
 
@@ -292,7 +295,7 @@ def parse_kill_switch_line(line: str) -> str | None:
     _, found, path = line.partition(_KILL_SWITCH)
     if not found:
         return None
-    return path.strip()
+    return path.strip().removesuffix(_NOTHING_STARTS)
 
 
 def format_exit_duration_line(minutes: float) -> str:

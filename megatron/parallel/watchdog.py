@@ -242,17 +242,19 @@ class Watchdog(RollCall):
 
     def _describe_hang(self, found: Found) -> str:
         phase = self._progress.phase
-        if self._leaving.is_set():
-            what = f"a collective of {phase.name} failed"
-        else:
-            what = f"{phase.name} has taken {self._stopwatch.seconds:.0f} s"
-        factor = "" if phase.is_repeated else f"{phase.factor:g} x "
         lines = [*self._list_missing(found), *self._list_left(found)]
+        if self._leaving.is_set():
+            # gloo and NCCL fail at once when a process ends, so no limit was exceeded.
+            lost = "the run has lost ranks: " if lines else ""
+            what = f"{lost}a collective of {phase.name} failed"
+        else:
+            factor = "" if phase.is_repeated else f"{phase.factor:g} x "
+            what = (
+                f"the run hangs: {phase.name} has taken {self._stopwatch.seconds:.0f} s, and the "
+                f"limit is {factor}--hang-timeout {self._hang_timeout:g} s"
+            )
         lines += self._list_locations(found)
-        text = (
-            f"the run hangs: {what}, and the limit is {factor}--hang-timeout "
-            f"{self._hang_timeout:g} s:\n  " + "\n  ".join(lines)
-        )
+        text = f"{what}:\n  " + "\n  ".join(lines)
         if self._folder is not None:
             text += (
                 "\nthe stacks and collectives of the ranks that answer are in "

@@ -50,8 +50,10 @@ from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.progress import LONG_FACTOR
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan import Plan
+from megatron.schedule.clock import format_duration
 from megatron.tokenizer import build_tokenizer
 from megatron.training.clock import RunClock
 from megatron.training.closing import close_within_limit
@@ -299,6 +301,20 @@ def load_engine(
     return damaged
 
 
+def describe_hang_limits(hang_timeout: float | None) -> list[tuple[str, str, str]]:
+    """Return the row of the start table for --hang-timeout, if it is given."""
+    if hang_timeout is None:
+        return []
+    return [
+        (
+            "hang limit",
+            f"{format_duration(hang_timeout)} for a step",
+            f"{format_duration(LONG_FACTOR * hang_timeout)} for a save, a load, and the first step "
+            "or evaluation",
+        )
+    ]
+
+
 def build_run(
     job: Job,
     mesh: Mesh,
@@ -353,6 +369,7 @@ def build_run(
         *describe_phases(plan),
         *describe_loss(plan),
         *engine.describe_choices(),
+        *describe_hang_limits(config.parallel.hang_timeout),
         ("index helpers", *describe_index_helpers()),
         *reporter.describe_conventions(),
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.lease import FILE, RESTART_VARIABLE, Lease
+from megatron.checkpoint.lease import FILE, RESTART_VARIABLE, Lease, read_holder
 from megatron.errors import CheckpointError
 
 
@@ -214,3 +214,16 @@ def test_restart_in_a_job_takes_over_its_lease_immediately(
     Lease.acquire(tmp_path, said.append).release()
     assert any("waiting up to" in line for line in said) == waits
     assert "takes the folder over" in said[-1]
+
+
+def test_an_array_task_is_named_by_its_own_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job number of the last task is that of the array, so scancel would end all tasks."""
+    for name, value in (("JOB_ID", "7"), ("ARRAY_JOB_ID", "7"), ("ARRAY_TASK_ID", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    lease = Lease.acquire(tmp_path, ignore)
+    holder = read_holder(tmp_path)
+    lease.release()
+    assert holder is not None
+    assert holder.describe().endswith(", job 7_2")

@@ -32,7 +32,10 @@ LOST = 1
 VICTIM = "TEST_VICTIM"
 STARTED = "the fault begins"
 # After a skipped collective, another one may fail before the limit.
-VERDICT = r"(?:the run hangs: .*|the ranks cannot continue together:)\n  (.*)"
+VERDICT = (
+    r"(?:the run hangs: .*|(?:the run has lost ranks: )?a collective of .* failed:"
+    r"|the ranks cannot continue together:)\n  (.*)"
+)
 CONSTANTS = {"megatron.parallel.progress.LONG_FACTOR": LONG_FACTOR}
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "count_step": loop.count_step,
@@ -128,7 +131,23 @@ def check_files(job: Job, ranks: set[int]) -> None:
     for rank in ranks:
         assert "File" in (folder / f"rank_{rank:06d}_stacks.txt").read_text()
         assert "collective_seq_id" in (folder / f"rank_{rank:06d}_collectives.json").read_text()
-    assert "the run hangs" in (folder / "verdict.txt").read_text()
+    assert re.search(VERDICT, (folder / "verdict.txt").read_text())
+
+
+def test_killed_rank_is_no_hang(new_job: NewJob) -> None:
+    job = new_job("killed", "--hang-timeout 40 --train-iters 1000000 --num-layers 2", 2)
+    launch = job.launch()
+    launch.wait_for_line("iteration        3/")
+    launch.kill([1])
+    launch.wait_for(lambda: not launch.running(), "the end")
+    output = launch.all_output()
+    found = re.search(VERDICT, output)
+    assert found is not None
+    assert found[1].startswith("rank 1 on ")
+    assert "the run hangs" not in output
+    assert "the limit is" not in output
+    # A save and the first step may take longer, which the start says.
+    assert re.search(r"hang limit +\| 40.0 s for a step +\| 6 min 40 s for a save", output)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=FULL), pytest.param(1, marks=FULL), 3])

@@ -12,7 +12,7 @@ EMPTY = "exit 0"
 PENDING = "echo '17 cron-daily PD'"
 
 
-def run_cron(folder: Path, squeue: str) -> tuple[str, list[str]]:
+def run_cron(folder: Path, squeue: str, *, daily_has_run: bool = True) -> tuple[str, list[str]]:
     """Run the hourly cron once. Return its output, and the scripts that it submitted."""
     commands = folder / "commands"
     submitted = folder / "submitted.txt"
@@ -25,6 +25,8 @@ def run_cron(folder: Path, squeue: str) -> tuple[str, list[str]]:
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
     submitted.touch()
+    if daily_has_run:
+        (folder / "cron.daily.last-run").write_text("1000\n")
     subprocess.run(
         ["bash", str(ROOT / "slurm" / "cron-hourly.slurm")],
         check=True,
@@ -56,3 +58,10 @@ def test_queue_that_cannot_be_read_is_not_empty(
     assert submitted == expected
     assert ("ALERT: squeue failed" in output) == (squeue == FAILS)
     assert ("ALERT: cron-daily was lost" in output) == (squeue == EMPTY)
+
+
+def test_cron_that_never_ran_is_submitted_without_an_alert(tmp_path: Path) -> None:
+    output, submitted = run_cron(tmp_path, EMPTY, daily_has_run=False)
+    assert submitted == ["slurm/cron-hourly.slurm", "slurm/cron-daily.slurm"]
+    assert "cron-daily has not run yet; submitted" in output
+    assert "ALERT" not in output

@@ -618,15 +618,39 @@ def test_an_offline_dry_run_compares_with_the_last_sync(
 
 
 def test_the_tiny_run_has_no_default_repository(tmp_path: Path) -> None:
-    """A default would be a name that belongs to somebody else."""
+    """A default would be a name that belongs to somebody else. The main log has an ALERT."""
     script = Path("train", "tiny", "tiny-hub-sync-logs.slurm")
+    logs = tmp_path / "tiny-logs" / "logs"
+    logs.mkdir(parents=True)
     environment = {**os.environ, "MEGATRON": str(ROOT), "TINY": str(tmp_path)}
     environment.pop("HUB_REPO", None)
-    done = subprocess.run(
-        ["bash", str(ROOT / script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert "HUB_REPO: is not set" in done.stderr
+    for _ in range(2):
+        done = subprocess.run(
+            ["bash", str(ROOT / script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "--repo is empty; give ORGANISATION/NAME" in done.stderr
+    lines = (logs / "main_log.txt").read_text().splitlines()
+    assert len(lines) == 2
+    assert all("] ALERT: hub sync of " in line and "export HUB_REPO=" in line for line in lines)
+
+
+def test_a_failed_sync_is_an_alert_until_one_succeeds(
+    hub: HubServer, run: Path, sync: Sync, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "main_log.txt"
+    monkeypatch.delenv("HF_TOKEN")
+    assert sync("--main-log", str(log)) == 2
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert sync("--main-log", str(log)) == 0
+    assert sync("--main-log", str(log)) == 0
+    first, second = log.read_text().splitlines()
+    assert f"] ALERT: hub sync of {run} fails: " in first
+    assert f"] RECOVERED: no longer true: hub sync of {run}" in second
 
 
 @pytest.mark.parametrize("reason", ["unreachable", "no token"])

@@ -556,11 +556,15 @@ def test_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:
     assert "neither running nor scheduled" in found(log)
 
 
-def test_run_that_was_stopped_by_its_kill_switch_is_no_alert(squeue: Squeue, log: Path) -> None:
+@pytest.mark.parametrize("before_start", [False, True])
+def test_run_that_was_stopped_by_its_kill_switch_is_no_alert(
+    squeue: Squeue, log: Path, before_start: bool
+) -> None:
     squeue()
     train(log, 1, 100)
+    line = format_kill_switch_line("/runs/a/kill-switch", before_start=before_start)
     with log.open("a") as file:
-        file.write(format_kill_switch_line("/runs/a/kill-switch") + "\n")
+        file.write(f"{line}\n")
         file.write("successfully saved checkpoint at iteration 100 to /runs/a\n")
         file.write("[2026-11-22 10:00:00] array task 7_1 ended at iteration 100: kill switch\n")
     findings = check_run(WatchedRun(JOB, log))

@@ -37,6 +37,7 @@ def test_cron_runs_again_syncs_and_writes_the_status(cluster: Cluster, tmp_path:
         folder.mkdir(parents=True)
     for script in ("tiny-hub-sync-logs.slurm", "tiny-slurm-status.slurm"):
         (cron / "cron.hourly" / script).symlink_to(ROOT / "train" / "tiny" / script)
+    (cron / "cron.daily.last-run").write_text("1000\n")
     log = tiny / "tiny-logs" / "logs" / "main_log.txt"
     log.write_text("training ...\n")
     (tiny / "tiny-logs" / "tensorboard" / "events.out.tfevents.1").write_bytes(b"\0" * 5000)

@@ -14,6 +14,7 @@ import signal
 import time
 
 from megatron.errors import OperationsError
+from megatron.observe.log_line import format_kill_switch_line
 from megatron.operations.slurm import attempts, client
 from megatron.operations.slurm.exclusion import HostExclusion
 from megatron.operations.slurm.start import StartEnd, TrainingStarts
@@ -98,7 +99,7 @@ def _start(array_task: ArrayTask, starts: TrainingStarts, restart: int) -> Start
 def _find_obstacle(array_task: ArrayTask, attempt: attempts.Attempt) -> StartEnd | None:
     """Return None if the training may start, otherwise the end that this start has already."""
     if array_task.kill_switch is not None and array_task.kill_switch.exists():
-        text = f"{array_task.kill_switch} exists; nothing starts until it is removed"
+        text = format_kill_switch_line(str(array_task.kill_switch), before_start=True)
         say(array_task.main_log, text)
         return StartEnd(TaskOutcome.KILL_SWITCH, text)
     # The last entry of the list is this attempt. It has no outcome yet and does not count.
