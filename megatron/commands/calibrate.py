@@ -148,7 +148,7 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
     loaded = load_config(list(source.arguments), prog="calibrate.py")
     plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
     plan.raise_on_errors()
-    if not describe_software(plan).half:
+    if not describe_software(plan, base).half:
         # gemm_share is that of Tensor Cores, and fp32 does not use them.
         raise ConfigError(
             "the run is in fp32, whose share of the peak says nothing about bf16; calibrate with a "

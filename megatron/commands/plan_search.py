@@ -60,7 +60,7 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
         ConfigError: No layout is legal, or the hardware has no peak for fp32.
     """
     # The search treats each ConfigError as a layout that is not legal. So this one is raised first.
-    hardware.get_peak(half=describe_software(plan).half)
+    hardware.get_peak(half=describe_software(plan, hardware).half)
     space = build_search_space(plan, hardware)
     return PlannedSearch(plan, search_layouts(space, _SHOWN), predict_plan(plan, hardware))
 

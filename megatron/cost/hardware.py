@@ -41,6 +41,8 @@ class Hardware:
     """Power limit of a device."""
     has_bf16: bool = True
     """Whether the device computes in bf16. It is written true or false."""
+    has_flash: bool = True
+    """Whether the device has a FlashAttention kernel. A GPU needs compute capability 8.0."""
     fp32_tflops: float | None = None
     """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
     does not use TF32 unless it is turned on."""
@@ -100,6 +102,7 @@ class Hardware:
 _ALIASES = {"a100": "a100-80g"}
 """Short names of hardware files."""
 _COUNTS = ("multiprocessors", "ranks_per_node")
+_SWITCHES = ("has_bf16", "has_flash")
 _LEAST = 1e-9
 _MOST = 1e9
 """No number of a hardware is outside of these, whatever its unit."""
@@ -243,7 +246,7 @@ def _read_value(key: str, node: yaml.Node) -> float | str | bool:
         if not text.isprintable() or not text:
             raise ValueError(f"name is {text!r}; it must be a printable text.")
         return text
-    if key == "has_bf16":
+    if key in _SWITCHES:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{key} is {text!r}; it must be true or false.")
         return text.lower() == "true"

@@ -1,11 +1,13 @@
 """Hardware files, kernels, collectives and goodput."""
 
 import math
+import shlex
 from dataclasses import replace
 
 import pytest
 from cost.published import make_gpt
 
+from megatron.config.cli import load_config
 from megatron.cost.collectives import estimate_collective_seconds
 from megatron.cost.goodput import (
     Reliability,
@@ -17,10 +19,17 @@ from megatron.cost.hardware import list_hardware, load_hardware
 from megatron.cost.kernels import Gemm, compute_gemm_utilisation, estimate_gemm_seconds
 from megatron.cost.layers import LayerTimes
 from megatron.cost.layout import TRAINER, RankLayout
+from megatron.cost.step import StepJob, StepPrediction
 from megatron.cost.tensors import choose_kernel
 from megatron.errors import ConfigError
+from megatron.plan import resolve
+from megatron.plan_prediction import predict_plan
 
 A100 = load_hardware("a100-80g")
+SMALL = (
+    "--preset llama2-7b --bf16 --micro-batch-size 1 --global-batch-size 16 --train-iters 10 "
+    "--lr 1e-4 --sharding-strategy fsdp"
+)
 
 
 def test_the_files_of_the_package_can_be_loaded():
@@ -178,6 +187,34 @@ def test_fp32_has_a_peak_of_its_own():
 def test_the_attention_kernel_of_torch(more, half, windowed, kernel):
     shape = make_gpt(1024, 2, 8, 512, 32000, **more)
     assert choose_kernel(shape, half=half, windowed=windowed) == kernel
+
+
+@pytest.mark.parametrize(("groups", "kernel"), [(8, "efficient"), (2, "none")])
+def test_a_v100_has_no_flash_kernel(groups, kernel):
+    """Grouped queries then have scores in memory, which take time and space."""
+    v100 = load_hardware("v100-32g")
+    assert not v100.has_flash
+    shape = make_gpt(1024, 2, 8, 512, 32000, num_query_groups=groups)
+    assert choose_kernel(shape, half=True, flash=False) == kernel
+    with_flash, without = (
+        StepPrediction(StepJob(shape, RankLayout(), 8, replace(TRAINER, flash=flash), v100))
+        for flash in (True, False)
+    )
+    slower = without.rank_seconds[0].attention > 1.5 * with_flash.rank_seconds[0].attention
+    larger = without.peak.predicted > with_flash.peak.predicted
+    assert (slower, larger) == (kernel == "none", kernel == "none")
+
+
+def test_a_compiled_run_moves_fewer_bytes():
+    plan, compiled = (
+        resolve(load_config(shlex.split(SMALL + flag)).config, 8)
+        for flag in ("", " --use-torch-compile")
+    )
+    eager = predict_plan(plan, A100)
+    assert eager.job.software.pointwise > 2
+    assert predict_plan(compiled, A100).job.software.pointwise == 1
+    assert predict_plan(compiled, A100).seconds < 0.95 * eager.seconds
+    assert not predict_plan(plan, load_hardware("v100-32g")).job.software.flash
 
 
 def test_attention_with_a_bias_computes_the_complete_square():

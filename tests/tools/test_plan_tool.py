@@ -546,7 +546,7 @@ THOUSAND = shlex.split(
 def test_on_1024_devices_hsdp_hides_its_communication_and_fsdp_does_not(capsys):
     """The numbers of docs/sharding.md."""
     found = as_json(capsys, *THOUSAND, "--grad-reduce-in-bf16")["communication"]
-    assert found["compute_seconds"] == pytest.approx(0.26, abs=0.005)
+    assert found["compute_seconds"] == pytest.approx(0.28, abs=0.005)
     seconds = {name: times["seconds"] for name, times in found["strategies"].items()}
     assert list(seconds) == ["fsdp", "hsdp 8", "ddp", "ZeRO 1"]
     assert seconds["fsdp"] == pytest.approx(0.75, abs=0.005)
