@@ -69,6 +69,7 @@ from megatron.schedule.progress import ForecastPoint
 _ASSUMED = {
     "ranks_per_node": 1,
     "device_memory_gib": 1e-9,
+    "usable_share": 1e-9,
     "failures_per_1000_node_days": 1e-9,
     "restart_minutes": 1e-9,
     "save_gb_per_second": 1e-9,
@@ -106,8 +107,11 @@ class PlanArguments:
     """Kind of the devices and their cluster: v100-32g, a100-40g, a100-80g (or a100), jean-zay-a100,
     h100, h100-96g, h200, gh200, b200, or a YAML file of your own (docs/planner.md)."""
     device_memory_gib: float | None = None
-    """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware. The
-    report adds a margin itself (docs/planner.md)."""
+    """Memory of a device in GiB (2^30 bytes), to report whether each rank fits. Default: that of
+    --hardware."""
+    usable_share: float | None = None
+    """Share of this memory that a layout may need and still fit. Layouts above it may fit, and are
+    listed after those that fit. Default: that of --hardware, 0.9."""
     ranks_per_node: int | None = None
     """Ranks of a node. They share its fast links, and --sharding-strategy hsdp shards over them.
     Default: the ranks that the script starts on a node, otherwise those of --hardware."""
@@ -310,9 +314,10 @@ def _check_numbers(options: PlanArguments) -> None:
     for name, least in _ASSUMED.items():
         value = getattr(options, name)
         # A comparison with NaN is False.
-        if value is not None and not least <= value <= _MOST_ASSUMED:
+        most = 1 if name.endswith("_share") else _MOST_ASSUMED
+        if value is not None and not least <= value <= most:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {value} must be from {least:g} to {_MOST_ASSUMED:g}."
+                f"--{name.replace('_', '-')} {value} must be from {least:g} to {most:g}."
             )
 
 
@@ -385,6 +390,8 @@ def _choose_hardware(options: PlanArguments, source: CommandSource) -> Hardware:
     hardware = load_hardware(options.hardware)
     if options.device_memory_gib is not None:
         hardware = replace(hardware, memory_gib=options.device_memory_gib)
+    if options.usable_share is not None:
+        hardware = replace(hardware, usable_share=options.usable_share)
     given = options.ranks_per_node or source.ranks_per_node
     return replace(hardware, ranks_per_node=given or hardware.ranks_per_node)
 

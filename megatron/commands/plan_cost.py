@@ -72,14 +72,24 @@ def predict_goodput(plan: Plan, hardware: Hardware, options: CostOptions) -> Pla
     return estimate_goodput(Reliability(hours, 60 * options.restart_minutes, save))
 
 
+def predict_days(plan: Plan, prediction: StepPrediction) -> float | None:
+    """Predict the days of the run without failures. None if its length in tokens is not known."""
+    if plan.train_seconds is not None or not plan.train_tokens:
+        return None
+    return plan.train_tokens / (prediction.tokens_per_second * plan.world_size) / 86400
+
+
 def predict_run(
     plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
 ) -> RunCost | None:
-    """Predict what the complete run costs. None if its length in tokens is not known."""
-    if plan.train_seconds is not None or not plan.train_tokens:
+    """Predict what the complete run costs.
+
+    None if its length in tokens is not known, or if the layout does not fit, so that it has no
+    cost.
+    """
+    days = predict_days(plan, prediction)
+    if days is None or prediction.verdict is Verdict.DOES_NOT_FIT:
         return None
-    seconds = plan.train_tokens / (prediction.tokens_per_second * plan.world_size)
-    days = seconds / 86400
     # Goodput is the useful share of the wall time, so the rest is added here.
     wall = days / goodput.useful
     footprint = estimate_footprint(
@@ -115,10 +125,10 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
 
 
 def build_verdict_json(prediction: StepPrediction) -> dict[str, Any]:
-    """Return the peak memory and whether it fits, as plain data."""
+    """Return the peak memory, what it may be, and whether it fits, as plain data."""
     return {
-        "peak_bytes": prediction.peak.predicted,
-        "peak_bytes_with_margin": prediction.peak.with_margin,
+        "peak_bytes": prediction.peak_bytes,
+        "usable_bytes": prediction.job.hardware.usable_bytes,
         "verdict": prediction.verdict,
     }
 
@@ -231,7 +241,7 @@ def _format_breakdown(prediction: StepPrediction) -> list[str]:
 
 
 def _format_memory(prediction: StepPrediction) -> list[str]:
-    limit = prediction.job.hardware.memory_gib
+    hardware = prediction.job.hardware
     totals = [rank.total / 2**30 for rank in prediction.memory]
     fullest = totals.index(max(totals))
     verdict = prediction.verdict
@@ -244,9 +254,9 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
     lines = [
         _format_row(
             "  peak memory",
-            f"{totals[fullest]:,.1f}, with margin {prediction.peak.with_margin / 2**30:,.1f}, of "
-            f"{limit:,.1f} GiB: {verdict if verdict is Verdict.FITS else verdict.upper()} "
-            f"({kinds})",
+            f"{totals[fullest]:,.1f} of {hardware.memory_gib:,.1f} GiB, of which "
+            f"{100 * hardware.usable_share:g} % may be used: "
+            f"{verdict if verdict is Verdict.FITS else verdict.upper()} ({kinds})",
         )
     ]
     if len(totals) > 1:
@@ -263,6 +273,8 @@ def _format_run(
         prediction.job.hardware.ranks_per_node,
         options.failures_per_1000_node_days,
     )
+    if prediction.verdict is Verdict.DOES_NOT_FIT:
+        return [_format_row("predicted run", "none, because the layout does not fit")]
     lines = []
     run = predict_run(plan, prediction, goodput, options)
     if run is not None:

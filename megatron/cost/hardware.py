@@ -26,7 +26,8 @@ class Hardware:
     peak_tflops: float
     """Dense peak of matrix products in bf16, or in fp16 if the device has no bf16."""
     memory_gib: float
-    """Memory of a device in GiB."""
+    """Memory of a device in GiB, as torch reports it. It is less than the GB of the data sheet, of
+    10^9 or 2^30 bytes, because the driver and error correction take some."""
     memory_tb_per_second: float
     """Nominal bandwidth of the memory in 10^12 bytes a second."""
     multiprocessors: int
@@ -60,6 +61,9 @@ class Hardware:
     """Shortest time of a kernel."""
     hop_seconds: float = 5e-6
     """Latency of one hop of a ring."""
+    usable_share: float = 0.9
+    """Share of the memory that a layout may need and still fit. The rest is for what no prediction
+    has: fragments, and the buffers of communicators."""
     host_watts: float = 100.0
     """Power of the rest of the node for each device."""
 
@@ -82,6 +86,11 @@ class Hardware:
     def memory_bytes(self) -> float:
         """Memory of a device in bytes."""
         return self.memory_gib * 2**30
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes that a layout may need and still fit with the margin."""
+        return self.usable_share * self.memory_bytes
 
     @property
     def memory_rate(self) -> float:

@@ -165,8 +165,6 @@ class Software:
     held_logit_bytes: int = 8
     """Memory of the loss for each logit."""
     overhead: Overhead = Overhead()
-    margin: Overhead | None = None
-    """The overhead with which a layout must fit, if it is larger than what is predicted."""
 
 
 EAGER_POINTWISE = 3.2
@@ -252,8 +250,7 @@ SOFTWARE = {
             held_logit_bytes=16,
         ),
         # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. No GPU run of it has been
-        # measured yet, so its constants are those of FSDP without compilation, and its memory has a
-        # margin.
+        # measured yet, so its constants are those of FSDP without compilation.
         Software(
             "trainer",
             pointwise=EAGER_POINTWISE,
@@ -262,7 +259,6 @@ SOFTWARE = {
             hidden_pipeline=True,
             overlaps_entries=True,
             counts_tensors=True,
-            margin=_MEASURED,
         ),
     )
 }
