@@ -10,11 +10,14 @@ from typing import Literal, cast
 
 from megatron.config.tree import Config
 from megatron.cost.hardware import Hardware
-from megatron.cost.layout import TRAINER, RankLayout, Recompute, Software
+from megatron.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
 from megatron.cost.search import SearchSpace
 from megatron.cost.step import StepJob, StepPrediction
 from megatron.plan import Plan
 from megatron.tokenizer import compute_padded_vocab_size
+
+_CPU_OVERHEAD = Overhead(fixed_gib=0.4)
+"""Python and the libraries of a process without a GPU."""
 
 
 def get_recomputed_share(plan: Plan) -> Fraction:
@@ -37,6 +40,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
     return replace(
         TRAINER,
         flash=hardware.has_flash,
+        overhead=TRAINER.overhead if hardware.has_gpu else _CPU_OVERHEAD,
         # A compiled layer has fused kernels.
         pointwise=1.0 if config.kernels.use_torch_compile else TRAINER.pointwise,
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,

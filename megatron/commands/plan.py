@@ -103,9 +103,11 @@ class PlanArguments:
     """Follow the branches, loops and functions of a script. Without it, the last assignment before
     the training command applies. No command runs, so values of $(...) stay unknown. If this system
     cannot contain the shell, the script is refused."""
-    hardware: str = "a100-80g"
-    """Kind of the devices and their cluster: v100-32g, a100-40g, a100-80g (or a100), jean-zay-a100,
-    h100, h100-96g, h200, gh200, b200, or a YAML file of your own (docs/planner.md)."""
+    hardware: str | None = None
+    """Kind of the devices and their cluster: v100-32g, a10, a100-40g, a100-80g (or a100),
+    jean-zay-a100, h100, h100-96g, h100-pcie, h200, gh200, b200, l40s, rtx-3090, rtx-4090, cpu (no
+    GPU), or a YAML file of your own (docs/planner.md). Default: cpu with --distributed-backend
+    gloo, otherwise a100-80g."""
     device_memory_gib: float | None = None
     """Memory of a device in GiB (2^30 bytes), to report whether each rank fits. Default: that of
     --hardware."""
@@ -237,7 +239,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             "--world-size is not given: planned for one replica of the model, "
             f"{format_count(world_size, 'process', 'processes')}."
         )
-    hardware = _choose_hardware(options, source)
+    hardware = _choose_hardware(options, source, parallel.distributed_backend == "gloo")
     # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
@@ -385,9 +387,9 @@ def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
         draw_pipeline(prediction, options.picture)
 
 
-def _choose_hardware(options: PlanArguments, source: CommandSource) -> Hardware:
+def _choose_hardware(options: PlanArguments, source: CommandSource, on_cpus: bool) -> Hardware:
     """Return the hardware, with the ranks of a node as given or as the script starts them."""
-    hardware = load_hardware(options.hardware)
+    hardware = load_hardware(options.hardware or ("cpu" if on_cpus else "a100-80g"))
     if options.device_memory_gib is not None:
         hardware = replace(hardware, memory_gib=options.device_memory_gib)
     if options.usable_share is not None:

@@ -5,6 +5,7 @@ predicts.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[st
             f"{prediction.seconds:,.3g} s on {hardware.name}, at batch size "
             f"{plan.batch_size.final:,}",
         ),
+        *_format_missing_gpu(hardware),
         *_format_precision(plan, hardware),
         *_format_breakdown(prediction),
         _format_row(
@@ -202,15 +204,30 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _format_days(days: float) -> str:
-    """Return a duration in days, or in hours if it is shorter than a day."""
-    if days < 1:
-        return f"{_format_number(24 * days)} hours"
-    return f"{_format_number(days)} days"
+def format_days(days: float) -> str:
+    """Return a duration in days, or in a smaller unit if it is shorter."""
+    return _format_in(days, (("days", 1), ("hours", 24), ("minutes", 1440), ("seconds", 86400)))
+
+
+def _format_in(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a value in the first unit in which it is at least 1, or in the last one.
+
+    `units` has names and how many of each are one of the value's own unit, the largest unit first.
+    """
+    fitting = (each for each in units if value * each[1] >= 1)
+    unit, count = next(fitting, units[-1])
+    return f"{_format_number(value * count)} {unit}"
 
 
 def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
+
+
+def _format_missing_gpu(hardware: Hardware) -> list[str]:
+    """Return a row about a run without GPUs."""
+    if hardware.has_gpu:
+        return []
+    return [_format_row("  devices", "CPUs. The run has no GPU, and its prediction is rough")]
 
 
 def _format_precision(plan: Plan, hardware: Hardware) -> list[str]:
@@ -237,6 +254,8 @@ def _format_breakdown(prediction: StepPrediction) -> list[str]:
             f"{'#' * round(_BAR * seconds / total)}",
         )
         for name, seconds in parts
+        # The others would be shown as 0.0 %.
+        if seconds >= 0.0005 * total
     ]
 
 
@@ -281,12 +300,12 @@ def _format_run(
         lines.append(
             _format_row(
                 "predicted run",
-                f"{_format_days(run.days)}, {_format_days(run.days_with_failures)} with failures; "
-                f"{run.footprint.device_hours:,.0f} GPU-hours, "
-                f"{_format_number(run.footprint.megawatt_hours)} MWh, "
-                f"{_format_number(run.footprint.tonnes)} t CO2e",
+                ", ".join([format_days(run.days), *_list_cost(run, prediction)]),
             )
         )
+        if 86400 * run.days < goodput.save_interval_seconds:
+            # A short run ends before the first save, and hardly ever fails.
+            return lines
     # People set --save-interval in iterations.
     steps = max(1, round(goodput.save_interval_seconds / prediction.seconds))
     lines.append(
@@ -297,6 +316,25 @@ def _format_run(
         )
     )
     return lines
+
+
+def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:
+    """Return what a run costs, without what is next to nothing."""
+    parts = []
+    # Below a thousandth, both durations are shown as the same number.
+    if run.days_with_failures > 1.001 * run.days:
+        parts.append(f"{format_days(run.days_with_failures)} with failures")
+    footprint = run.footprint
+    if prediction.job.hardware.has_gpu and footprint.device_hours >= 0.5:
+        parts.append(f"{footprint.device_hours:,.0f} GPU-hours")
+    if footprint.megawatt_hours >= 1e-6:
+        units = (("MWh", 1), ("kWh", 1e3), ("Wh", 1e6))
+        parts.append(_format_in(footprint.megawatt_hours, units))
+    if footprint.tonnes >= 1e-6:
+        parts.append(
+            _format_in(footprint.tonnes, (("t CO2e", 1), ("kg CO2e", 1e3), ("g CO2e", 1e6)))
+        )
+    return parts
 
 
 def _simulate(prediction: StepPrediction, purpose: str) -> SimulatedPipeline:

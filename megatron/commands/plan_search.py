@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megatron.commands.plan_cost import build_verdict_json, predict_days
+from megatron.commands.plan_cost import build_verdict_json, format_days, predict_days
 from megatron.config.fields import all_fields, flatten
 from megatron.cost.hardware import Hardware
 from megatron.cost.layers import Seconds
@@ -36,7 +36,7 @@ from megatron.plural import format_count
 _SHOWN = 10
 _SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")
 _MOST_DIGITS = 9
-_INDENT = 46 * " "
+_INDENT = 50 * " "
 """Width of the columns before the layout."""
 _EXPLAINED = {
     "tp": "tensor",
@@ -152,7 +152,7 @@ def format_search(search: PlannedSearch) -> list[str]:
     ]
     lines += _format_shortage(search)
     lines.append(
-        f"{'s/iteration':>12} {'days':>8} {'GiB':>6} {'memory':>7} {'MFU, %':>7}  layout, and what "
+        f"{'s/iteration':>12} {'run':>12} {'GiB':>6} {'memory':>7} {'MFU, %':>7}  layout, and what "
         "it loses to the first"
     )
     if not found.fastest:
@@ -210,8 +210,11 @@ def _format_candidate(prediction: StepPrediction, search: PlannedSearch) -> str:
     days = _predict_days_if_it_fits(prediction, search)
     others = search.result.list_virtual_stages(prediction)
     stages = f" (or {', '.join(map(str, others))} virtual stages)" if others else ""
+    seconds = f"{prediction.seconds:,.3f}"
+    if prediction.seconds < 1:
+        seconds = f"{prediction.seconds:.3g}"
     return (
-        f"{prediction.seconds:>12,.3f} {'-' if days is None else f'{days:,.3g}':>8} "
+        f"{seconds:>12} {'-' if days is None else format_days(days):>12} "
         f"{prediction.peak_bytes / 2**30:>6.1f} {100 * share:>5.0f} % {100 * mfu:>7.1f}  "
         f"{prediction.job.layout.describe()}{stages}{mark}"
     )

@@ -40,6 +40,8 @@ class Hardware:
     """Nominal bandwidth of a device to other nodes, in one direction."""
     watts: float
     """Power limit of a device."""
+    has_gpu: bool = True
+    """Whether the device is a GPU, and not a CPU."""
     has_bf16: bool = True
     """Whether the device computes in bf16. It is written true or false."""
     has_flash: bool = True
@@ -111,7 +113,7 @@ class Hardware:
 _ALIASES = {"a100": "a100-80g"}
 """Short names of hardware files."""
 _COUNTS = ("multiprocessors", "ranks_per_node")
-_SWITCHES = ("has_bf16", "has_flash")
+_SWITCHES = ("has_gpu", "has_bf16", "has_flash")
 _LEAST = 1e-9
 _MOST = 1e9
 """No number of a hardware is outside of these, whatever its unit."""
@@ -170,12 +172,19 @@ _DEVICES = (
     ("B200", "b200"),
     ("H200", "h200"),
     ("H100 80GB HBM3", "h100"),
+    ("H100 PCIe", "h100-pcie"),
+    ("L40S", "l40s"),
+    ("A10", "a10"),
+    ("RTX 3090", "rtx-3090"),
+    ("RTX 4090", "rtx-4090"),
     ("A100 SXM4 80GB", "a100-80g"),
     ("A100 SXM4 40GB", "a100-40g"),
     ("V100 SXM2 32GB", "v100-32g"),
     ("V100 SXM3 32GB", "v100-32g"),
 )
 """Part of a device's name -> its hardware file. The first match wins."""
+_VARIANTS = (" TI ", " D ", " LAPTOP ", " MIG ")
+"""Words of a device's name that make it another device."""
 
 
 def find_hardware(device_name: str) -> Hardware | None:
@@ -186,8 +195,10 @@ def find_hardware(device_name: str) -> Hardware | None:
     # Names are spelled with and without hyphens. Complete words are compared, as GH200 contains
     # H200.
     words = f" {device_name.replace('-', ' ')} ".upper()
+    if any(variant in words for variant in _VARIANTS):
+        return None
     for part, name in _DEVICES:
-        if f" {part} " in words:
+        if f" {part.upper()} " in words:
             return load_hardware(name)
     return None
 

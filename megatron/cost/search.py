@@ -259,16 +259,27 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
 
 
 def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
-    """Yield a prediction for each legal layout of the space."""
+    """Yield a prediction for each legal layout of the space.
+
+    Shares that recompute the same number of layers in each stage are one layout.
+    """
+    seen = set()
     for layout in iterate_layouts(space):
         try:
             shape = space.get_shape(layout.tensor)
-            yield StepPrediction(
+            prediction = StepPrediction(
                 StepJob(shape, layout, space.batch_size, space.software, space.hardware)
             )
         except ConfigError:
             # The layers or the vocabulary cannot be divided so.
             continue
+        if layout.recompute == "full":
+            counts = prediction.count_recomputed_layers()
+            key = (replace(layout, recomputed_share=Fraction(1)), counts)
+            if key in seen:
+                continue
+            seen.add(key)
+        yield prediction
 
 
 def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[StepPrediction, ...]:

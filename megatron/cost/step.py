@@ -130,6 +130,11 @@ class StepPrediction:
             for stage in self.stages[rank :: self.job.layout.pipeline]
         )
 
+    def count_recomputed_layers(self) -> tuple[int, ...]:
+        """Return the number of layers of each stage that are recomputed completely."""
+        share = self.job.layout.layers_recomputed
+        return tuple(flops.count_recomputed_layers(stage.layers, share) for stage in self.stages)
+
     @property
     def verdict(self) -> Verdict:
         """Whether each rank fits in its device."""

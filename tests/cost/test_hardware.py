@@ -15,7 +15,7 @@ from megatron.cost.goodput import (
     estimate_footprint,
     estimate_goodput,
 )
-from megatron.cost.hardware import list_hardware, load_hardware
+from megatron.cost.hardware import find_hardware, list_hardware, load_hardware
 from megatron.cost.kernels import Gemm, compute_gemm_utilisation, estimate_gemm_seconds
 from megatron.cost.layers import LayerTimes
 from megatron.cost.layout import TRAINER, RankLayout
@@ -33,13 +33,67 @@ SMALL = (
 
 
 def test_the_files_of_the_package_can_be_loaded():
-    names = {"v100-32g", "a100-40g", "a100-80g", "h100", "h200", "b200", "gh200"}
+    names = {"v100-32g", "a100-40g", "a100-80g", "h100", "h200", "b200", "gh200", "l40s", "a10"}
+    names |= {"rtx-3090", "rtx-4090", "h100-pcie"}
     assert names <= set(list_hardware())
-    for name in list_hardware():
+    for name in set(list_hardware()) - {"cpu"}:
         hardware = load_hardware(name)
         assert hardware.name == name
+        assert hardware.has_gpu
         assert 60 < hardware.peak_tflops < 3000
-        assert 15 < hardware.get_peak(half=False) / 1e12 < 80
+        assert 15 < hardware.get_peak(half=False) / 1e12 < 100
+        # Dense products: no number with sparsity has been copied.
+        assert 1.9 < hardware.peak_tflops / hardware.fp32_tflops < 31
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("v100-32g", 34.36),
+        ("a100-40g", 42.95),
+        ("a100-80g", 85.9),
+        ("h100", 85.9),
+        ("h100-pcie", 85.9),
+        ("h200", 151.0),
+        ("rtx-3090", 25.77),
+        ("rtx-4090", 25.77),
+        ("a10", 25.77),
+        ("l40s", 51.54),
+    ],
+)
+def test_the_memory_of_a_file_is_a_little_less_than_that_of_the_chips(name, gigabytes):
+    """The driver and error correction take up to 9 %. GB and GiB differ by 7 %."""
+    assert 0.91 < load_hardware(name).memory_bytes / (gigabytes * 1e9) < 0.995
+
+
+def test_a_cpu_is_no_gpu():
+    cpu = load_hardware("cpu")
+    assert not cpu.has_gpu
+    assert cpu.get_peak(half=False) < 1e13
+    plan = resolve(load_config(shlex.split(SMALL)).config, 8)
+    fixed = [rank.fixed / 2**30 for rank in predict_plan(plan, cpu).memory]
+    assert fixed == [0.4]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_the_file_of_a_device(device, name):
+    found = find_hardware(device)
+    assert (None if found is None else found.name) == name
 
 
 def test_a_users_file_changes_a_base(tmp_path):

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -156,3 +157,12 @@ def test_slower_hardware_is_slower(change, field):
     fast = StepPrediction(StepJob(BLOOM, CHOSEN, 2048, TRAINER, hardware))
     slow = StepPrediction(StepJob(BLOOM, CHOSEN, 2048, TRAINER, replace(hardware, **change)))
     assert getattr(slow, field) > getattr(fast, field)
+
+
+def test_shares_that_recompute_the_same_layers_are_one_layout():
+    shape = make_gpt(1024, 2, 8, 512, 32000)
+    space = SearchSpace(shape, 1, 1, load_hardware("a100-80g"), TRAINER)
+    layouts = [each.job.layout for each in search_layouts(space).fitting]
+    # No layer, one layer and both.
+    assert len(layouts) == 3
+    assert {layout.recomputed_share for layout in layouts} == {Fraction(1), Fraction(2, 3)}

@@ -651,7 +651,7 @@ def test_the_plan_says_whether_a_rank_fits_on_a_device(
     assert f"of {gib:.1f} GiB, of which 90 % may be used: {shouted} (" in shown
     # What does not fit has no cost.
     assert ("predicted run         none, because" in shown) == (verdict == "does not fit")
-    assert ("GPU-hours" in shown) == (verdict != "does not fit")
+    assert (" CO2e" in shown) == (verdict != "does not fit")
     assert plan.main(["--json", *argv, "--", *SEVEN, *flags.split()]) == 0
     cost = json.loads(capsys.readouterr().out)["cost"]
     assert cost["verdict"] == verdict
@@ -706,7 +706,7 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert re.search(r"peak memory +[\d.]+ of 79.0 GiB, of which 90 % may be used: fits", text)
     assert "% with causal attention" in text
     # One node fails rarely, and large numbers are whole.
-    assert plan.main(["--world-size", "8", *SEVEN]) == 0
+    assert plan.main(["--world-size", "8", *SEVEN, "--train-iters", "100000"]) == 0
     assert "a failure every 3,692 hours" in capsys.readouterr().out
 
 
@@ -718,6 +718,30 @@ def test_one_stage_waits_for_no_other(tmp_path, capsys):
         words = ["--world-size", "64", "--hardware", str(mine), *SEVEN]
         parts = as_json(capsys, *words, "--global-batch-size", "1024")["cost"]["breakdown_seconds"]
         assert "pipeline" not in parts
+
+
+LAPTOP = shlex.split(
+    "--world-size 1 --num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 "
+    "--vocab-size 1000 --micro-batch-size 8 --global-batch-size 8 --train-iters 100 --lr 2e-3"
+)
+
+
+def test_a_plan_without_gpus_says_so_and_leaves_out_what_is_zero(capsys):
+    for flags in (["--hardware", "cpu"], ["--distributed-backend", "gloo"]):
+        assert plan.main([*LAPTOP, *flags]) == 0
+        text = capsys.readouterr().out
+        assert "on cpu, at batch size 8" in text
+        assert "CPUs. The run has no GPU" in text
+        for absent in ("a100", "GPU-hours", "e-0", "MWh", "CO2e", "goodput", "  0.0 %"):
+            assert absent not in text
+        assert re.search(r"predicted run +[\d.]+ seconds$", text, re.MULTILINE)
+    assert plan.main(LAPTOP) == 0
+    assert "no GPU" not in capsys.readouterr().out
+    # A longer run has small costs, in small units.
+    assert plan.main([*LAPTOP, "--hardware", "cpu", "--train-iters", "300000"]) == 0
+    assert re.search(
+        r"1\.\d+ hours, [\d.]+ Wh, [\d.]+ g CO2e$", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
@@ -766,7 +790,7 @@ def test_layouts_that_only_may_fit_are_marked(capsys, tmp_path: Path):
     assert re.search(r"[\d,]+ layouts on 8 devices with 42 GiB", text)
     assert re.search(r" \d+ fit: at most 37.8 GiB, which is 90 % \(--usable-share\)", text)
     found = text[text.index("s/iteration") : text.index("flags of the first")].splitlines()
-    rows = [line for line in found if re.match(r" +[\d.]+ +[\d.e-]+ +[\d.]+ +\d+ % ", line)]
+    rows = [line for line in found if re.match(r" +[\d.]+ +[\d.]+ \w+ +[\d.]+ +\d+ % ", line)]
     marked = [row.endswith("MAY FIT") for row in rows]
     # Those that fit come first.
     assert marked == sorted(marked)
@@ -895,7 +919,7 @@ def test_mfu_of_the_search_is_that_of_the_plan(capsys):
     mfu = re.search(r"MFU +([\d.]+) % with full", text)
     candidate = text[text.index("the layout that is given:") :].splitlines()[1].split()
     assert mfu is not None
-    assert candidate[5] == mfu[1]
+    assert candidate[6] == mfu[1]
 
 
 def test_bf16_on_a_device_without_it_is_reported(capsys, tmp_path):
