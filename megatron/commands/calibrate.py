@@ -25,6 +25,7 @@ import tyro
 import yaml
 
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_source import read_source
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
@@ -63,7 +64,9 @@ class CalibrateArguments:
 def main(argv: list[str] | None = None) -> int:
     """Write the hardware file of `argv` and return the exit code."""
     own, training = split_at_double_dash(sys.argv[1:] if argv is None else argv)
-    options = tyro.cli(CalibrateArguments, args=own, prog="calibrate.py", description=__doc__)
+    options = parse_arguments(
+        CalibrateArguments, args=own, prog="calibrate.py", description=__doc__
+    )
     return run_tool(lambda: calibrate(options, training or []))
 
 

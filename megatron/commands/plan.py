@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_cost import (
     CostOptions,
     build_cost_json,
@@ -158,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     if wants_preset_list(training):
         print(format_preset_table())
         return 0
-    options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)
+    options = parse_arguments(PlanArguments, args=own, prog="plan.py", description=__doc__)
 
     def work() -> int:
         try:

@@ -3,7 +3,13 @@
 import time
 from random import Random
 
-from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, StepBatchSize, Unit
+from megatron.schedule.batch_size import (
+    BatchSizeSchedule,
+    ConstantBatchSize,
+    RampupBatchSize,
+    StepBatchSize,
+    Unit,
+)
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.progress import Forecast
@@ -58,7 +64,8 @@ def test_the_iteration_that_reaches_tokens_is_that_of_the_loop():
             (random.randint(1, 50), "samples", 3),
         ]
         steps.append((random.randint(510, 900), random.choice(units), random.randint(4, 9)))
-        size = random.choice([constant, ramp, StepBatchSize(tuple(steps))])
+        sizes: list[BatchSizeSchedule] = [constant, ramp, StepBatchSize(tuple(steps))]
+        size = random.choice(sizes)
         linear = Curriculum("fixed_linear", 2, 10, random.randint(1, 30), difficulty_step=2)
         discrete = Curriculum("fixed_discrete", 2, 10, difficulties=(10, 2, 6), max_steps=(3, 20))
         curriculum = random.choice([None, linear, discrete])

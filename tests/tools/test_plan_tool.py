@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.commands import plan
+from megatron.commands import plan, plan_search
 from megatron.config.model import ModelConfig
 from megatron.cost.hardware import load_hardware
 from megatron.model import flops
@@ -779,6 +779,25 @@ def test_the_search_of_a_plan(capsys, tmp_path: Path):
     again = as_json(capsys, *TR11_LIKE, *shlex.split(best["flags"]))["cost"]
     assert again["seconds_per_iteration"] == pytest.approx(best["seconds"])
     assert max(again["memory_bytes_by_pipeline_rank"]) == pytest.approx(best["peak_bytes"])
+
+
+def test_the_pareto_picture_has_a_title_limits_names_and_plain_ticks(capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plan_search, "save_figure", lambda figure, path: drawn.append(figure))
+    # On this slow network, the times differ by more than a decade, so their axis is logarithmic.
+    words = ["--world-size", "16", *SEVEN, "--global-batch-size", "64"]
+    assert plan.main([*words, "--pareto", "pareto.png"]) == 0
+    (axes,) = drawn[0].axes
+    assert axes.get_title() == "Layouts of 6.74B parameters on 16 devices (a100-80g), batch size 64"
+    levels = [line.get_ydata()[0] for line in axes.lines if len(set(line.get_ydata())) == 1]
+    assert levels == pytest.approx([79, 0.9 * 79])
+    assert len(axes.texts) > 2
+    assert all(text.get_text().startswith("TP ") for text in axes.texts)
+    drawn[0].canvas.draw()
+    labels = [label.get_text() for label in axes.get_xticklabels(which="both")]
+    assert axes.get_xscale() == "log"
+    assert len([label for label in labels if label]) > 2
+    assert all(re.fullmatch(r"[\d.,]*", label) for label in labels)
 
 
 def test_layouts_that_only_may_fit_are_marked(capsys, tmp_path: Path):
