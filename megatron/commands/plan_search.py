@@ -198,7 +198,7 @@ def _format_shortage(search: PlannedSearch) -> list[str]:
     text = f"none fits: the smallest need is {needed:,.1f} GiB, {needed - usable:,.1f} too much."
     if search.enough_devices is not None:
         return [f"{text} {search.enough_devices:,} devices would do (--world-size)"]
-    return [f"{text} No larger number of devices helps. Use devices with more memory"]
+    return [f"{text} No number of devices was found that helps. Use devices with more memory"]
 
 
 def _predict_days_if_it_fits(prediction: StepPrediction, search: PlannedSearch) -> float | None:

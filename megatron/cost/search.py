@@ -304,8 +304,10 @@ def find_enough_devices(space: SearchSpace) -> int | None:
 
     Small multiples of the number in `space` are tried. None if none of them is enough.
     """
+    # Small microbatches and full recomputation need least memory, so other layouts are left out.
+    smallest = replace(space, micro_batch=space.micro_batch or 1, recompute="full")
     for factor in _MULTIPLES:
-        larger = replace(space, devices=factor * space.devices)
+        larger = replace(smallest, devices=factor * space.devices)
         if any(each.verdict is Verdict.FITS for each in _predict_layouts(larger)):
             return larger.devices
     return None

@@ -846,7 +846,7 @@ def test_a_search_without_a_fit_names_the_need_and_enough_devices(capsys):
     # No number of devices shards the 7B to a tenth of a GiB.
     words[-1] = "0.1"
     assert plan.main(words) == 0
-    assert "No larger number of devices helps" in capsys.readouterr().out
+    assert "No number of devices was found that helps" in capsys.readouterr().out
 
 
 def test_a_search_has_the_days_of_its_layouts(capsys):
