@@ -10,11 +10,14 @@ from typing import Literal, cast
 
 from megatron.config.tree import Config
 from megatron.cost.hardware import Hardware
-from megatron.cost.layout import TRAINER, RankLayout, Recompute, Software
+from megatron.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
 from megatron.cost.search import SearchSpace
 from megatron.cost.step import StepJob, StepPrediction
 from megatron.plan import Plan
 from megatron.tokenizer import compute_padded_vocab_size
+
+_CPU_OVERHEAD = Overhead(fixed_gib=0.4)
+"""Python and the libraries of a process without a GPU."""
 
 
 def get_recomputed_share(plan: Plan) -> Fraction:
@@ -30,12 +33,16 @@ def get_recomputed_share(plan: Plan) -> Fraction:
     return min(max(share, Fraction(0)), Fraction(1))
 
 
-def describe_software(plan: Plan) -> Software:
-    """Return how this trainer runs the plan's configuration."""
+def describe_software(plan: Plan, hardware: Hardware) -> Software:
+    """Return how this trainer runs the plan's configuration on a kind of device."""
     config = plan.config
     # What the flags change. The rest is the trainer itself.
     return replace(
         TRAINER,
+        flash=hardware.has_flash,
+        overhead=TRAINER.overhead if hardware.has_gpu else _CPU_OVERHEAD,
+        # A compiled layer has fused kernels.
+        pointwise=1.0 if config.kernels.use_torch_compile else TRAINER.pointwise,
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
         dropout=config.model.hidden_dropout > 0,
         half=config.precision.bf16 or config.precision.fp16,
@@ -94,7 +101,7 @@ def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
             plan.shape,
             describe_layout(plan),
             plan.batch_size.final,
-            describe_software(plan),
+            describe_software(plan, hardware),
             hardware,
         )
     )
@@ -102,7 +109,7 @@ def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
 
 def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
     """Return whether the plan has no errors, and the hardware a peak for its precision."""
-    known = describe_software(plan).half or hardware.fp32_tflops is not None
+    known = describe_software(plan, hardware).half or hardware.fp32_tflops is not None
     return not plan.errors and known
 
 
@@ -124,7 +131,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         plan.batch_size.final,
         plan.world_size,
         hardware,
-        describe_software(plan),
+        describe_software(plan, hardware),
         # DeepSpeed has neither of them (`megatron/engine/support.py`).
         virtual=1 if deepspeed else None,
         hsdp=False if deepspeed else None,

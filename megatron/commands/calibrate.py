@@ -25,6 +25,7 @@ import tyro
 import yaml
 
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_source import read_source
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
@@ -63,7 +64,9 @@ class CalibrateArguments:
 def main(argv: list[str] | None = None) -> int:
     """Write the hardware file of `argv` and return the exit code."""
     own, training = split_at_double_dash(sys.argv[1:] if argv is None else argv)
-    options = tyro.cli(CalibrateArguments, args=own, prog="calibrate.py", description=__doc__)
+    options = parse_arguments(
+        CalibrateArguments, args=own, prog="calibrate.py", description=__doc__
+    )
     return run_tool(lambda: calibrate(options, training or []))
 
 
@@ -148,7 +151,7 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
     loaded = load_config(list(source.arguments), prog="calibrate.py")
     plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
     plan.raise_on_errors()
-    if not describe_software(plan).half:
+    if not describe_software(plan, base).half:
         # gemm_share is that of Tensor Cores, and fp32 does not use them.
         raise ConfigError(
             "the run is in fp32, whose share of the peak says nothing about bf16; calibrate with a "

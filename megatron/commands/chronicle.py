@@ -14,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.errors import DataError
 from megatron.observe.chronicle import CHRONICLE, append_event
@@ -93,9 +94,9 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     # A folder of the name `note` can be given as ./note.
     if given[:1] == ["note"]:
-        note = tyro.cli(NoteArguments, args=given[1:], description=__doc__)
+        note = parse_arguments(NoteArguments, args=given[1:], description=__doc__)
         return run_tool(lambda: add_note(note))
-    report = tyro.cli(ReportArguments, args=given, description=__doc__)
+    report = parse_arguments(ReportArguments, args=given, description=__doc__)
     return run_tool(lambda: write_report(report))
 
 

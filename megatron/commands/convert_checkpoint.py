@@ -21,7 +21,7 @@ Exit code 0 means success. Exit code 2 means that nothing was converted.
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -29,6 +29,7 @@ from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.convert.export import SHARD_BYTES, ExportOptions, export_checkpoint
 from megatron.convert.from_megatron import MegatronImport, System, import_megatron
@@ -237,7 +238,9 @@ def main(argv: list[str] | None = None) -> int:
     """Convert what `argv` names and return the exit code."""
     # Flags of another trainer are not parsed here. They go to the parser of training runs.
     words, flags = split_at_double_dash(argv)
-    command = tyro.cli(Command, args=words, description=__doc__)
+    # mypy has no type for a union as a value.
+    union: Any = Command
+    command: Command = parse_arguments(union, args=words, description=__doc__)
 
     def convert() -> int:
         # Checkpoints of Megatron have their arguments, so flags would be ignored.

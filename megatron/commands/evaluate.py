@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from megatron.commands.generate import GenerateArguments, load
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
 from megatron.durable import replace_file
 from megatron.errors import ConfigError
@@ -292,7 +291,7 @@ def run(arguments: EvaluateArguments) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Evaluate what `argv` names and return the exit code."""
-    arguments = tyro.cli(EvaluateArguments, args=argv, description=__doc__)
+    arguments = parse_arguments(EvaluateArguments, args=argv, description=__doc__)
     return run_on_ranks(lambda: run(arguments))
 
 

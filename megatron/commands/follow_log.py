@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.errors import ConfigError, MegatronError
 from megatron.operations.hub.client import Hub, HubUnavailableError
 from megatron.operations.hub.follow import Follower
@@ -82,7 +83,7 @@ def follow(
 
 def main(argv: list[str] | None = None) -> int:
     """Follow the log that `argv` names and return the exit code."""
-    given = tyro.cli(FollowLog, args=argv, description=__doc__)
+    given = parse_arguments(FollowLog, args=argv, description=__doc__)
     try:
         if given.lines < 0 or not (0 < given.every < math.inf and 0 < given.timeout < math.inf):
             raise ConfigError(

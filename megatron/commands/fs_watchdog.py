@@ -22,6 +22,7 @@ from pathlib import Path
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.errors import OperationsError
 from megatron.operations.monitor.alerts import Outlets, deliver
@@ -45,7 +46,7 @@ class WatchdogArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Check all disks, deliver the alerts, and return the exit code."""
-    given = tyro.cli(WatchdogArguments, args=argv, description=__doc__)
+    given = parse_arguments(WatchdogArguments, args=argv, description=__doc__)
     return run_tool(lambda: _watch(given))
 
 

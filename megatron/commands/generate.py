@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.ranks import Work, build_ranks
 from megatron.checkpoint.verification import ensure_undisturbed
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
 from megatron.errors import ConfigError
 from megatron.generate.generation import (
@@ -347,7 +346,7 @@ def run(arguments: GenerateArguments) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the continuations that `argv` asks for and return the exit code."""
-    arguments = tyro.cli(GenerateArguments, args=argv, description=__doc__)
+    arguments = parse_arguments(GenerateArguments, args=argv, description=__doc__)
     return run_on_ranks(lambda: run(arguments))
 
 

@@ -31,9 +31,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from megatron.byte_size import format_bytes
+from megatron.commands.parse import parse_arguments
 from megatron.errors import ConfigError, MegatronError, OperationsError
 from megatron.operations.hub.checkpoints import push_checkpoints
 from megatron.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
@@ -204,7 +203,7 @@ def check(given: HubSync) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool and return the exit code."""
-    given = tyro.cli(HubSync, args=argv, description=__doc__)
+    given = parse_arguments(HubSync, args=argv, description=__doc__)
     try:
         check(given)
     except ConfigError as error:

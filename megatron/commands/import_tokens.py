@@ -9,8 +9,7 @@ file is one document. The ids stay as they are.
 
 import sys
 
-import tyro
-
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.plural import format_count
 from megatron.preprocess.token_files import TokenFiles, TokenType, import_token_files
@@ -44,7 +43,7 @@ def import_tokens(
 
 def main(argv: list[str] | None = None) -> int:
     """Import the files that `argv` names and return the exit code."""
-    return run_tool(lambda: tyro.cli(import_tokens, args=argv))
+    return run_tool(lambda: parse_arguments(import_tokens, args=argv))
 
 
 if __name__ == "__main__":

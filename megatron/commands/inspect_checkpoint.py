@@ -47,6 +47,7 @@ from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.verification import Verification, ensure_undisturbed, format_shape, verify
+from megatron.commands.parse import parse_arguments
 from megatron.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.model.shape import ModelShape
 from megatron.plain_text import make_plain, make_plain_lines
@@ -99,7 +100,7 @@ class InspectionReport:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report that `argv` asks for and return the exit code."""
-    given = tyro.cli(InspectCheckpointArguments, args=argv, description=__doc__)
+    given = parse_arguments(InspectCheckpointArguments, args=argv, description=__doc__)
     try:
         # Each flag selects another report, and a JSON output can hold only one of them.
         if sum((given.parameters, given.verify, given.compare is not None, given.config)) > 1:

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.errors import ConfigError
 from megatron.preprocess.flags import TokenizerFlags
@@ -49,7 +50,7 @@ class InspectDatasetArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report that `argv` asks for and return the exit code."""
-    given = tyro.cli(InspectDatasetArguments, args=argv, description=__doc__)
+    given = parse_arguments(InspectDatasetArguments, args=argv, description=__doc__)
     return run_tool(lambda: _inspect(given))
 
 

@@ -8,8 +8,7 @@ The result is a new data set. The inputs stay as they are.
 
 import sys
 
-import tyro
-
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.preprocess.merge import merge_datasets
 
@@ -29,7 +28,7 @@ def merge(input: tuple[str, ...], output_prefix: str, overwrite: bool = False) -
 
 def main(argv: list[str] | None = None) -> int:
     """Merge the data sets that `argv` names and return the exit code."""
-    return run_tool(lambda: tyro.cli(merge, args=argv))
+    return run_tool(lambda: parse_arguments(merge, args=argv))
 
 
 if __name__ == "__main__":

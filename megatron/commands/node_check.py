@@ -15,8 +15,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from megatron.commands.parse import parse_arguments
 from megatron.errors import MegatronError
 from megatron.operations.slurm.node_report import NodeLimits, NodeReport, write
 
@@ -31,7 +30,9 @@ class NodeCheckArguments(NodeLimits):
 
 def main(argv: list[str] | None = None) -> int:
     """Check this rank's node and return the exit code."""
-    options = tyro.cli(NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__)
+    options = parse_arguments(
+        NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__
+    )
     try:
         options.check()
     except MegatronError as error:

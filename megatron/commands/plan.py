@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_cost import (
     CostOptions,
     build_cost_json,
@@ -69,6 +70,7 @@ from megatron.schedule.progress import ForecastPoint
 _ASSUMED = {
     "ranks_per_node": 1,
     "device_memory_gib": 1e-9,
+    "usable_share": 1e-9,
     "failures_per_1000_node_days": 1e-9,
     "restart_minutes": 1e-9,
     "save_gb_per_second": 1e-9,
@@ -102,12 +104,17 @@ class PlanArguments:
     """Follow the branches, loops and functions of a script. Without it, the last assignment before
     the training command applies. No command runs, so values of $(...) stay unknown. If this system
     cannot contain the shell, the script is refused."""
-    hardware: str = "a100-80g"
-    """Kind of the devices and their cluster: v100-32g, a100-40g, a100-80g (or a100), jean-zay-a100,
-    h100, h100-96g, h200, gh200, b200, or a YAML file of your own (docs/planner.md)."""
+    hardware: str | None = None
+    """Kind of the devices and their cluster: v100-32g, a10, a100-40g, a100-80g (or a100),
+    jean-zay-a100, h100, h100-96g, h100-pcie, h200, gh200, b200, l40s, rtx-3090, rtx-4090, cpu (no
+    GPU), or a YAML file of your own (docs/planner.md). Default: cpu with --distributed-backend
+    gloo, otherwise a100-80g."""
     device_memory_gib: float | None = None
-    """Memory of a device in GiB, to report whether each rank fits. Default: that of --hardware. The
-    report adds a margin itself (docs/planner.md)."""
+    """Memory of a device in GiB (2^30 bytes), to report whether each rank fits. Default: that of
+    --hardware."""
+    usable_share: float | None = None
+    """Share of this memory that a layout may need and still fit. Layouts above it may fit, and are
+    listed after those that fit. Default: that of --hardware, 0.9."""
     ranks_per_node: int | None = None
     """Ranks of a node. They share its fast links, and --sharding-strategy hsdp shards over them.
     Default: the ranks that the script starts on a node, otherwise those of --hardware."""
@@ -152,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     if wants_preset_list(training):
         print(format_preset_table())
         return 0
-    options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)
+    options = parse_arguments(PlanArguments, args=own, prog="plan.py", description=__doc__)
 
     def work() -> int:
         try:
@@ -233,7 +240,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             "--world-size is not given: planned for one replica of the model, "
             f"{format_count(world_size, 'process', 'processes')}."
         )
-    hardware = _choose_hardware(options, source)
+    hardware = _choose_hardware(options, source, parallel.distributed_backend == "gloo")
     # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
@@ -310,9 +317,10 @@ def _check_numbers(options: PlanArguments) -> None:
     for name, least in _ASSUMED.items():
         value = getattr(options, name)
         # A comparison with NaN is False.
-        if value is not None and not least <= value <= _MOST_ASSUMED:
+        most = 1 if name.endswith("_share") else _MOST_ASSUMED
+        if value is not None and not least <= value <= most:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {value} must be from {least:g} to {_MOST_ASSUMED:g}."
+                f"--{name.replace('_', '-')} {value} must be from {least:g} to {most:g}."
             )
 
 
@@ -380,11 +388,13 @@ def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
         draw_pipeline(prediction, options.picture)
 
 
-def _choose_hardware(options: PlanArguments, source: CommandSource) -> Hardware:
+def _choose_hardware(options: PlanArguments, source: CommandSource, on_cpus: bool) -> Hardware:
     """Return the hardware, with the ranks of a node as given or as the script starts them."""
-    hardware = load_hardware(options.hardware)
+    hardware = load_hardware(options.hardware or ("cpu" if on_cpus else "a100-80g"))
     if options.device_memory_gib is not None:
         hardware = replace(hardware, memory_gib=options.device_memory_gib)
+    if options.usable_share is not None:
+        hardware = replace(hardware, usable_share=options.usable_share)
     given = options.ranks_per_node or source.ranks_per_node
     return replace(hardware, ranks_per_node=given or hardware.ranks_per_node)
 

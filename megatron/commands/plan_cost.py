@@ -5,6 +5,7 @@ predicts.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,14 +73,24 @@ def predict_goodput(plan: Plan, hardware: Hardware, options: CostOptions) -> Pla
     return estimate_goodput(Reliability(hours, 60 * options.restart_minutes, save))
 
 
+def predict_days(plan: Plan, prediction: StepPrediction) -> float | None:
+    """Predict the days of the run without failures. None if its length in tokens is not known."""
+    if plan.train_seconds is not None or not plan.train_tokens:
+        return None
+    return plan.train_tokens / (prediction.tokens_per_second * plan.world_size) / 86400
+
+
 def predict_run(
     plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
 ) -> RunCost | None:
-    """Predict what the complete run costs. None if its length in tokens is not known."""
-    if plan.train_seconds is not None or not plan.train_tokens:
+    """Predict what the complete run costs.
+
+    None if its length in tokens is not known, or if the layout does not fit, so that it has no
+    cost.
+    """
+    days = predict_days(plan, prediction)
+    if days is None or prediction.verdict is Verdict.DOES_NOT_FIT:
         return None
-    seconds = plan.train_tokens / (prediction.tokens_per_second * plan.world_size)
-    days = seconds / 86400
     # Goodput is the useful share of the wall time, so the rest is added here.
     wall = days / goodput.useful
     footprint = estimate_footprint(
@@ -115,10 +126,10 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
 
 
 def build_verdict_json(prediction: StepPrediction) -> dict[str, Any]:
-    """Return the peak memory and whether it fits, as plain data."""
+    """Return the peak memory, what it may be, and whether it fits, as plain data."""
     return {
-        "peak_bytes": prediction.peak.predicted,
-        "peak_bytes_with_margin": prediction.peak.with_margin,
+        "peak_bytes": prediction.peak_bytes,
+        "usable_bytes": prediction.job.hardware.usable_bytes,
         "verdict": prediction.verdict,
     }
 
@@ -167,6 +178,7 @@ def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[st
             f"{prediction.seconds:,.3g} s on {hardware.name}, at batch size "
             f"{plan.batch_size.final:,}",
         ),
+        *_format_missing_gpu(hardware),
         *_format_precision(plan, hardware),
         *_format_breakdown(prediction),
         _format_row(
@@ -192,15 +204,30 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _format_days(days: float) -> str:
-    """Return a duration in days, or in hours if it is shorter than a day."""
-    if days < 1:
-        return f"{_format_number(24 * days)} hours"
-    return f"{_format_number(days)} days"
+def format_days(days: float) -> str:
+    """Return a duration in days, or in a smaller unit if it is shorter."""
+    return _format_in(days, (("days", 1), ("hours", 24), ("minutes", 1440), ("seconds", 86400)))
+
+
+def _format_in(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a value in the first unit in which it is at least 1, or in the last one.
+
+    `units` has names and how many of each are one of the value's own unit, the largest unit first.
+    """
+    fitting = (each for each in units if value * each[1] >= 1)
+    unit, count = next(fitting, units[-1])
+    return f"{_format_number(value * count)} {unit}"
 
 
 def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
+
+
+def _format_missing_gpu(hardware: Hardware) -> list[str]:
+    """Return a row about a run without GPUs."""
+    if hardware.has_gpu:
+        return []
+    return [_format_row("  devices", "CPUs. The run has no GPU, and its prediction is rough")]
 
 
 def _format_precision(plan: Plan, hardware: Hardware) -> list[str]:
@@ -227,11 +254,13 @@ def _format_breakdown(prediction: StepPrediction) -> list[str]:
             f"{'#' * round(_BAR * seconds / total)}",
         )
         for name, seconds in parts
+        # The others would be shown as 0.0 %.
+        if seconds >= 0.0005 * total
     ]
 
 
 def _format_memory(prediction: StepPrediction) -> list[str]:
-    limit = prediction.job.hardware.memory_gib
+    hardware = prediction.job.hardware
     totals = [rank.total / 2**30 for rank in prediction.memory]
     fullest = totals.index(max(totals))
     verdict = prediction.verdict
@@ -244,9 +273,9 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
     lines = [
         _format_row(
             "  peak memory",
-            f"{totals[fullest]:,.1f}, with margin {prediction.peak.with_margin / 2**30:,.1f}, of "
-            f"{limit:,.1f} GiB: {verdict if verdict is Verdict.FITS else verdict.upper()} "
-            f"({kinds})",
+            f"{totals[fullest]:,.1f} of {hardware.memory_gib:,.1f} GiB, of which "
+            f"{100 * hardware.usable_share:g} % may be used: "
+            f"{verdict if verdict is Verdict.FITS else verdict.upper()} ({kinds})",
         )
     ]
     if len(totals) > 1:
@@ -263,18 +292,20 @@ def _format_run(
         prediction.job.hardware.ranks_per_node,
         options.failures_per_1000_node_days,
     )
+    if prediction.verdict is Verdict.DOES_NOT_FIT:
+        return [_format_row("predicted run", "none, because the layout does not fit")]
     lines = []
     run = predict_run(plan, prediction, goodput, options)
     if run is not None:
         lines.append(
             _format_row(
                 "predicted run",
-                f"{_format_days(run.days)}, {_format_days(run.days_with_failures)} with failures; "
-                f"{run.footprint.device_hours:,.0f} GPU-hours, "
-                f"{_format_number(run.footprint.megawatt_hours)} MWh, "
-                f"{_format_number(run.footprint.tonnes)} t CO2e",
+                ", ".join([format_days(run.days), *_list_cost(run, prediction)]),
             )
         )
+        if 86400 * run.days < goodput.save_interval_seconds:
+            # A short run ends before the first save, and hardly ever fails.
+            return lines
     # People set --save-interval in iterations.
     steps = max(1, round(goodput.save_interval_seconds / prediction.seconds))
     lines.append(
@@ -285,6 +316,25 @@ def _format_run(
         )
     )
     return lines
+
+
+def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:
+    """Return what a run costs, without what is next to nothing."""
+    parts = []
+    # Below a thousandth, both durations are shown as the same number.
+    if run.days_with_failures > 1.001 * run.days:
+        parts.append(f"{format_days(run.days_with_failures)} with failures")
+    footprint = run.footprint
+    if prediction.job.hardware.has_gpu and footprint.device_hours >= 0.5:
+        parts.append(f"{footprint.device_hours:,.0f} GPU-hours")
+    if footprint.megawatt_hours >= 1e-6:
+        units = (("MWh", 1), ("kWh", 1e3), ("Wh", 1e6))
+        parts.append(_format_in(footprint.megawatt_hours, units))
+    if footprint.tonnes >= 1e-6:
+        parts.append(
+            _format_in(footprint.tonnes, (("t CO2e", 1), ("kg CO2e", 1e3), ("g CO2e", 1e6)))
+        )
+    return parts
 
 
 def _simulate(prediction: StepPrediction, purpose: str) -> SimulatedPipeline:

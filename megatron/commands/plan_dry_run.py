@@ -89,13 +89,18 @@ def format_dry_run(plan: Plan, reports: list[RankReport]) -> list[str]:
 def _format_memory(report: RankReport) -> list[str]:
     rows = [("memory", "at the peak", "between steps")]
     rows += [
-        (kind, format_bytes(size), format_bytes(report.step.kept[kind]))
+        (kind, _format_gib(size), _format_gib(report.step.kept[kind]))
         for kind, size in report.step.peak.items()
     ]
     kept = sum(report.step.kept.values())
     # Kinds have different peaks. These are their sizes at the peak of the sum.
-    rows.append(("total", format_bytes(report.step.peak_bytes), format_bytes(kept)))
+    rows.append(("total", _format_gib(report.step.peak_bytes), _format_gib(kept)))
     return _format_table(rows)
+
+
+def _format_gib(size: float) -> str:
+    """Return a size as the rest of the plan does, and with digits for small models."""
+    return f"{size / 2**30:,.4g} GiB"
 
 
 def _format_collectives(report: RankReport) -> list[str]:

@@ -361,13 +361,13 @@ def _format_memory(plan: Plan) -> list[str]:
     else:
         where = ""
     rule = f"by the rule of {_MEMORY_RULES[plan.config.optimizer.optimizer]}{where}"
-    lines = [_format_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
+    lines = [_format_row("memory, GiB (2^30)", f"{'model':>12}{'a rank':>12}   {rule}")]
     for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
-        model = memory_bytes["model"][part] / 1e9
-        rank = memory_bytes["rank"][part] / 1e9
+        model = memory_bytes["model"][part] / 2**30
+        rank = memory_bytes["rank"][part] / 2**30
         lines.append(_format_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
     configured, kept, scores, again = (
-        memory_bytes[key] / 1e9
+        memory_bytes[key] / 2**30
         for key in (
             "activations",
             "activations_kept",
@@ -446,7 +446,7 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
                 f"  {each.name}",
                 f"{times.total:>12,.3g}   ({times.inside_nodes:,.3g} inside nodes, "
                 f"{times.between_nodes:,.3g} between them; step {each.step_seconds:,.3g} s; "
-                f"{each.memory / 1e9:,.1f} GB a rank: {each.verdict})",
+                f"{each.memory / 2**30:,.1f} GiB a rank: {each.verdict})",
             )
         )
     best = choose_strategy(estimates)
@@ -454,6 +454,6 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
         advice = "none fits in memory: use more tensor or pipeline ranks, or recomputation"
     else:
         # --search also changes the micro-batch and the grid.
-        verb = "fit" if best.verdict is Verdict.FITS else "may fit; none fits with a margin"
+        verb = "fit" if best.verdict is Verdict.FITS else "may fit; none fits with the margin"
         advice = f"{best.flags} (the shortest step of those that {verb})"
     return [*lines, _format_row("  recommended", advice)]

@@ -1,18 +1,24 @@
 """The search of layouts for a planned run: a table, a Pareto plot, and why a layout loses."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.commands.plan_cost import build_verdict_json
+from megatron.commands.plan_cost import build_verdict_json, format_days, predict_days
 from megatron.config.fields import all_fields, flatten
 from megatron.cost.hardware import Hardware
 from megatron.cost.layers import Seconds
 from megatron.cost.layout import RankLayout
 from megatron.cost.memory import Verdict
-from megatron.cost.search import SearchResult, find_pareto_front, search_layouts
+from megatron.cost.search import (
+    SearchResult,
+    find_enough_devices,
+    find_pareto_front,
+    search_layouts,
+)
 from megatron.cost.step import StepPrediction
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError
@@ -28,10 +34,13 @@ from megatron.plan_prediction import (
 )
 from megatron.plural import format_count
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _SHOWN = 10
 _SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")
 _MOST_DIGITS = 9
-_INDENT = 37 * " "
+_INDENT = 50 * " "
 """Width of the columns before the layout."""
 _EXPLAINED = {
     "tp": "tensor",
@@ -51,6 +60,8 @@ class PlannedSearch:
     result: SearchResult
     configured: StepPrediction
     """The plan's own layout."""
+    enough_devices: int | None = None
+    """If no layout fits, a number of devices with which one does. None if none was found."""
 
 
 def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
@@ -60,9 +71,11 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
         ConfigError: No layout is legal, or the hardware has no peak for fp32.
     """
     # The search treats each ConfigError as a layout that is not legal. So this one is raised first.
-    hardware.get_peak(half=describe_software(plan).half)
+    hardware.get_peak(half=describe_software(plan, hardware).half)
     space = build_search_space(plan, hardware)
-    return PlannedSearch(plan, search_layouts(space, _SHOWN), predict_plan(plan, hardware))
+    found = search_layouts(space, _SHOWN)
+    enough = None if found.fitting else find_enough_devices(space)
+    return PlannedSearch(plan, found, predict_plan(plan, hardware), enough)
 
 
 def format_flags(plan: Plan, layout: RankLayout) -> str:
@@ -83,11 +96,13 @@ def format_flags(plan: Plan, layout: RankLayout) -> str:
     return " ".join(words)
 
 
-def _build_candidate(prediction: StepPrediction, plan: Plan) -> dict[str, Any]:
+def _build_candidate(prediction: StepPrediction, search: PlannedSearch) -> dict[str, Any]:
     return {
         "layout": prediction.job.layout.describe(),
-        "flags": format_flags(plan, prediction.job.layout),
+        "flags": format_flags(search.plan, prediction.job.layout),
+        "other_virtual_stages": search.result.list_virtual_stages(prediction),
         "seconds": prediction.seconds,
+        "days": _predict_days_if_it_fits(prediction, search),
         **build_verdict_json(prediction),
     }
 
@@ -103,11 +118,13 @@ def build_search_json(
             part of a step.
     """
     report = {
-        "fastest": [_build_candidate(each, search.plan) for each in search.result.fastest],
-        "configured": _build_candidate(search.configured, search.plan),
+        "fastest": [_build_candidate(each, search) for each in search.result.fastest],
+        "configured": _build_candidate(search.configured, search),
         "fitting": len(search.result.fitting),
         "uncertain": len(search.result.uncertain),
         "too_large": search.result.too_large,
+        "smallest": _build_candidate(search.result.smallest, search),
+        "enough_devices": search.enough_devices,
     }
     if explained is None:
         return report
@@ -120,32 +137,44 @@ def build_search_json(
         name: {part.partition(" (")[0]: seconds for part, seconds in _list_costs(prediction)}
         for name, prediction in compared.items()
     }
-    built = _build_candidate(explained, search.plan)
+    built = _build_candidate(explained, search)
     return {**report, "explained": built, "seconds_by_part": parts}
 
 
 def format_search(search: PlannedSearch) -> list[str]:
     """Format the fastest layouts, each with what it loses to the first one."""
     found = search.result
+    hardware = search.configured.job.hardware
     total = len(found.fitting) + len(found.uncertain) + found.too_large
     lines = [
-        f"{total:,} layouts, of which {len(found.fitting):,} fit and {len(found.uncertain):,} may "
-        f"fit in {search.configured.job.hardware.memory_gib:g} GiB",
-        f"{'s/iteration':>12} {'GiB':>6} {'margin':>7} {'MFU, %':>7}  layout, and what it loses "
-        "to the first",
+        f"{total:,} layouts on {format_count(search.plan.world_size, 'device')} with "
+        f"{hardware.memory_gib:g} GiB",
+        f"  {len(found.fitting):,} fit: at most {hardware.usable_bytes / 2**30:,.1f} GiB, which is "
+        f"{100 * hardware.usable_share:g} % (--usable-share)",
+        f"  {len(found.uncertain):,} may fit: outside of this margin, and at most the memory",
+        f"  {found.too_large:,} do not fit",
     ]
+    lines += _format_shortage(search)
+    lines.append(
+        f"{'s/iteration':>12} {'run':>12} {'GiB':>6} {'memory':>7} {'MFU, %':>7}  layout, and what "
+        "it loses to the first"
+    )
     if not found.fastest:
-        lines.append(
-            f"none fits: use more than {format_count(search.plan.world_size, 'device')} "
-            "(--world-size), or devices with more memory"
-        )
-        return [*lines, "the layout that is given:", _format_candidate(search.configured)]
+        return [
+            *lines,
+            "the layout that needs least memory:",
+            _format_candidate(found.smallest, search),
+            "the layout that is given:",
+            _format_candidate(search.configured, search),
+        ]
     # Each one is compared with the first.
     best = found.fastest[0]
-    if best.verdict is not Verdict.FITS:
-        lines.append("none fits with the margin for what is outside of tensors; these may fit")
+    margin = best.verdict
     for prediction in found.fastest:
-        lines.append(_format_candidate(prediction))
+        if prediction.verdict is not margin:
+            margin = prediction.verdict
+            lines.append("outside of the margin, and faster than the first:")
+        lines.append(_format_candidate(prediction, search))
         if prediction is not best:
             lines.append(f"{_INDENT}{explain_difference(prediction, best)}")
     lines.append(
@@ -154,27 +183,51 @@ def format_search(search: PlannedSearch) -> list[str]:
     )
     if search.plan.can_mask_tokens(training=True) and search.plan.config.loss.loss_mean != "step":
         lines.append("another micro-batch size changes the loss of this run (--loss-mean)")
-    lines += ["the layout that is given:", _format_candidate(search.configured)]
+    lines += ["the layout that is given:", _format_candidate(search.configured, search)]
     if search.configured.seconds > best.seconds or search.configured.verdict is not Verdict.FITS:
         lines.append(f"{_INDENT}{explain_difference(search.configured, best)}")
     return lines
 
 
-def _format_candidate(prediction: StepPrediction) -> str:
+def _format_shortage(search: PlannedSearch) -> list[str]:
+    """Return what is lacking if no layout fits."""
+    if search.result.fitting:
+        return []
+    needed = search.result.smallest.peak_bytes / 2**30
+    usable = search.configured.job.hardware.usable_bytes / 2**30
+    text = f"none fits: the smallest need is {needed:,.1f} GiB, {needed - usable:,.1f} too much."
+    if search.enough_devices is not None:
+        return [f"{text} {search.enough_devices:,} devices would do (--world-size)"]
+    return [f"{text} No number of devices was found that helps. Use devices with more memory"]
+
+
+def _predict_days_if_it_fits(prediction: StepPrediction, search: PlannedSearch) -> float | None:
+    if prediction.verdict is Verdict.DOES_NOT_FIT:
+        return None
+    return predict_days(search.plan, prediction)
+
+
+def _format_candidate(prediction: StepPrediction, search: PlannedSearch) -> str:
     mfu = prediction.compute_mfu(causal=False)
-    peak = prediction.peak
+    share = prediction.peak_bytes / prediction.job.hardware.memory_bytes
     mark = "" if prediction.verdict is Verdict.FITS else f"  {prediction.verdict.upper()}"
+    days = _predict_days_if_it_fits(prediction, search)
+    others = search.result.list_virtual_stages(prediction)
+    stages = f" (or {', '.join(map(str, others))} virtual stages)" if others else ""
+    seconds = f"{prediction.seconds:,.3f}"
+    if prediction.seconds < 1:
+        seconds = f"{prediction.seconds:.3g}"
     return (
-        f"{prediction.seconds:>12,.3f} {peak.predicted / 2**30:>6.1f} "
-        f"{peak.with_margin / 2**30:>7.1f} {100 * mfu:>7.1f}  "
-        f"{prediction.job.layout.describe()}{mark}"
+        f"{seconds:>12} {'-' if days is None else format_days(days):>12} "
+        f"{prediction.peak_bytes / 2**30:>6.1f} {100 * share:>5.0f} % {100 * mfu:>7.1f}  "
+        f"{prediction.job.layout.describe()}{stages}{mark}"
     )
 
 
 def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
     """Return the reasons for which a layout is slower than the best one, the largest first."""
     if prediction.verdict is Verdict.DOES_NOT_FIT:
-        over = (prediction.peak.predicted - prediction.job.hardware.memory_bytes) / 2**30
+        over = (prediction.peak_bytes - prediction.job.hardware.memory_bytes) / 2**30
         return f"does not fit: {over:,.1f} GiB too much ({_name_largest_kind(prediction)})"
     lost = [
         (name, theirs - ours)
@@ -327,11 +380,11 @@ def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout
 
 def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> list[str]:
     """Format why a layout loses to the fastest one, part by part."""
-    lines = ["explained:", _format_candidate(prediction)]
+    lines = ["explained:", _format_candidate(prediction, search)]
     if not search.result.fastest:
         return [*lines, "no layout fits, so there is nothing to compare with"]
     best = search.result.fastest[0]
-    lines += ["the fastest:", _format_candidate(best)]
+    lines += ["the fastest:", _format_candidate(best, search)]
     lines.append(f"{'seconds of a step':<55}{'explained':>12}{'fastest':>12}{'lost':>10}")
     for name, theirs, ours in _compare(prediction, search):
         # A difference of -0.0001 would be shown as -0.000.
@@ -355,15 +408,48 @@ def _compare(prediction: StepPrediction, search: PlannedSearch) -> list[tuple[st
     return [(name, theirs, ours) for (name, theirs), (_, ours) in parts]
 
 
+def _set_time_axis(axes: "Axes", seconds: Sequence[float]) -> None:
+    """Choose the scale of the seconds, with plain numbers at its ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    # The slowest layouts may take a hundred times as long as the fastest.
+    if max(seconds) > 3 * min(seconds):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+
+
+def _name_points(axes: "Axes", front: Sequence[StepPrediction]) -> None:
+    """Write the layouts next to the points of the front, where there is room."""
+    last = None
+    for prediction in front:
+        size = prediction.peak_bytes / 2**30
+        # The names are lines of text. Points below each other need some distance.
+        if last is not None and last - size < 0.04 * axes.get_ylim()[1]:
+            continue
+        last = size
+        layout = prediction.job.layout
+        axes.annotate(
+            layout.describe().replace("sequence-parallel ", ""),
+            (prediction.lower_bound, size),
+            xytext=(6, 3),
+            textcoords="offset points",
+            fontsize=6,
+            bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5},
+        )
+
+
 def draw_pareto(search: PlannedSearch, path: Path) -> None:
     """Draw time against memory of all layouts that may fit, and the front that none beats in both.
 
     Raises:
         ConfigError: matplotlib is absent, or the file cannot be written.
     """
-    figure = make_figure(8, 5)
+    figure = make_figure(9, 6)
     axes = figure.add_subplot()
     found = search.result
+    hardware = search.configured.job.hardware
     # Most layouts are not simulated, so the axis has lower bounds.
     front = find_pareto_front([*found.fitting, *found.uncertain])
     for layouts, color, label in (
@@ -372,14 +458,14 @@ def draw_pareto(search: PlannedSearch, path: Path) -> None:
     ):
         axes.scatter(
             [each.lower_bound for each in layouts],
-            [each.peak.predicted / 2**30 for each in layouts],
+            [each.peak_bytes / 2**30 for each in layouts],
             s=8,
             color=color,
             label=label,
         )
     axes.plot(
         [each.lower_bound for each in front],
-        [each.peak.predicted / 2**30 for each in front],
+        [each.peak_bytes / 2**30 for each in front],
         marker="o",
         markersize=4,
         color="#4477aa",
@@ -388,15 +474,27 @@ def draw_pareto(search: PlannedSearch, path: Path) -> None:
     given = search.configured
     axes.scatter(
         [given.lower_bound],
-        [given.peak.predicted / 2**30],
+        [given.peak_bytes / 2**30],
         marker="x",
         color="#ee6677",
         label="given",
     )
-    # The slowest layouts take a hundred times as long as the fastest.
-    axes.set_xscale("log")
-    axes.set_xlabel("s/iteration, at least")
+    for limit, style, name in (
+        (hardware.memory_bytes, "-", f"memory of {hardware.name}"),
+        (hardware.usable_bytes, "--", f"{100 * hardware.usable_share:g} % of it"),
+    ):
+        axes.axhline(limit / 2**30, color="black", linewidth=0.8, linestyle=style, label=name)
+    _set_time_axis(axes, [each.lower_bound for each in (*found.fitting, *found.uncertain, given)])
+    _name_points(axes, front)
+    axes.set_xlabel("seconds of an iteration, at least")
     axes.set_ylabel("peak memory, GiB")
+    axes.set_ylim(bottom=0)
+    devices = format_count(search.plan.world_size, "device")
+    axes.set_title(
+        f"Layouts of {search.plan.parameters / 1e9:.3g}B parameters on {devices} "
+        f"({hardware.name}), batch size {search.plan.batch_size.final:,}",
+        fontsize=10,
+    )
     axes.legend(fontsize=8)
     try:
         save_figure(figure, path)

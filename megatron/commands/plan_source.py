@@ -53,6 +53,7 @@ _WITH_VALUE = frozenset(
         "--restart-minutes",
         "--save-gb-per-second",
         "--trace",
+        "--usable-share",
         "--world-size",
     }
 )

@@ -96,5 +96,5 @@ def _estimate(
         inner_ranks=layout.tensor,
     )
     changed = StepPrediction(job)
-    memory = round(changed.peak.predicted)
+    memory = round(changed.peak_bytes)
     return StrategyEstimate(name, flags, time, memory, changed.verdict, changed.seconds)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.errors import DataError
 from megatron.figure import make_figure, save_figure
@@ -197,7 +198,7 @@ def _read_log_curves(source: Path) -> Curves:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the picture that `argv` asks for and return the exit code."""
-    options = tyro.cli(PlotLoss, args=argv)
+    options = parse_arguments(PlotLoss, args=argv)
 
     def work() -> int:
         draw(

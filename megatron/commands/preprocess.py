@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.plural import format_count
 from megatron.preprocess.flags import TokenizerFlags
@@ -53,7 +54,7 @@ class PreprocessArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Tokenize the files that `argv` names and return the exit code."""
-    given = tyro.cli(PreprocessArguments, args=argv, description=__doc__)
+    given = parse_arguments(PreprocessArguments, args=argv, description=__doc__)
     job = PreprocessJob(
         input=given.input,
         output_prefix=given.output_prefix,

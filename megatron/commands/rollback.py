@@ -18,6 +18,7 @@ from typing import Annotated
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.errors import MegatronError
 from megatron.operations.rollback.execution import roll_back
 from megatron.operations.rollback.plan import RollbackRequest
@@ -36,7 +37,7 @@ class RollbackArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Roll back the run that `argv` names and return the exit code."""
-    given = tyro.cli(RollbackArguments, args=argv, description=__doc__)
+    given = parse_arguments(RollbackArguments, args=argv, description=__doc__)
     try:
         # An interrupted rollback is finished by the same command, perhaps from another folder.
         run = Path(os.path.realpath(given.run_folder))

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.tree import Config
@@ -65,7 +65,7 @@ class SampleRange:
 def main(argv: list[str] | None = None) -> int:
     """Print the text that `argv` (default: the command line) asks for and return the exit code."""
     own, training = split_at_double_dash(argv)
-    options = tyro.cli(
+    options = parse_arguments(
         SampleArguments, args=own, prog="sample_idxs_to_text.py", description=__doc__
     )
 

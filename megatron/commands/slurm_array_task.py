@@ -36,6 +36,7 @@ from pathlib import Path
 import tyro
 
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.parse import parse_arguments
 from megatron.errors import MegatronError, OperationsError
 from megatron.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.operations.slurm.array_task import run_array_task
@@ -91,7 +92,7 @@ class ArrayTaskArguments:
 def main(argv: list[str] | None = None) -> int:
     """Run the array task and return the exit code."""
     own, command = split_at_double_dash(argv)
-    options = tyro.cli(
+    options = parse_arguments(
         ArrayTaskArguments, args=own, prog="slurm_array_task.py", description=__doc__
     )
     if not command:

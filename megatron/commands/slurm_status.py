@@ -23,6 +23,7 @@ from pathlib import Path
 
 import tyro
 
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.operations.monitor.alerts import Outlets, deliver
 from megatron.operations.monitor.status import StatusLimits, WatchedRun, check_run
@@ -44,7 +45,7 @@ class SlurmStatusArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Check the run, deliver the alerts, and return the exit code."""
-    given = tyro.cli(SlurmStatusArguments, args=argv, description=__doc__)
+    given = parse_arguments(SlurmStatusArguments, args=argv, description=__doc__)
     return run_tool(lambda: _report_status(given))
 
 

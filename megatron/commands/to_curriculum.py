@@ -30,9 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
@@ -88,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
         end = _find_first_file(own)
         old = own[end:]
         own = own[:end]
-    options = tyro.cli(CurriculumArguments, args=own, prog="to_curriculum.py", description=__doc__)
+    options = parse_arguments(
+        CurriculumArguments, args=own, prog="to_curriculum.py", description=__doc__
+    )
     return run_tool(lambda: _translate(old, options))
 
 

@@ -10,8 +10,7 @@ tokenizer.json. Both forms give the same ids.
 
 import sys
 
-import tyro
-
+from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.preprocess.bpe_training import train_bpe
 
@@ -53,7 +52,7 @@ def train(
 
 def main(argv: list[str] | None = None) -> int:
     """Train the tokenizer that `argv` asks for and return the exit code."""
-    return run_tool(lambda: tyro.cli(train, args=argv))
+    return run_tool(lambda: parse_arguments(train, args=argv))
 
 
 if __name__ == "__main__":

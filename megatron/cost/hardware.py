@@ -26,7 +26,8 @@ class Hardware:
     peak_tflops: float
     """Dense peak of matrix products in bf16, or in fp16 if the device has no bf16."""
     memory_gib: float
-    """Memory of a device in GiB."""
+    """Memory of a device in GiB, as torch reports it. It is less than the GB of the data sheet, of
+    10^9 or 2^30 bytes, because the driver and error correction take some."""
     memory_tb_per_second: float
     """Nominal bandwidth of the memory in 10^12 bytes a second."""
     multiprocessors: int
@@ -39,8 +40,12 @@ class Hardware:
     """Nominal bandwidth of a device to other nodes, in one direction."""
     watts: float
     """Power limit of a device."""
+    has_gpu: bool = True
+    """Whether the device is a GPU, and not a CPU."""
     has_bf16: bool = True
     """Whether the device computes in bf16. It is written true or false."""
+    has_flash: bool = True
+    """Whether the device has a FlashAttention kernel. A GPU needs compute capability 8.0."""
     fp32_tflops: float | None = None
     """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
     does not use TF32 unless it is turned on."""
@@ -58,6 +63,9 @@ class Hardware:
     """Shortest time of a kernel."""
     hop_seconds: float = 5e-6
     """Latency of one hop of a ring."""
+    usable_share: float = 0.9
+    """Share of the memory that a layout may need and still fit. The rest is for what no prediction
+    has: fragments, and the buffers of communicators."""
     host_watts: float = 100.0
     """Power of the rest of the node for each device."""
 
@@ -82,6 +90,11 @@ class Hardware:
         return self.memory_gib * 2**30
 
     @property
+    def usable_bytes(self) -> float:
+        """Bytes that a layout may need and still fit with the margin."""
+        return self.usable_share * self.memory_bytes
+
+    @property
     def memory_rate(self) -> float:
         """Bytes a second that a pointwise kernel reads and writes."""
         return self.memory_tb_per_second * 1e12 * self.memory_share
@@ -100,6 +113,7 @@ class Hardware:
 _ALIASES = {"a100": "a100-80g"}
 """Short names of hardware files."""
 _COUNTS = ("multiprocessors", "ranks_per_node")
+_SWITCHES = ("has_gpu", "has_bf16", "has_flash")
 _LEAST = 1e-9
 _MOST = 1e9
 """No number of a hardware is outside of these, whatever its unit."""
@@ -158,12 +172,19 @@ _DEVICES = (
     ("B200", "b200"),
     ("H200", "h200"),
     ("H100 80GB HBM3", "h100"),
+    ("H100 PCIe", "h100-pcie"),
+    ("L40S", "l40s"),
+    ("A10", "a10"),
+    ("RTX 3090", "rtx-3090"),
+    ("RTX 4090", "rtx-4090"),
     ("A100 SXM4 80GB", "a100-80g"),
     ("A100 SXM4 40GB", "a100-40g"),
     ("V100 SXM2 32GB", "v100-32g"),
     ("V100 SXM3 32GB", "v100-32g"),
 )
 """Part of a device's name -> its hardware file. The first match wins."""
+_VARIANTS = (" TI ", " D ", " LAPTOP ", " MIG ")
+"""Words of a device's name that make it another device."""
 
 
 def find_hardware(device_name: str) -> Hardware | None:
@@ -174,8 +195,10 @@ def find_hardware(device_name: str) -> Hardware | None:
     # Names are spelled with and without hyphens. Complete words are compared, as GH200 contains
     # H200.
     words = f" {device_name.replace('-', ' ')} ".upper()
+    if any(variant in words for variant in _VARIANTS):
+        return None
     for part, name in _DEVICES:
-        if f" {part} " in words:
+        if f" {part.upper()} " in words:
             return load_hardware(name)
     return None
 
@@ -243,7 +266,7 @@ def _read_value(key: str, node: yaml.Node) -> float | str | bool:
         if not text.isprintable() or not text:
             raise ValueError(f"name is {text!r}; it must be a printable text.")
         return text
-    if key == "has_bf16":
+    if key in _SWITCHES:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{key} is {text!r}; it must be true or false.")
         return text.lower() == "true"

@@ -256,7 +256,12 @@ class LayerTimes:
         """Return the attention kernel of a layer with this window."""
         if self._software.counts_tensors:
             windowed = window is not None and window < self._length
-            return choose_kernel(self._shape, half=self._software.half, windowed=windowed)
+            return choose_kernel(
+                self._shape,
+                half=self._software.half,
+                flash=self._software.flash,
+                windowed=windowed,
+            )
         return "flash" if self._software.flash else "none"
 
     def _estimate_scores(self, heads: int, width: int) -> Passes:

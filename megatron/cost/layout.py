@@ -114,7 +114,8 @@ class Software:
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks also share what lies between the matrix products."""
     flash: bool = True
-    """Attention has a flash kernel, so scores are never in memory."""
+    """Attention has a flash kernel, so scores are never in memory. Without one, this trainer has
+    the kernel that torch chooses (`cost.tensors.choose_kernel`)."""
     pointwise: float = 1.0
     """Memory traffic of pointwise operations relative to fused kernels."""
     kernel_gap: float = 0.0
@@ -164,9 +165,10 @@ class Software:
     held_logit_bytes: int = 8
     """Memory of the loss for each logit."""
     overhead: Overhead = Overhead()
-    margin: Overhead | None = None
-    """The overhead with which a layout must fit, if it is larger than what is predicted."""
 
+
+EAGER_POINTWISE = 3.2
+"""Memory traffic of pointwise operations without torch.compile, relative to fused kernels."""
 
 SOFTWARE = {
     each.name: each
@@ -239,7 +241,7 @@ SOFTWARE = {
         # The loss has bf16 logits, an fp32 copy of them, their log-softmax and two gradients.
         Software(
             "fsdp-eager",
-            pointwise=2.5,
+            pointwise=EAGER_POINTWISE,
             hidden_data=1.0,
             contention=0.15,
             dropout=False,
@@ -248,16 +250,15 @@ SOFTWARE = {
             held_logit_bytes=16,
         ),
         # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. No GPU run of it has been
-        # measured yet, so its constants are those of FSDP, and its memory has a margin.
+        # measured yet, so its constants are those of FSDP without compilation.
         Software(
             "trainer",
-            pointwise=1.5,
+            pointwise=EAGER_POINTWISE,
             hidden_data=1.0,
             contention=0.15,
             hidden_pipeline=True,
             overlaps_entries=True,
             counts_tensors=True,
-            margin=_MEASURED,
         ),
     )
 }

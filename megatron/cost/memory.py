@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from megatron.config.parallel import ParallelConfig
+from megatron.cost.hardware import Hardware
 from megatron.cost.layout import RankLayout, Software
 from megatron.cost.peak import find_peak
 from megatron.errors import ConfigError
@@ -66,27 +67,19 @@ class Verdict(StrEnum):
     """Whether a layout fits in the memory of a device."""
 
     FITS = "fits"
-    """The layout fits with the margin for memory outside of tensors."""
+    """The layout needs at most the usable share of the memory."""
     MAY_FIT = "may fit"
-    """The layout fits only without the margin."""
+    """The layout needs more than that, and at most the memory. It is outside of the margin."""
     DOES_NOT_FIT = "does not fit"
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Peak memory in bytes of the device that needs the most."""
-
-    predicted: float
-    with_margin: float
-    """At least `predicted`."""
-
-    def judge(self, memory_bytes: float) -> Verdict:
-        """Return the verdict for a device with this many bytes."""
-        if self.with_margin <= memory_bytes:
-            return Verdict.FITS
-        if self.predicted <= memory_bytes:
-            return Verdict.MAY_FIT
-        return Verdict.DOES_NOT_FIT
+def judge_peak(peak_bytes: float, hardware: Hardware) -> Verdict:
+    """Return whether a peak of this many bytes fits in the memory of a device."""
+    if peak_bytes <= hardware.usable_bytes:
+        return Verdict.FITS
+    if peak_bytes <= hardware.memory_bytes:
+        return Verdict.MAY_FIT
+    return Verdict.DOES_NOT_FIT
 
 
 def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:

@@ -20,6 +20,8 @@ _SHARES = (Fraction(1), Fraction(3, 4), Fraction(2, 3), Fraction(1, 2), Fraction
 """Shares of recomputed layers that are tried."""
 _MAX_MICRO_BATCH = 16
 _MAX_VIRTUAL = 16
+_MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Multiples of a number of devices that are tried if it is too small."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,31 @@ class SearchResult:
 
     fastest: tuple[StepPrediction, ...]
     """The fastest that fit, simulated, fastest first. After them come those that may fit and are
-    faster than the first. If none fits, the fastest that may fit."""
+    faster than the first. If none fits, the fastest that may fit. Layouts that differ only in how
+    layers are divided into stages are one entry, the fastest of them."""
     fitting: tuple[StepPrediction, ...]
     """All that fit, by the lower bounds of their times."""
     uncertain: tuple[StepPrediction, ...]
     """All that may fit, by the lower bounds of their times."""
     too_large: int
     """Number of layouts that do not fit in memory."""
+    smallest: StepPrediction
+    """The layout that needs least memory of all."""
+
+    def list_virtual_stages(self, chosen: StepPrediction) -> list[int]:
+        """Return the other numbers of virtual stages with which the layout fits or may fit."""
+        key = _ignore_stages(chosen.job.layout)
+        numbers = {
+            each.job.layout.virtual
+            for each in (*self.fitting, *self.uncertain)
+            if _ignore_stages(each.job.layout) == key
+        }
+        return sorted(numbers - {chosen.job.layout.virtual})
+
+
+def _ignore_stages(layout: RankLayout) -> RankLayout:
+    """Return the layout without what divides the layers into stages."""
+    return replace(layout, virtual=1, partition="uniform")
 
 
 def list_divisors(number: int) -> list[int]:
@@ -177,7 +197,9 @@ def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayo
     """Yield ZeRO stages. Higher ones communicate for each microbatch of a pipeline."""
     stages = [space.zero_stage]
     if space.zero_stage is None:
-        stages = [1] if base.pipeline > 1 else [1, 3]
+        # One data-parallel rank has nothing to shard, so that all stages are the same.
+        alone = base.data * base.context == 1
+        stages = [1] if alone or base.pipeline > 1 else [1, 3]
     for stage in stages:
         assert stage is not None, "a ZeRO stage was chosen"
         if not (stage == 3 and space.hsdp):
@@ -215,15 +237,7 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
         ConfigError: No layout is legal.
     """
     found: dict[Verdict, list[StepPrediction]] = {verdict: [] for verdict in Verdict}
-    for layout in iterate_layouts(space):
-        try:
-            shape = space.get_shape(layout.tensor)
-            prediction = StepPrediction(
-                StepJob(shape, layout, space.batch_size, space.software, space.hardware)
-            )
-        except ConfigError:
-            # The layers or the vocabulary cannot be divided so.
-            continue
+    for prediction in _predict_layouts(space):
         found[prediction.verdict].append(prediction)
     if not any(found.values()):
         raise ConfigError(
@@ -240,7 +254,32 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
         tuple(found[Verdict.FITS]),
         tuple(found[Verdict.MAY_FIT]),
         len(found[Verdict.DOES_NOT_FIT]),
+        min((each for some in found.values() for each in some), key=lambda each: each.peak_bytes),
     )
+
+
+def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
+    """Yield a prediction for each legal layout of the space.
+
+    Shares that recompute the same number of layers in each stage are one layout.
+    """
+    seen = set()
+    for layout in iterate_layouts(space):
+        try:
+            shape = space.get_shape(layout.tensor)
+            prediction = StepPrediction(
+                StepJob(shape, layout, space.batch_size, space.software, space.hardware)
+            )
+        except ConfigError:
+            # The layers or the vocabulary cannot be divided so.
+            continue
+        if layout.recompute == "full":
+            counts = prediction.count_recomputed_layers()
+            key = (replace(layout, recomputed_share=Fraction(1)), counts)
+            if key in seen:
+                continue
+            seen.add(key)
+        yield prediction
 
 
 def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[StepPrediction, ...]:
@@ -252,8 +291,26 @@ def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[Step
             break
         best.append(prediction)
         best.sort(key=lambda each: each.seconds)
-        del best[count:]
+        # The first of each group is the fastest of it.
+        groups: dict[RankLayout, StepPrediction] = {}
+        for each in best:
+            groups.setdefault(_ignore_stages(each.job.layout), each)
+        best = list(groups.values())[:count]
     return tuple(best)
+
+
+def find_enough_devices(space: SearchSpace) -> int | None:
+    """Return a number of devices with which a layout fits, for the model and batch of `space`.
+
+    Small multiples of the number in `space` are tried. None if none of them is enough.
+    """
+    # Small microbatches and full recomputation need least memory, so other layouts are left out.
+    smallest = replace(space, micro_batch=space.micro_batch or 1, recompute="full")
+    for factor in _MULTIPLES:
+        larger = replace(smallest, devices=factor * space.devices)
+        if any(each.verdict is Verdict.FITS for each in _predict_layouts(larger)):
+            return larger.devices
+    return None
 
 
 def find_pareto_front(predictions: Sequence[StepPrediction]) -> list[StepPrediction]:
@@ -264,8 +321,8 @@ def find_pareto_front(predictions: Sequence[StepPrediction]) -> list[StepPredict
     front = []
     # From fast to slow, each layout of the front needs less memory than all before it.
     least = float("inf")
-    for prediction in sorted(predictions, key=lambda each: (each.lower_bound, each.peak.predicted)):
-        if prediction.peak.predicted < least:
+    for prediction in sorted(predictions, key=lambda each: (each.lower_bound, each.peak_bytes)):
+        if prediction.peak_bytes < least:
             front.append(prediction)
-            least = prediction.peak.predicted
+            least = prediction.peak_bytes
     return front

@@ -14,12 +14,12 @@ from megatron.cost.kernels import estimate_memory_seconds
 from megatron.cost.layers import LayerTimes, Passes, Seconds
 from megatron.cost.layout import RankLayout, Software
 from megatron.cost.memory import (
-    PeakMemory,
     RankMemory,
     Verdict,
     build_schedule,
     build_stages,
     estimate_memory,
+    judge_peak,
 )
 from megatron.cost.parameter_traffic import (
     count_gather_bytes,
@@ -96,7 +96,7 @@ class StepPrediction:
         )
 
     @cached_property
-    def peak(self) -> PeakMemory:
+    def peak_bytes(self) -> float:
         """Memory of the rank that needs most.
 
         Earlier ranks have at least as many microbatches in flight. So of ranks with the same
@@ -114,10 +114,7 @@ class StepPrediction:
             stages=self.stages,
             ranks=list(first.values()),
         )
-        fullest = max(ranks, key=lambda rank: rank.total)
-        margin = job.software.margin or job.software.overhead
-        tensors = fullest.tensors
-        return PeakMemory(fullest.total, tensors + margin.estimate_bytes(tensors))
+        return max(rank.total for rank in ranks)
 
     def _describe_stages(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return what determines the memory of a pipeline rank, apart from its position."""
@@ -133,10 +130,15 @@ class StepPrediction:
             for stage in self.stages[rank :: self.job.layout.pipeline]
         )
 
+    def count_recomputed_layers(self) -> tuple[int, ...]:
+        """Return the number of layers of each stage that are recomputed completely."""
+        share = self.job.layout.layers_recomputed
+        return tuple(flops.count_recomputed_layers(stage.layers, share) for stage in self.stages)
+
     @property
     def verdict(self) -> Verdict:
         """Whether each rank fits in its device."""
-        return self.peak.judge(self.job.hardware.memory_bytes)
+        return judge_peak(self.peak_bytes, self.job.hardware)
 
     @property
     def stage_times(self) -> StageTimes:

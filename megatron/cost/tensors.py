@@ -25,16 +25,19 @@ Kernel = Literal["flash", "efficient", "none"]
 grouped queries. Without a kernel, the probabilities are in memory."""
 
 
-def choose_kernel(shape: ModelShape, *, half: bool, windowed: bool = False) -> Kernel:
+def choose_kernel(
+    shape: ModelShape, *, half: bool, flash: bool = True, windowed: bool = False
+) -> Kernel:
     """Return the attention kernel that torch chooses on a GPU.
 
     Args:
         shape: Sizes of the model.
         half: Whether it computes in bf16 or fp16.
+        flash: Whether the GPU has a flash kernel.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
     """
     biased = windowed or shape.config.position_embedding_type == "alibi"
-    if half and not biased:
+    if flash and half and not biased:
         return "flash"
     if shape.query_groups == shape.config.num_attention_heads:
         return "efficient"
@@ -179,7 +182,9 @@ class _Tensors:
         self.value = 2 if software.half else 4
         self.gradient_value = 4 if software.fused_gradients else self.value
         """Bytes of an element of a weight's gradient that FSDP2 holds."""
-        self._kernel = choose_kernel(shape, half=software.half, windowed=windowed)
+        self._kernel = choose_kernel(
+            shape, half=software.half, flash=software.flash, windowed=windowed
+        )
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
         per_value = self.value * self._tokens

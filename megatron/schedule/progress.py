@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedule.batch_size import BatchSizeSchedule
+from megatron.schedule.batch_size import BatchSizeSchedule, count_iterations_of_size
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.skip import SkipRange, find_range
@@ -83,11 +83,27 @@ class Forecast:
 
         `limit` is an iteration. It is returned if the tokens are not consumed by then.
         """
-        return next(
-            c.iteration
-            for c in self._iterate_counters()
-            if c.consumed_tokens >= tokens or c.iteration >= limit
-        )
+        iteration = samples = consumed = 0
+        for last, length in self._list_lengths(limit):
+            while consumed < tokens and iteration < last:
+                size = self.batch_size.get_size(samples, consumed)
+                steps = min(last - iteration, -(-(tokens - consumed) // (size * length)))
+                # Take all iterations of one size and length at once. A run may have millions.
+                same = count_iterations_of_size(self.batch_size, samples, consumed, length)
+                if same is not None:
+                    steps = min(steps, same)
+                iteration += steps
+                samples += steps * size
+                consumed += steps * size * length
+        return iteration
+
+    def _list_lengths(self, limit: int) -> list[tuple[int, int]]:
+        """Return (last iteration, sequence length) of each stretch of iterations up to `limit`."""
+        if self.curriculum is None:
+            return [(limit, self.seq_length)]
+        stages = list(self.curriculum.iterate_stages(1, limit))
+        ends = [start - 1 for start, _ in stages[1:]] + [limit]
+        return [(end, length) for end, (_, length) in zip(ends, stages, strict=False)]
 
     def _iterate_counters(self) -> Iterator[_Counters]:
         """Yield the counters after iteration 0, 1, 2, ..., without end.

@@ -94,8 +94,7 @@ def describe_prediction(plan: Plan, device_name: str) -> dict[str, Any]:
             "hardware": hardware.name,
             "seconds": round(prediction.seconds, 6),
             "batch_size": plan.batch_size.final,
-            "memory_gib": round(prediction.peak.predicted / 2**30, 2),
-            "memory_gib_with_margin": round(prediction.peak.with_margin / 2**30, 2),
+            "memory_gib": round(prediction.peak_bytes / 2**30, 2),
             "verdict": prediction.verdict,
         }
     }

@@ -1,12 +1,13 @@
 """Published measurements of training steps, and what the cost model predicts for them.
 
-`python tests/cost/published.py` prints the tables of docs/planner.md.
+`python tests/cost/published.py performance.json` prints the tables of docs/planner.md.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,17 @@ from megatron.cost.step import StepJob, StepPrediction
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
+MORE_ROWS = Path(__file__).resolve().parents[1] / "fixtures" / "published_steps.json"
+"""Rows that are not among the reference data."""
+
 FITTED = {
     "Korthikanti-2022, 530B full": "gemm_share of the A100",
     "BLOOM-topology, 72 layers TP 4 PP 12 DP 8": "kernel_gap, memory outside of tensors",
     "Megatron-Core-0.8-H100, 177B": "gemm_share of the H100",
     "fms-fsdp-llama2, 7b A100": "contention",
     "torchtitan-llama3.1-H100, 8B FSDP 8 GPU": "gemm_share at 500 W, traffic of eager kernels",
+    "torchtitan-A100, llama3-8b operators": "traffic of eager kernels",
+    "GPT-2-V100, 39B batch 3072": "gemm_share of the V100",
 }
 """Row -> the constants that were chosen on it. There is at most one for a table and hardware."""
 
@@ -99,7 +105,11 @@ def predict(
 
 
 def search(space: SearchSpace) -> StepPrediction:
-    """Return the fastest layout of what a row leaves open."""
+    """Return the fastest layout of what a row leaves open.
+
+    It ran, so all of the memory may be used.
+    """
+    space = replace(space, hardware=replace(space.hardware, usable_share=1.0))
     found = search_layouts(space, count=1).fastest
     assert found, f"no layout of {space} fits"
     return found[0]
@@ -186,7 +196,7 @@ def compare_bloom(row: dict[str, Any]) -> Iterator[Compared]:
         name += f" {row['heads']} heads"
     yield Compared(row["table"], name, "s", row["seconds"], step.seconds, layout.describe())
     # nvidia-smi prints MiB, which the chronicles round to "GB".
-    memory = step.peak.predicted / 2**30
+    memory = step.peak_bytes / 2**30
     yield Compared(row["table"], name, "GiB", row["gb_per_gpu"], memory, layout.describe())
 
 
@@ -285,8 +295,83 @@ def compare_torchtitan(row: dict[str, Any]) -> Iterator[Compared]:
     published = row["tokens_per_second_per_gpu"]
     chosen = layout.describe()
     yield Compared(row["table"], row["name"], "tokens/s", published, step.tokens_per_second, chosen)
-    memory = step.peak.predicted / 2**30
+    memory = step.peak_bytes / 2**30
     yield Compared(row["table"], row["name"], "GiB", row["gib"], memory, chosen)
+
+
+LLAMAS = {
+    "llama2-7b": (4096, 32, 32, 32, 11008),
+    "llama2-13b": (5120, 40, 40, 40, 13824),
+    "llama2-34b": (8192, 48, 64, 8, 22016),
+    "llama2-70b": (8192, 80, 64, 8, 28672),
+    "llama3-8b": (4096, 32, 32, 8, 14336),
+    "llama3-70b": (8192, 80, 64, 8, 28672),
+}
+"""Model -> hidden size, layers, heads, groups and feed-forward size."""
+
+
+def compare_eager(row: dict[str, Any]) -> Iterator[Compared]:
+    """Compare a run with FSDP and without torch.compile on A100."""
+    model = row["model"]
+    shape = make_llama(*LLAMAS[model], row["seq"], 128256 if "llama3" in model else 32000)
+    hardware = load_hardware("a100-80g")
+    software = SOFTWARE["fsdp-eager"]
+    hsdp = False
+    if row["table"] == "fms-fsdp-eager":
+        hardware = replace(hardware, network_gb_per_second=FMS_NETWORK["a100"])
+        # Its policy of mixed precision reduces in bf16.
+        software = replace(software, gradient_bytes=2)
+        hsdp = model == "llama2-7b"
+    space = SearchSpace(
+        shape,
+        row["micro_batch"] * row["gpus"],
+        row["gpus"],
+        hardware,
+        software,
+        tensor=1,
+        pipeline=1,
+        micro_batch=row["micro_batch"],
+        zero_stage=3,
+        recompute=row["recompute"],
+        hsdp=hsdp,
+    )
+    if row["recompute"] == "layer":
+        # Every second layer is recomputed.
+        layout = RankLayout(
+            data=row["gpus"],
+            micro_batch=row["micro_batch"],
+            zero_stage=3,
+            recompute="full",
+            recomputed_share=Fraction(1, 2),
+        )
+        best = StepPrediction(StepJob(shape, layout, space.batch_size, software, hardware))
+    else:
+        best = search(space)
+    yield Compared(
+        row["table"],
+        f"{model} {row['recompute']}",
+        "tokens/s",
+        row["tokens_per_second_per_gpu"],
+        best.tokens_per_second,
+        best.job.layout.describe(),
+    )
+
+
+def compare_v100(row: dict[str, Any]) -> Iterator[Compared]:
+    # Nodes of Jean Zay: 4 V100 with four Omni-Path links of 100 Gb/s.
+    hardware = replace(load_hardware("v100-32g"), ranks_per_node=4, network_gb_per_second=12.5)
+    layout = RankLayout(
+        tensor=row["tp"],
+        pipeline=row["pp"],
+        micro_batch=row["micro_batch"],
+        recompute="full",
+        zero_stage=0,
+    )
+    shape = make_row_shape(row)
+    step = predict(shape, layout, row["batch"], "megatron-lm-2021", hardware)
+    size = {48: "39B", 64: "52B"}[row["layers"]]
+    name = f"{size} batch {row['batch']}"
+    yield Compared(row["table"], name, "s", row["seconds"], step.seconds, layout.describe())
 
 
 def compare_nemo(row: dict[str, Any]) -> Iterator[Compared]:
@@ -333,8 +418,11 @@ COMPARISONS: dict[str, Callable[[dict[str, Any]], Iterator[Compared]]] = {
     "torchtitan-llama3.1-H100": compare_torchtitan,
     "NeMo-24.12-H100-FP8": compare_nemo,
     "llama3-405b": compare_llama3,
+    "torchtitan-A100": compare_eager,
+    "fms-fsdp-eager": compare_eager,
+    "GPT-2-V100": compare_v100,
 }
-"""Table of performance.json -> the function that compares one of its rows."""
+"""Table of rows -> the function that compares one of its rows."""
 
 
 def compare_all(rows: Sequence[dict[str, Any]]) -> list[Compared]:
@@ -372,7 +460,7 @@ def summarise(compared: Sequence[Compared]) -> str:
 
 
 if __name__ == "__main__":
-    everything = compare_all(read_rows(Path(sys.argv[1])))
+    everything = compare_all([*read_rows(Path(sys.argv[1])), *read_rows(MORE_ROWS)])
     times = [each for each in everything if each.quantity in ("s", "TFLOPs", "tokens/s")]
     others = [each for each in everything if each not in times]
     for part in (times, others):

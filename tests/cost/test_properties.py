@@ -84,7 +84,7 @@ def test_a_plan_with_the_flags_of_a_layout_has_its_prediction(flags, world_size)
         again = predict_plan(changed, hardware)
         assert again.job.layout.describe() == prediction.job.layout.describe()
         assert again.seconds == prediction.seconds
-        assert again.peak.predicted == prediction.peak.predicted
+        assert again.peak_bytes == prediction.peak_bytes
 
 
 def test_the_fastest_layout_loses_nothing_when_it_is_explained():
@@ -138,7 +138,7 @@ def test_the_parts_of_a_step_are_the_step():
         step = StepPrediction(job)
         assert sum(seconds for _, seconds in list_breakdown(step)) == pytest.approx(step.seconds)
         assert step.lower_bound <= step.seconds * (1 + 1e-9)
-        assert step.peak.predicted == max(rank.total for rank in step.memory)
+        assert step.peak_bytes == max(rank.total for rank in step.memory)
         assert all(size >= 0 for rank in step.memory for size in vars(rank).values())
         for causal in (False, True):
             tflops = step.compute_tflops(hardware=True, causal=causal)
@@ -156,7 +156,7 @@ def test_the_fullest_rank_is_found_where_shares_of_the_layers_are_recomputed():
         for pipeline in (8, 12, 16, 32):
             layout = RankLayout(pipeline=pipeline, data=2, recompute="full", recomputed_share=share)
             step = StepPrediction(StepJob(shape, layout, 6, TRAINER, load_hardware("h100")))
-            assert step.peak.predicted == max(rank.total for rank in step.memory)
+            assert step.peak_bytes == max(rank.total for rank in step.memory)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_more_samples_take_longer_in_total_and_less_for_each():
             assert before.seconds <= after.seconds * (1 + 1e-9)
             assert after.seconds <= 2 * before.seconds * (1 + 1e-9)
         # Larger microbatches have larger activations.
-        assert after.peak.predicted >= before.peak.predicted
+        assert after.peak_bytes >= before.peak_bytes
 
 
 def test_more_memory_never_makes_the_fastest_layout_slower():
@@ -201,7 +201,7 @@ def test_more_memory_never_makes_the_fastest_layout_slower():
     for gib in (24, 40, 160):
         hardware = replace(load_hardware("a100-80g"), memory_gib=gib)
         found = search_layouts(SearchSpace(shape, 64, 16, hardware, TRAINER), count=1)
-        assert all(each.peak.predicted <= gib * 2**30 for each in found.fitting)
+        assert all(each.peak_bytes <= gib * 2**30 for each in found.fitting)
         best.append(found.fastest[0].seconds)
     assert best == sorted(best, reverse=True)
     assert best[-1] < best[0]

@@ -88,7 +88,7 @@ def test_a_file_has_the_numbers_of_its_comments(name: str) -> None:
     assert name == "llama3-160m" or batch.train_samples == plan.train_iters * plan.batch_size.final
     ranks = predict_plan(plan, load_hardware("a100-80g")).memory
     tensors = max(rank.total - rank.fixed for rank in ranks)
-    assert round(tensors / 1e9) == find_number(name, r"micro_batch_size: .* # (\d+) GB")
+    assert round(tensors / 2**30) == find_number(name, r"micro_batch_size: .* # (\d+) GiB")
     # The total has what lies outside of tensors, such as the context.
     assert max(rank.total for rank in ranks) / 1e9 < find_number(name, r"(\d+) GB\b")
 

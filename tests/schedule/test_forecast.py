@@ -1,6 +1,15 @@
 """The forecast of samples, tokens, sizes and the learning rate."""
 
-from megatron.schedule.batch_size import ConstantBatchSize
+import time
+from random import Random
+
+from megatron.schedule.batch_size import (
+    BatchSizeSchedule,
+    ConstantBatchSize,
+    RampupBatchSize,
+    StepBatchSize,
+    Unit,
+)
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.progress import Forecast
@@ -40,3 +49,41 @@ def test_curriculum_consumes_fewer_tokens():
     assert [p.lr for p in states[1:]] == [1.0, 1 - 32 / 160, 1 - 72 / 160, 1 - 112 / 160]
     assert forecast.find_iteration_reaching_tokens(100, limit=1000) == 4
     assert forecast.find_iteration_reaching_tokens(100, limit=3) == 3
+
+
+def test_the_iteration_that_reaches_tokens_is_that_of_the_loop():
+    """Random batch sizes, lengths, tokens and limits."""
+    random = Random(0)
+    constant = ConstantBatchSize(4)
+    ramp = RampupBatchSize(2, 2, 60, 8)
+    units: tuple[Unit, ...] = ("samples", "tokens")
+    early = 0
+    for _ in range(2000):
+        steps: list[tuple[int, Unit, int]] = [
+            (0, "samples", 2),
+            (random.randint(1, 50), "samples", 3),
+        ]
+        steps.append((random.randint(510, 900), random.choice(units), random.randint(4, 9)))
+        sizes: list[BatchSizeSchedule] = [constant, ramp, StepBatchSize(tuple(steps))]
+        size = random.choice(sizes)
+        linear = Curriculum("fixed_linear", 2, 10, random.randint(1, 30), difficulty_step=2)
+        discrete = Curriculum("fixed_discrete", 2, 10, difficulties=(10, 2, 6), max_steps=(3, 20))
+        curriculum = random.choice([None, linear, discrete])
+        forecast = Forecast(size, LR, seq_length=10, curriculum=curriculum)
+        tokens = random.randint(0, 3000)
+        limit = random.randint(0, 80)
+        expected = next(
+            point.iteration
+            for point in forecast._iterate_counters()
+            if point.consumed_tokens >= tokens or point.iteration >= limit
+        )
+        assert forecast.find_iteration_reaching_tokens(tokens, limit) == expected
+        early += expected < limit
+    assert 400 < early < 1600
+
+
+def test_many_iterations_are_not_counted_one_by_one():
+    forecast = Forecast(ConstantBatchSize(1), LR, seq_length=2048)
+    start = time.process_time()
+    assert forecast.find_iteration_reaching_tokens(10**14, limit=10**12) == -(-(10**14) // 2048)
+    assert time.process_time() - start < 1

@@ -51,8 +51,8 @@ class Setting:
             self.strategy + doubt,
             self.recomputed,
             str(self.micro_batch_size),
-            f"{estimate_states(self.plan) / 1e9:.1f}",
-            f"{predict_peak(self.plan) / 1e9:.1f}",
+            f"{estimate_states(self.plan) / 2**30:.1f}",
+            f"{predict_peak(self.plan) / 2**30:.1f}",
             *format_seconds(self.plan, "fsdp", "hsdp"),
         ]
 
@@ -93,7 +93,7 @@ def estimate_states(plan: Plan) -> int:
 
 def predict_peak(plan: Plan) -> float:
     """Return the predicted peak memory of a GPU in bytes."""
-    return predict_plan(plan, A100).peak.predicted
+    return predict_plan(plan, A100).peak_bytes
 
 
 def format_seconds(plan: Plan, *strategies: str) -> list[str]:
@@ -144,11 +144,11 @@ def test_a_row_has_the_first_setting_that_fits(row: list[str]) -> None:
 def test_states_of_the_advice() -> None:
     """The sizes that rule out HSDP for the larger models."""
     text = PAGE.read_text()
-    for model, gigabytes in (("34B", 76), ("70B", 155)):
+    for model, size in (("34B", 71), ("70B", 145)):
         flags = "--seq-length 4096 --micro-batch-size 1 --sharding-strategy fsdp"
         states = estimate_states(plan_run(model, NODE, flags))
-        assert round(states / 1e9) == gigabytes
-        assert f"{gigabytes} GB" in text
+        assert round(states / 2**30) == size
+        assert f"{size} GiB" in text
 
 
 def test_the_13b_with_fsdp_instead_of_hsdp() -> None:
@@ -158,9 +158,9 @@ def test_the_13b_with_fsdp_instead_of_hsdp() -> None:
     seconds, _ = format_seconds(plan, "fsdp")
     recomputed = plan_run("13B", 64, flags, "1/3")
     text = " ".join(PAGE.read_text().split())
-    assert f"then needs {predict_peak(plan) / 1e9:.1f} GB" in text
+    assert f"then needs {predict_peak(plan) / 2**30:.1f} GiB" in text
     assert f"the computation takes {seconds} s instead of" in text
-    assert f"recomputed, a GPU needs {predict_peak(recomputed) / 1e9:.1f} GB" in text
+    assert f"recomputed, a GPU needs {predict_peak(recomputed) / 2**30:.1f} GiB" in text
     assert predict_plan(plan, A100).verdict is Verdict.MAY_FIT
     estimates = estimate_strategies(plan, A100)
     assert [each.name for each in estimates if each.verdict is not Verdict.DOES_NOT_FIT] == ["fsdp"]
@@ -189,7 +189,7 @@ def test_a_row_about_tp(row: list[str]) -> None:
         flags += " --tensor-model-parallel-size 8 --sequence-parallel"
     plan = plan_run(model, int(gpus), flags, recomputed)
     assert int(smallest.replace(",", "")) == int(gpus) // tensor * 2 * 4096
-    memory = f"{predict_peak(plan) / 1e9:.1f}"
+    memory = f"{predict_peak(plan) / 2**30:.1f}"
     check_row(PAGE, row, [*row[:5], memory, *format_seconds(plan, "fsdp")])
 
 
@@ -203,7 +203,7 @@ def test_a_row_of_the_page_on_sharding(name: str) -> None:
     expected = [
         f"{times.total:.2f}",
         *(f"{each:.2f}" if each else "0" for each in (times.inside_nodes, times.between_nodes)),
-        f"{estimate.memory / 1e9:.1f}",
+        f"{estimate.memory / 2**30:.1f}",
     ]
     (line,) = re.findall(rf"^\| {name} \| ([\d. |]+) \|$", SHARDING.read_text(), re.M)
     check_row(SHARDING, [name, *line.split(" | ")], [name, *expected])
