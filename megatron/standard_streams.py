@@ -12,6 +12,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 _LINE_BYTES = 1 << 16
@@ -107,6 +108,20 @@ class _EnduringOutput(io.RawIOBase):
             written = os.write(self._descriptor, left)
             self._torn = left[written - 1] != ord("\n")
             left = left[written:]
+
+
+@contextlib.contextmanager
+def end_without_reader() -> Iterator[None]:
+    """End with exit code 0 if the reader of standard output has ended, as in `--help | head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would try to write the rest once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
 
 
 def protect_standard_streams() -> None:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
+from megatron.standard_streams import end_without_reader
+
 _Parsed = TypeVar("_Parsed")
 
 
@@ -37,13 +39,14 @@ def parse_arguments(
         description: Text of the help. Default: the docstring of `target`.
     """
     _hide_missing_defaults(target)
-    return tyro.cli(
-        target,
-        args=args,
-        prog=prog,
-        description=description,
-        config=(tyro.conf.DisallowNone,),
-    )
+    with end_without_reader():
+        return tyro.cli(
+            target,
+            args=args,
+            prog=prog,
+            description=description,
+            config=(tyro.conf.DisallowNone,),
+        )
 
 
 def _hide_missing_defaults(kind: Any) -> None:

@@ -21,7 +21,7 @@ from megatron.config.cli import LoadedConfig, load_config
 from megatron.errors import ConfigError, MegatronError, describe_os_error
 from megatron.parallel.launcher import read_launcher_world
 from megatron.preset_table import format_preset_table, wants_preset_list
-from megatron.standard_streams import protect_standard_streams
+from megatron.standard_streams import end_without_reader, protect_standard_streams
 from megatron.training.leaving import leave_with_error
 from megatron.training.orphans import die_with_launcher
 from megatron.training.refusals import check_before_torch
@@ -38,11 +38,10 @@ def main(argv: list[str] | None = None) -> None:
     die_with_launcher()
     words = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--list-presets"} & set(words):
-        # A text whose reader has ended, as with `| head`, is no error.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    else:
-        # Before libraries keep references to the streams.
-        protect_standard_streams()
+        with end_without_reader():
+            _load(words)
+    # Before libraries keep references to the streams.
+    protect_standard_streams()
     # After a signal such as SIGBUS or SIGSEGV, the log then shows where each thread was.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.enable()
@@ -77,6 +76,9 @@ def _load(argv: list[str]) -> LoadedConfig:
         loaded = load_config(argv, prog="pretrain_gpt.py")
         world = read_launcher_world(loaded.config.parallel.local_rank)
         check_before_torch(loaded, world.size)
+    except BrokenPipeError:
+        # The reader of --help has ended.
+        raise
     except OSError as error:
         raise ConfigError(
             f"a file of the command line cannot be read: {describe_os_error(error)}"

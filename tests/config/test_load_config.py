@@ -318,8 +318,9 @@ def test_a_sharding_strategy_sets_the_zero_stage(
     assert load_strategy(flags) == expected
 
 
-def test_help_ends_quietly_with_its_reader():
-    command = f"{sys.executable} -m megatron.commands.pretrain --help | head -n 1"
+@pytest.mark.parametrize("module", ["pretrain", "plan"])
+def test_help_ends_quietly_with_its_reader(module: str):
+    command = f"{sys.executable} -m megatron.commands.{module} --help | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stdout == "usage: pretrain_gpt.py [-h] [OPTIONS]\n"
+    assert done.stdout.startswith("usage: ")
     assert done.stderr == ""
