@@ -312,7 +312,8 @@ def check_batch_sizes(
     if resumed:
         report.warnings.append(
             f"{first}; this can only be a resume past batch size {bad[-1]}: a start from the first "
-            "sample would be refused."
+            "sample would be refused. tools/plan.py --consumed-samples N plans from the "
+            "checkpoint's position."
         )
     else:
         report.errors.append(

@@ -61,6 +61,9 @@ class ToHF:
     tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
         default_factory=TokenizerFlags
     )
+    license: str | None = None
+    """Licence of the model for its card, such as apache-2.0. Default: the card says that none is
+    stated."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ def run_export(command: ToHF) -> None:
             command.max_shard_bytes,
             command.compare_model,
             command.tokenizer.make_config_if_given(),
+            command.license,
         )
         comparison = export_checkpoint(open_checkpoint(root, iteration), command.out, options, say)
     for line in comparison.describe():

@@ -34,7 +34,12 @@ def import_tokens(
         overwrite: Replace a data set that has this path already.
     """
     files = TokenFiles(input, dtype, vocab_size, eod_id)
-    documents, tokens = import_token_files(files, output_prefix, overwrite=overwrite)
+    documents, tokens, ends = import_token_files(files, output_prefix, overwrite=overwrite)
+    if eod_id is not None and ends == 0:
+        print(
+            f"warning: --eod-id {eod_id} does not occur, so each file is one document",
+            file=sys.stderr,
+        )
     print(
         f"{output_prefix}: {format_count(documents, 'document')}, {format_count(tokens, 'token')}"
     )

@@ -9,6 +9,7 @@ tokenizer.json. Both forms give the same ids.
 """
 
 import sys
+from typing import Literal
 
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -21,6 +22,7 @@ def train(
     output_dir: str,
     json_key: str = "text",
     overwrite: bool = False,
+    on_bad_line: Literal["stop", "skip"] = "stop",
 ) -> int:
     """Train a byte-level BPE tokenizer and write vocab.json, merges.txt and tokenizer.json.
 
@@ -33,6 +35,8 @@ def train(
         json_key: Key (column) that holds the text.
         overwrite: Replace a tokenizer that is in the folder already. Data that were made with it
             must then be preprocessed again.
+        on_bad_line: Whether a record that is not JSON, or a text file that is not UTF-8, ends the
+            training or is left out and reported.
     """
     made = train_bpe(
         input,
@@ -41,6 +45,7 @@ def train(
         json_key,
         say=lambda line: print(line, file=sys.stderr, flush=True),
         overwrite=overwrite,
+        on_bad_line=on_bad_line,
     )
     if made.size == vocab_size:
         short = ""

@@ -20,6 +20,7 @@ from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.data import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.convert.architectures import Architecture, choose_architecture
+from megatron.convert.card import write_card
 from megatron.convert.compare import PART_NUMBERS, Comparison, TheirModel, compare_models
 from megatron.convert.fields import normalise_model
 from megatron.convert.tensors import TensorPair, pair_tensors
@@ -55,6 +56,9 @@ class ExportOptions:
     """Compare the complete model with `transformers` as well, if it fits into the memory."""
     tokenizer: TokenizerConfig | None = None
     """The tokenizer to write. None: that of the training."""
+    license: str | None = None
+    """Licence of the model for its card, as an identifier of the Hub. None: the card says that the
+    licence is not stated."""
 
 
 def export_checkpoint(
@@ -109,7 +113,9 @@ def export_checkpoint(
                 say,
                 complete=options.compare_complete,
             )
-        _write_card(unfinished, checkpoint, architecture, options, comparison)
+        write_card(
+            unfinished, checkpoint, architecture.class_name, str(dtype), comparison, options.license
+        )
         _sync(unfinished)
     return comparison
 
@@ -292,44 +298,6 @@ def _warn_of_dropout(
             f"warning: {architecture.class_name} has no field for --hidden-dropout {dropout}, so a "
             "training of the exported model has none"
         )
-
-
-def _write_card(
-    folder: Path,
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    options: ExportOptions,
-    comparison: Comparison,
-) -> None:
-    """Write README.md, the model card, with the facts of the run."""
-    state = checkpoint.state
-    facts = [
-        f"- architecture: {architecture.class_name}",
-        f"- iteration: {checkpoint.iteration:,}",
-        f"- consumed samples: {state.get('consumed_samples', 0):,}",
-        f"- consumed tokens: {state.get('consumed_tokens', 0):,}",
-        f"- trainer: megatron-3d {checkpoint.manifest.version}",
-    ]
-    checks = [f"- {line}" for line in comparison.describe()]
-    text = "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            "pipeline_tag: text-generation",
-            "---",
-            "",
-            "# A model trained with megatron-3d",
-            "",
-            *facts,
-            "",
-            "The tensors equal those of the checkpoint, rounded to the dtype of the files. The",
-            "comparison of this trainer with transformers on these files gave:",
-            "",
-            *checks,
-            "",
-        ]
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _sync(folder: Path) -> None:

@@ -6,12 +6,14 @@ documents.
 Source: Sennrich et al., https://arxiv.org/abs/1508.07909. Bytes as symbols are GPT-2's.
 """
 
+import codecs
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
@@ -20,11 +22,13 @@ from tqdm import tqdm
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.input_files import expand_inputs, has_record_suffix
 from megatron.preprocess.inputs import open_lines, read_blocks
-from megatron.preprocess.texts import extract_texts
+from megatron.preprocess.texts import BadLine, extract_texts
 from megatron.tokenizer.build import END_OF_DOCUMENT, build_byte_level_bpe
 
 # 256 bytes and the end of a document.
 _SMALLEST = 257
+_SHOWN = 8
+"""Largest number of bad files, and of bad lines, that are listed."""
 FILES = ("vocab.json", "merges.txt", "tokenizer.json")
 """The files of a tokenizer."""
 
@@ -55,6 +59,7 @@ def train_bpe(
     say: Callable[[str], None] = lambda line: None,
     *,
     overwrite: bool = False,
+    on_bad_line: Literal["stop", "skip"] = "stop",
 ) -> TrainedTokenizer:
     """Train a vocabulary and write it.
 
@@ -67,11 +72,13 @@ def train_bpe(
         json_key: The key of the text in a record.
         say: Receives a line for each folder, which describes the files that are used.
         overwrite: Replace a tokenizer that is in the folder already.
+        on_bad_line: Whether a bad record, or a text file that is not UTF-8, ends the training or is
+            left out and reported.
 
     Raises:
         ConfigError: `vocab_size` is below 257, the folder is a file, or it has a tokenizer that may
             not be replaced.
-        DataError: a line is bad, or the inputs have no text.
+        DataError: A line or a file is bad, or the inputs have no text.
     """
     if vocab_size < _SMALLEST:
         raise ConfigError(
@@ -91,7 +98,8 @@ def train_bpe(
             "is, choose another folder, or give --overwrite. Data that were made with it must then "
             "be preprocessed again."
         )
-    paths = expand_inputs(patterns, say)
+    paths = _leave_out_bad_files(expand_inputs(patterns, say), on_bad_line, say)
+    bad_lines = _BadLines(on_bad_line, say)
     backend = tokenizers.Tokenizer(models.BPE())
     # One id is left for the end of a document, which `_write` adds. As a special token of the
     # trainer it would get the first id instead of the last.
@@ -113,25 +121,84 @@ def train_bpe(
         def count_texts() -> Iterator[list[str]]:
             # The trainer accepts inputs without text, so the texts are counted here.
             nonlocal texts
-            for batch in _read_texts(paths, json_key, bar):
+            for batch in _read_texts(paths, json_key, bar, bad_lines.report):
                 texts += sum(1 for text in batch if text)
                 yield batch
 
         backend.train_from_iterator(count_texts(), trainer)
+    bad_lines.report_number()
     if not texts:
         raise DataError(f"--input {' '.join(patterns)} holds no text to train on.")
     return _write(backend, folder)
 
 
-def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
+class _BadLines:
+    """Reports bad lines, up to _SHOWN of them, or ends the training at the first one."""
+
+    def __init__(self, on_bad_line: Literal["stop", "skip"], say: Callable[[str], None]) -> None:
+        self._on_bad_line = on_bad_line
+        self._say = say
+        self._number = 0
+
+    def report(self, line: BadLine) -> None:
+        """Report a line. Raise DataError if bad lines end the training."""
+        if self._on_bad_line == "stop":
+            raise DataError(f"{line}. Correct it, or leave such lines out with --on-bad-line skip.")
+        if self._number < _SHOWN:
+            self._say(f"bad line skipped: {line}")
+        self._number += 1
+
+    def report_number(self) -> None:
+        """Report how many lines were bad, if not all were reported."""
+        if self._number > _SHOWN:
+            self._say(f"bad lines skipped: {self._number} in all")
+
+
+def _leave_out_bad_files(
+    paths: Sequence[str], on_bad_line: Literal["stop", "skip"], say: Callable[[str], None]
+) -> list[str]:
+    """Return the inputs without text files that are not UTF-8.
+
+    All text files are read here once before the training, so that all bad ones are reported.
+
+    Raises:
+        DataError: Files are not UTF-8, and `on_bad_line` is "stop".
+    """
+    bad = {}
+    for path in paths:
+        if not has_record_suffix(path):
+            try:
+                decoder = codecs.getincrementaldecoder("utf-8")()
+                for piece, _ in open_lines(path):
+                    decoder.decode(piece)
+                decoder.decode(b"", final=True)
+            except UnicodeDecodeError as error:
+                bad[path] = f"{path} is not UTF-8 text ({error.reason})"
+    if bad and on_bad_line == "stop":
+        shown = "\n  ".join(list(bad.values())[:_SHOWN])
+        more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise DataError(
+            f"{len(bad)} of the files cannot be read as text:\n  {shown}{more}\nConvert them, or "
+            "leave them out with --on-bad-line skip."
+        )
+    for text in list(bad.values())[:_SHOWN]:
+        say(f"bad file skipped: {text}")
+    if len(bad) > _SHOWN:
+        say(f"bad files skipped: {len(bad)} in all")
+    return [path for path in paths if path not in bad]
+
+
+def _read_texts(
+    paths: Sequence[str], key: str, bar: tqdm, report: Callable[[BadLine], None]
+) -> Iterator[list[str]]:
     """Yield the texts of the inputs in batches, and move the progress bar."""
     done = 0
     for path in paths:
         if has_record_suffix(path):
             for block in read_blocks([path], [key]):
                 (texts,), bad = extract_texts(block, [key])
-                if bad:
-                    raise DataError(f"{bad[0]}. Fix or remove the line.")
+                for line in bad:
+                    report(line)
                 yield texts
                 bar.update(done + block.disk_bytes - bar.n)
         else:
@@ -139,24 +206,14 @@ def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]
             for piece, disk_bytes in open_lines(path):
                 # A piece may end inside a line or a character. The rest is put before the next.
                 cut = piece.rfind(b"\n") + 1
-                yield _decode(rest + piece[:cut], path)
+                yield (rest + piece[:cut]).decode("utf-8").splitlines(keepends=True)
                 if cut:
                     rest = piece[cut:]
                 else:
                     rest = rest + piece
                 bar.update(done + disk_bytes - bar.n)
-            yield _decode(rest, path)
+            yield rest.decode("utf-8").splitlines(keepends=True)
         done += Path(path).stat().st_size
-
-
-def _decode(content: bytes, path: str) -> list[str]:
-    """Return the lines of a piece of text, with their line ends."""
-    try:
-        return content.decode("utf-8").splitlines(keepends=True)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text: {error}. Convert or leave out the file."
-        ) from error
 
 
 def _write(backend: tokenizers.Tokenizer, folder: Path) -> TrainedTokenizer:

@@ -40,7 +40,7 @@ class TokenFiles:
 
 def import_token_files(
     files: TokenFiles, output_prefix: str, *, overwrite: bool = False
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Write the tokens of some files as an indexed data set. Memory holds one document.
 
     Args:
@@ -49,7 +49,7 @@ def import_token_files(
         overwrite: Replace a data set that has this path already.
 
     Returns:
-        The number of documents and of tokens.
+        The number of documents, of tokens, and of documents that end with the end-of-document id.
 
     Raises:
         ConfigError: no file is given, the end-of-document token is not in the vocabulary, or the
@@ -66,14 +66,17 @@ def import_token_files(
     # After a crash, the record of an older data set must not stay beside the new one.
     write_record(output_prefix, None)
     total = sum(len(array) for array in arrays)
+    ends = 0
     with (
         IndexedDatasetWriter(output_prefix, choose_dtype(files.vocab_size)) as writer,
         tqdm(total=total, unit="token", unit_scale=True, desc="import") as bar,
     ):
         for path, array in zip(files.paths, arrays, strict=True):
             for begin, sizes in _find_documents(path, array, files, bar):
-                writer.add_documents(array[begin : begin + int(sizes.sum())], sizes)
-    return writer.num_documents, writer.num_tokens
+                tokens = array[begin : begin + int(sizes.sum())]
+                writer.add_documents(tokens, sizes)
+                ends += int(np.count_nonzero(tokens == files.eod_id))
+    return writer.num_documents, writer.num_tokens, ends
 
 
 def _check_settings(files: TokenFiles, output_prefix: str) -> None:

@@ -59,7 +59,7 @@ def test_a_trained_model_is_exported_and_imported(
     train(pool, corpus, tmp_path / "run", f"{flags} {TP2_PP2}", 4)
     out = tmp_path / "exported"
     command = ["to-hf", "--load", str(tmp_path / "run"), "--out", str(out)]
-    assert convert_checkpoint.main(command) == 0
+    assert convert_checkpoint.main([*command, "--license", "apache-2.0"]) == 0
     assert "4 layers agree" in capsys.readouterr().out
     ours = load_model(open_checkpoint(tmp_path / "run", 4)).train()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -81,6 +81,13 @@ def test_a_trained_model_is_exported_and_imported(
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     card = (out / "README.md").read_text()
     assert "- iteration: 4" in card
+    assert f"- parameters: {sum(p.numel() for p in ours.parameters()):,}, in " in card
+    assert f"- data: {Path(corpus).name}\n" in card
+    assert str(corpus) not in card
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["lm_loss"]
+    assert f"- loss on training data: {last:.4f}\n" in card
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "\nlicense: apache-2.0\n---\n" in card
     assert "same most likely token in 100.00 %" in card
     # The imported weights are those that were exported, and train at any layout.
     imported = tmp_path / "imported"

@@ -289,3 +289,24 @@ def test_a_newline_at_the_end_of_texts_is_only_a_possible_problem(tmp_path: Path
     assert not problem.sure
     assert "POSSIBLE PROBLEM" in inspection.report(inspect_dataset(prefix))
     assert inspect_tool.main([prefix, "--strict"]) == 0
+
+
+def test_all_bad_files_of_a_tokenizer_are_named_and_can_be_left_out(tmp_path: Path) -> None:
+    for name in ("good", "bad1", "bad2"):
+        content = b"a text with words\n" * 9 + (b"caf\xe9\n" if name != "good" else b"")
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    (tmp_path / "records.jsonl").write_text('{"text": "more words"}\nno record\n')
+    patterns = [str(tmp_path / "*.txt"), str(tmp_path / "records.jsonl")]
+    with pytest.raises(DataError, match="2 of the files cannot be read") as caught:
+        train_bpe(patterns, 300, str(tmp_path / "tok"))
+    assert all(f"{name}.txt is not UTF-8 text" in str(caught.value) for name in ("bad1", "bad2"))
+    with pytest.raises(DataError, match=r"records\.jsonl:2: .*--on-bad-line skip"):
+        train_bpe(patterns[1:], 300, str(tmp_path / "tok"))
+    said: list[str] = []
+    made = train_bpe(patterns, 300, str(tmp_path / "tok"), say=said.append, on_bad_line="skip")
+    skipped = [line.split(": ", 1)[0] for line in said if " skipped: " in line]
+    assert skipped == ["bad file skipped", "bad file skipped", "bad line skipped"]
+    good = [str(tmp_path / "good.txt"), str(tmp_path / "one.jsonl")]
+    (tmp_path / "one.jsonl").write_text('{"text": "more words"}\n')
+    other = train_bpe(good, 300, str(tmp_path / "other"))
+    assert made.vocab.read_bytes() == other.vocab.read_bytes()

@@ -45,6 +45,16 @@ def test_each_end_token_ends_a_document(
     assert found.document_offsets.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_an_end_token_that_does_not_occur_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "train.bin", [5, 6, 9])
+    assert run(tmp_path / "wrong", source, vocab_size=10, eod_id=8) == 0
+    assert "warning: --eod-id 8 does not occur" in capsys.readouterr().err
+    assert run(tmp_path / "right", source, vocab_size=10, eod_id=9) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_the_reference_is_imported_from_its_own_tokens(tmp_path: Path) -> None:
     # The .bin of the format is itself such a file.
     source = Path(f"{tiny_corpus.REFERENCE_PREFIX}.bin")
