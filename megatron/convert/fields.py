@@ -18,7 +18,13 @@ from megatron.model.shape import ModelShape
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _LLAMA3_ONLY = ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"]
-NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "attention_dropout", "init_method_std"}
+NOT_ARCHITECTURE = {
+    "seq_length",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "output_init_method_std",
+}
 """Fields that do not change what a trained model computes for a sequence."""
 
 

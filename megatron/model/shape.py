@@ -95,8 +95,14 @@ class ModelShape:
     def output_init_std(self) -> float:
         """Standard deviation of the projections that write into the residual stream.
 
-        It is `init_std` / sqrt(2 l) for l layers. Source: https://arxiv.org/abs/1909.08053.
+        The default is `init_std` / sqrt(2 l) for l layers (https://arxiv.org/abs/1909.08053).
+        "wang" is 2 / (l sqrt(h)) (https://arxiv.org/abs/2204.06745).
         """
+        std = self.config.output_init_method_std
+        if std == "wang":
+            return 2 / (self.config.num_layers * math.sqrt(self.config.hidden_size))
+        if std is not None:
+            return std
         return self.init_std / math.sqrt(2.0 * self.config.num_layers)
 
 
