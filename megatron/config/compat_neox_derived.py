@@ -64,6 +64,8 @@ def _compute_std(values: FlagValues) -> Computed:
     method = _find_method(values, "init-method", "normal")
     if method == "small_init":
         return "small", "init_method small_init"
+    if method == "normal" and "init-method-std" not in values:
+        return None, ""
     return _find_deviation(values, method), f"init_method {method}"
 
 
