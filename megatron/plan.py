@@ -425,18 +425,35 @@ def _build_batch_size(
             )
         return steps
     if batch.rampup_batch_size is None:
-        return ConstantBatchSize(
-            # The smallest global batch is one microbatch for each data-parallel rank.
-            batch.micro_batch_size * data_parallel_size
-            if batch.global_batch_size is None
-            else batch.global_batch_size
-        )
+        return ConstantBatchSize(_find_constant_size(report, data_parallel_size))
     if batch.global_batch_size is None:
         raise ConfigError(
             f"{report.describe('batch.rampup_batch_size')} needs --global-batch-size, the size "
             "that it ends with."
         )
     return RampupBatchSize(*batch.rampup_batch_size, batch.global_batch_size)
+
+
+def _find_constant_size(report: PlanReport, data_parallel_size: int) -> int:
+    """Return the batch size of a run whose batch size does not change.
+
+    Raises:
+        ConfigError: The flags give two batch sizes.
+    """
+    batch = report.config.batch
+    steps = batch.gradient_accumulation_steps
+    # The smallest global batch is one microbatch for each data-parallel rank.
+    size = batch.micro_batch_size * data_parallel_size * (steps or 1)
+    if batch.global_batch_size is None:
+        return size
+    if steps is not None and size != batch.global_batch_size:
+        raise ConfigError(
+            f"{report.describe('batch.gradient_accumulation_steps')} x "
+            f"{report.describe('batch.micro_batch_size')} x data-parallel size "
+            f"{data_parallel_size} is {size}, and {report.describe('batch.global_batch_size')} "
+            "contradicts it; leave one of them out."
+        )
+    return batch.global_batch_size
 
 
 def build_curriculum(config: Config) -> Curriculum | None:

@@ -165,6 +165,7 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_shape(measure_activations, "activation"),
     ],
     "model.init_method_std": [use_model("init_method_std")],
+    "model.output_init_method_std": [use_model("output_init_method_std")],
     "kernels.attention_backend": [use_kernels],
     "curriculum.curriculum_schedule_type": [use_curriculum],
     "optimizer.optimizer": [use_optimizer, lambda value: flops.count_state_bytes(value, 4, 2)],

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from megatron.config.compat import SYSTEMS
 from megatron.config.compat import find_rows as compat_rows
+from megatron.config.compat_neox import NEOX, NEOX_KEYS
 from megatron.config.compat_row import Row
 from megatron.config.fields import Field, all_fields, list_groups
 from megatron.config.help import format_help_line
@@ -47,7 +48,11 @@ unknown, which is an error.
 
 A flag without a value may have `=True` or `=False` attached. With `=False`, a harmless or refused
 flag has no effect, and a renamed one turns its booleans off. A renamed flag that sets anything else
-must be left out instead."""
+must be left out instead.
+
+The last tables are for keys of the YAML files of GPT-NeoX. Keys of DeepSpeed in them are read as in
+`--deepspeed-config`. Keys may be spelled with hyphens or underscores. A harmless or refused key
+that is null, false or 0 asks for nothing."""
 
 
 def build_page() -> str:
@@ -61,7 +66,7 @@ def build_page() -> str:
             lines += [about, ""]
         lines += _format_table("flag | value | default | meaning", _list_fields(group))
     lines += ["", OTHERS]
-    for system, table in SYSTEMS.items():
+    for system, table in (SYSTEMS | {NEOX: NEOX_KEYS}).items():
         # Users of these know the flags with underscores. Both spellings are accepted.
         underscores = system in ("fms-fsdp", "llm-baselines")
         for kind, title, head in (
@@ -149,14 +154,20 @@ def _group_by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
 
 
 def _format_foreign_flag(row: Row, underscores: bool) -> str:
-    if underscores:
+    is_key = not row.flag.startswith("--")
+    if is_key:
+        flag = row.flag.replace("-", "_")
+    elif underscores:
         flag = "--" + row.flag[2:].replace("-", "_")
     else:
         flag = row.flag
     # A row without values is the fallback for a flag that also has rows for single values.
-    if not row.only and any(other.only for other in compat_rows(row.flag)):
+    siblings = [other for other in (*compat_rows(row.flag), *NEOX_KEYS) if other.flag == row.flag]
+    if not row.only and any(other.only for other in siblings):
         return f"`{flag}` with other values"
-    if underscores:
+    if is_key:
+        joined = ": "
+    elif underscores:
         joined = "="
     else:
         joined = " "

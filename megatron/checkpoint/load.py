@@ -37,6 +37,7 @@ _FREE_TO_CHANGE = {
     "hidden_dropout",
     "attention_dropout",
     "init_method_std",
+    "output_init_method_std",
     "seq_length",
     "max_position_embeddings",
 }

@@ -4,6 +4,7 @@ r"""Convert checkpoints to and from the format of Hugging Face, and from those o
     python tools/convert_checkpoint.py from-hf --model exported --out runs/imported
     python tools/convert_checkpoint.py from-megatron-deepspeed --load old/run --out runs/imported
     python tools/convert_checkpoint.py from-megatron-lm --load old/run --out runs/imported
+    python tools/convert_checkpoint.py from-gpt-neox --load old/run --out runs/imported
     python tools/convert_checkpoint.py from-nanogpt --load out --out runs/imported
     python tools/convert_checkpoint.py from-llm-baselines --load exps/NAME/ckpts/latest \
         --out runs/imported -- --model llama --n_layer 12
@@ -105,6 +106,21 @@ class FromMegatronLM(FromMegatron):
 
 
 @dataclass(frozen=True)
+class FromNeox:
+    """Import the weights of GPT-NeoX, at any model-parallel size. Flags after -- replace settings.
+
+    The settings are those of the YAML files in global_stepN/configs, or of -- --config FILE ...
+    """
+
+    load: Path
+    """Folder of the checkpoints, or of one of them."""
+    out: Path
+    """Folder of the new checkpoint. It must not exist."""
+    vocab_size: int | None = None
+    """Number of token ids. Default: all rows of the embedding."""
+
+
+@dataclass(frozen=True)
 class FromTrainer:
     """Import a checkpoint of another trainer, at its iteration."""
 
@@ -138,6 +154,7 @@ Command = (
     | Annotated[FromHF, tyro.conf.subcommand("from-hf")]
     | Annotated[FromMegatronDeepSpeed, tyro.conf.subcommand("from-megatron-deepspeed")]
     | Annotated[FromMegatronLM, tyro.conf.subcommand("from-megatron-lm")]
+    | Annotated[FromNeox, tyro.conf.subcommand("from-gpt-neox")]
     | Annotated[FromNanoGPT, tyro.conf.subcommand("from-nanogpt")]
     | Annotated[FromLlmBaselines, tyro.conf.subcommand("from-llm-baselines")]
     | Annotated[FromFms, tyro.conf.subcommand("from-fms-fsdp")]
@@ -209,6 +226,26 @@ def run_megatron_import(command: FromMegatron) -> None:
     say(f"{command.load} is imported to {command.out}")
 
 
+def run_neox_import(command: FromNeox, flags: list[str]) -> None:
+    """Import a checkpoint of GPT-NeoX. `flags` are those of the run.
+
+    Raises:
+        MegatronError: See `import_megatron`.
+    """
+    import_megatron(
+        MegatronImport(
+            command.load,
+            command.out,
+            "gpt-neox",
+            command.vocab_size,
+            weights_only=True,
+            flags=tuple(flags),
+        ),
+        say,
+    )
+    say(f"{command.load} is imported to {command.out}")
+
+
 def run_trainer_import(command: FromTrainer, flags: list[str]) -> None:
     """Import a checkpoint of nanoGPT, llm-baselines or fms-fsdp.
 
@@ -248,15 +285,17 @@ def main(argv: list[str] | None = None) -> int:
 
     def convert() -> int:
         # Checkpoints of Megatron have their arguments, so flags would be ignored.
-        if flags is not None and not isinstance(command, FromTrainer):
+        if flags is not None and not isinstance(command, FromTrainer | FromNeox):
             raise ConfigError(
-                f"-- {' '.join(flags)}: flags of a run are for from-nanogpt, from-llm-baselines "
-                "and from-fms-fsdp only."
+                f"-- {' '.join(flags)}: flags of a run are for from-gpt-neox, from-nanogpt, "
+                "from-llm-baselines and from-fms-fsdp only."
             )
         if isinstance(command, ToHF):
             run_export(command)
         elif isinstance(command, FromMegatron):
             run_megatron_import(command)
+        elif isinstance(command, FromNeox):
+            run_neox_import(command, flags or [])
         elif isinstance(command, FromTrainer):
             run_trainer_import(command, flags or [])
         else:

@@ -14,6 +14,9 @@ class BatchConfig:
     """Samples that one rank passes through the model at once."""
     global_batch_size: Annotated[int | None, Range("[1, 1e9]")] = None
     """Samples of one iteration over all ranks. Default: micro-batch size x data-parallel size."""
+    gradient_accumulation_steps: int | None = None
+    """Microbatches of each data-parallel rank in one iteration, instead of --global-batch-size. The
+    batch then grows with the number of ranks. Default: what the global batch size gives."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: start with START and add INCREMENT at even steps over SAMPLES
     samples, up to the global batch size."""

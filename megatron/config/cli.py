@@ -13,8 +13,10 @@ from typing import Any
 
 from megatron.config.compare import compute_config_digest, list_config_differences
 from megatron.config.compat_derived import derive_values, find_defaults
+from megatron.config.compat_neox import NEOX
 from megatron.config.deepspeed_json import merge_json
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
+from megatron.config.foreign_file import read_foreign_files
 from megatron.config.help import print_help
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.normalise import CommandLine, read_argv
@@ -25,7 +27,6 @@ from megatron.config.yaml_file import (
     YamlContents,
     dump_yaml,
     read_file,
-    read_flat_flags,
     read_text,
 )
 from megatron.errors import ConfigError
@@ -92,13 +93,13 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         raise SystemExit(0)
     contents = YamlContents()
     errors = list(line.errors)
-    flat = None if line.config_file is None else read_flat_flags(line.config_file)
-    if flat is not None:
-        # The file holds flags of another system. Those of the command line have priority.
-        line = _merge_lines(read_argv(flat), line)
+    foreign = read_foreign_files(line.config_files)
+    if foreign is not None:
+        # The files are those of another system. Flags of the command line have priority.
+        line = _merge_lines(foreign, line)
         errors = list(line.errors)
-    elif line.config_file is not None:
-        contents = read_file(line.config_file)
+    elif line.config_files:
+        contents = read_file(line.config_files[0])
         errors += contents.errors
     given, preset_errors = _read_preset(line.preset or contents.preset)
     errors += preset_errors
@@ -136,6 +137,11 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     # and once as missing.
     if not errors:
         errors += find_missing(given)
+        if errors and NEOX in line.typed:
+            errors.append(
+                "GPT-NeoX divides a configuration into several files: give all, as in --config "
+                "125M.yml local_setup.yml."
+            )
     if errors:
         raise combine_errors(errors)
     origin = {

@@ -15,6 +15,8 @@ from typing import Any
 from megatron.config.compat_fms import FMS_DEFAULTS
 from megatron.config.compat_fms_derived import FMS_DERIVATIONS
 from megatron.config.compat_llm_baselines import LLM_BASELINES_DEFAULTS
+from megatron.config.compat_neox import NEOX, NEOX_DEFAULTS
+from megatron.config.compat_neox_derived import NEOX_DERIVATIONS
 from megatron.config.compat_values import (
     OTHER_WARMUPS,
     Computed,
@@ -68,6 +70,7 @@ _REPLACED_BY = {
     "--split": (*_OTHER_DATA, *_EVALUATION),
     # The default weights are those of the default data sets.
     "--weights": (*_OTHER_DATA, "data.datasets"),
+    "--zero-stage": ("parallel.sharding_strategy",),
 }
 """Flag with a default -> fields that answer the same question. Only one of both may be given."""
 
@@ -86,6 +89,8 @@ def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
     The default of a flag that is given is left out, because a value may set other fields than the
     default does (`--model`), or none.
     """
+    if NEOX in typed:
+        return NEOX, _select_defaults(NEOX_DEFAULTS, typed, given)
     if typed.keys() & set(_IDENTIFY_LLM_BASELINES) and not _is_model_described_otherwise(
         given, ("--n-layer", "--n-embd", "--n-head")
     ):
@@ -303,6 +308,7 @@ def _compute_profiled_ranks(values: FlagValues) -> Computed:
 
 _DERIVATIONS: tuple[Derivation, ...] = (
     *FMS_DERIVATIONS,
+    *NEOX_DERIVATIONS,
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),
     ("--multiple-of", "model.ffn_hidden_size", _compute_llama_width),
     ("--acc-steps", "batch.global_batch_size", _compute_accumulated_batch),

@@ -32,6 +32,10 @@ class FlagValues:
             return None
         return item.value
 
+    def __contains__(self, flag: str) -> bool:
+        """Return whether another system's flag is given."""
+        return flag in self._typed
+
     def has(self, flag: str, value: str) -> bool:
         """Return whether another system's flag is given with this value."""
         return self._typed.get(flag) == (value,)

@@ -145,9 +145,23 @@ def merge_json(
         given: What flags and YAML gave.
     """
     try:
-        flat, problems = _flatten(read_json(path))
+        content = read_json(path)
     except ConfigError as error:
         return {}, [str(error)], []
+    return merge_content(content, path, given)
+
+
+def merge_content(
+    content: Mapping[str, Any], path: str, given: Mapping[str, ValueWithOrigin]
+) -> tuple[dict[str, ValueWithOrigin], list[str], list[str]]:
+    """Return the same as `merge_json`, for the content of a file.
+
+    Args:
+        content: The content.
+        path: The file, for origins and messages.
+        given: What flags and YAML gave.
+    """
+    flat, problems = _flatten(content)
     flat = _drop_disabled_blocks(flat, given)
     found: dict[str, ValueWithOrigin] = {}
     errors = [f"{path}: {problem}." for problem in (*problems, *_find_refusals(flat, given))]

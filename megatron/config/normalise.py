@@ -24,7 +24,7 @@ class CommandLine:
     """The values, warnings and errors that a command line gave."""
 
     given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
-    config_file: str | None = None
+    config_files: tuple[str, ...] = ()
     preset: ValueWithOrigin | None = None
     """Name of the preset, or None as its value if --preset None was given."""
     help: bool = False
@@ -96,8 +96,8 @@ def list_known_flags() -> dict[str, Field]:
 def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> None:
     """Read one flag with its values into `line`."""
     if flag == "--config":
-        if len(values) == 1 and values[0]:
-            line.config_file = values[0]
+        if all(values) and values:
+            line.config_files = tuple(values)
         else:
             line.errors.append("--config needs the name of a YAML file.")
     elif flag == "--preset":
@@ -300,8 +300,11 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
 
 def _get_arity(flag: str) -> Arity:
     """Return how many values follow the flag."""
-    if flag in ("--config", "--preset"):
+    if flag == "--preset":
         return 1
+    # GPT-NeoX divides a configuration into several files.
+    if flag == "--config":
+        return "*"
     if found := find_rows(flag):
         # All rows of one flag take the same number of values.
         return found[0].arity

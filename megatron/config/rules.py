@@ -173,12 +173,14 @@ def check_lr_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
 
 def check_one_batch_size_schedule(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that at most one schedule of the batch size is given."""
-    batch = settings.config.batch
-    if batch.rampup_batch_size is not None and batch.step_batch_size_schedule is not None:
-        yield (
-            f"{settings.describe('batch.rampup_batch_size', 'batch.step_batch_size_schedule')} "
-            "exclude each other; give one of them."
-        )
+    schedules = (
+        "batch.rampup_batch_size",
+        "batch.step_batch_size_schedule",
+        "batch.gradient_accumulation_steps",
+    )
+    given = [dotted for dotted in schedules if settings[dotted] is not None]
+    if len(given) > 1:
+        yield f"{settings.describe(*given)} exclude each other; give one of them."
 
 
 def check_one_source_of_lr_schedule(settings: ConfigWithOrigin) -> Iterator[str]:

@@ -292,6 +292,38 @@ def read_value(field: Field, node: yaml.Node) -> Any:
     return field.convert([text])
 
 
+def get_plain_value(node: yaml.Node) -> Any:
+    """Return the value of a node in the types of Python: dict, list, bool, number, text or None.
+
+    A number such as 1e-8, which YAML 1.1 reads as text, is a number. A number that fits no
+    type, such as 1:30, stays text.
+
+    Raises:
+        ValueError: the node has a tag, or a key that is not a word.
+    """
+    if node.tag not in _PLAIN_TAGS:
+        raise ValueError(f"must not have the tag {node.tag}")
+    if isinstance(node, yaml.SequenceNode):
+        return [get_plain_value(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        errors: list[str] = []
+        items = read_items(node, "", "it", errors)
+        if errors:
+            raise ValueError(errors[0].removeprefix(":").removesuffix("."))
+        return {key.value: get_plain_value(value) for key, value in items}
+    assert isinstance(node, yaml.ScalarNode)
+    if node.style:
+        return node.value
+    if _is_null(node):
+        return None
+    if node.tag == "tag:yaml.org,2002:bool":
+        return node.value.lower() in ("true", "yes", "on")
+    for convert in (int, float):
+        with contextlib.suppress(ValueError):
+            return convert(node.value)
+    return node.value
+
+
 def _is_null(node: yaml.ScalarNode) -> bool:
     """Return whether a scalar is null. A quoted one is text."""
     return not node.style and node.value in _NULLS

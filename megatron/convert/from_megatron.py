@@ -1,4 +1,4 @@
-"""Import of a checkpoint of Megatron-LM or Megatron-DeepSpeed, so that its run goes on here.
+"""Import of a checkpoint of Megatron or GPT-NeoX, so that its run goes on here.
 
 Invariant: the checkpoint gets its name after all of it was written. The files are pickles, and
 nothing in them is run (`unpickle.py`).
@@ -15,11 +15,13 @@ from torch import Tensor
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.code_version import get_code_version
 from megatron.config.cli import dump_yaml
+from megatron.config.model import ModelConfig
 from megatron.convert.megatron_args import load_run_config, make_state
 from megatron.convert.megatron_deepspeed import open_megatron_deepspeed
 from megatron.convert.megatron_lm import open_megatron_lm
 from megatron.convert.megatron_names import Layout, MegatronTensor, list_megatron_tensors
 from megatron.convert.megatron_source import Key, MegatronSource
+from megatron.convert.neox_checkpoint import NeoxFolder
 from megatron.convert.problems import refuse_problems
 from megatron.convert.writing import (
     TensorToWrite,
@@ -31,7 +33,7 @@ from megatron.errors import CheckpointError
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import Kind
 
-System = Literal["megatron-deepspeed", "megatron-lm"]
+System = Literal["megatron-deepspeed", "megatron-lm", "gpt-neox"]
 _WORD: Key = (None, "embedding.word.weight")
 _HEAD: Key = (None, "head.weight")
 
@@ -48,7 +50,9 @@ class MegatronImport:
     vocab_size: int | None = None
     """Number of token ids. None: that of the checkpoint, or all rows of its embedding."""
     weights_only: bool = False
-    """Leave out the optimizer's states."""
+    """Leave out the optimizer's states. Those of GPT-NeoX are never read."""
+    flags: tuple[str, ...] = ()
+    """Flags of a run of GPT-NeoX, which replace its settings."""
 
 
 def import_megatron(
@@ -63,7 +67,10 @@ def import_megatron(
         OSError: a file cannot be written.
     """
     check_is_new(command.out)
-    if command.system == "megatron-deepspeed":
+    source: MegatronSource
+    if command.system == "gpt-neox":
+        source = NeoxFolder(command.folder)
+    elif command.system == "megatron-deepspeed":
         source = open_megatron_deepspeed(command.folder, weights_only=command.weights_only)
     else:
         source = open_megatron_lm(command.folder, weights_only=command.weights_only)
@@ -75,7 +82,11 @@ def import_megatron(
             f"the checkpoint does not give the size of the vocabulary, so all {vocab_size} rows of "
             "its embedding are imported; give --vocab-size to leave out the padding"
         )
-    loaded, unused = load_run_config(run, vocab_size)
+    unused: list[str] = []
+    if isinstance(source, NeoxFolder):
+        loaded = source.load_config(command.flags, vocab_size)
+    else:
+        loaded, unused = load_run_config(run, vocab_size)
     for warning in loaded.warnings:
         say(warning)
     if unused:
@@ -99,13 +110,9 @@ def import_megatron(
         state=state.to_json(),
         config_yaml=dump_yaml(loaded.config),
         version=get_code_version(),
-        layout=f"imported from {command.system}, TP {run.tensor_ranks}, PP {run.pipeline_ranks}",
+        layout=_describe_layout(command.system, source),
     )
-    layout = Layout(
-        run.version,
-        # `--glu-activation` of BigScience multiplies by the activation of the second half.
-        "up" if run.args.get("glu_activation") else "gate",
-    )
+    layout = _find_layout(source, loaded.config.model)
     write_checkpoint(
         command.out,
         [_plan_tensor(source, kind, tensor, shape, layout) for tensor in tensors for kind in kinds],
@@ -115,6 +122,26 @@ def import_megatron(
         f"iteration {run.iteration}, {state.consumed_samples:,} samples, "
         f"{state.consumed_tokens:,} tokens, {state.lr_samples:,} samples of the learning rate"
     )
+
+
+def _describe_layout(system: System, source: MegatronSource) -> str:
+    """Return the origin of the checkpoint, for its users."""
+    if system == "gpt-neox":
+        return f"imported from {system}, TP {source.slices}"
+    run = source.run
+    return f"imported from {system}, TP {run.tensor_ranks}, PP {run.pipeline_ranks}"
+
+
+def _find_layout(source: MegatronSource, model: ModelConfig) -> Layout:
+    """Return the layout of the tensors."""
+    version = source.run.version
+    if isinstance(source, NeoxFolder):
+        # With two branches beside each other, each rank adds its biases before the sum over ranks.
+        return Layout(version, "up", separate_keys=True, summed_biases=model.parallel_residual)
+    # `--glu-activation` of BigScience multiplies by the activation of the second half.
+    if source.run.args.get("glu_activation"):
+        return Layout(version, "up")
+    return Layout(version)
 
 
 def _plan_tensor(

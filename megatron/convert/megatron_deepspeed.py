@@ -106,42 +106,62 @@ class DeepSpeedFolder:
         Raises:
             CheckpointError: a layer file of a rank is missing.
         """
-        found: dict[int, dict[int, Path]] = {}
-        for path in sorted(self._folder.iterdir()):
-            if match := _LAYER_FILE.fullmatch(path.name):
-                found.setdefault(int(match.group(1)), {})[int(match.group(2))] = path
-        if not found:
-            return self._find_weights_of_ranks()
-        weights: dict[str, list[Tensor]] = {}
-        for number, files in found.items():
-            if sorted(files) != list(range(self.slices)):
-                raise CheckpointError(
-                    f"{self._folder} has layer_{number:02d} of the tensor-parallel ranks "
-                    f"{sorted(files)}, and the saved arguments need {self.slices} ranks"
-                )
-            for rank in range(self.slices):
-                for name, tensor in flatten_tensors(load_pickle_file(files[rank])).items():
-                    weights.setdefault(f"{number}.{name}", []).append(tensor)
-        return weights
+        files = list_layer_files(self._folder)
+        if files:
+            return read_layer_files(self._folder, files, self.slices)
+        if self.run.pipeline_ranks > 1:
+            raise CheckpointError(f"{self._folder} has no layer_*-model_*-model_states.pt")
+        return read_rank_files(self._folder, self.slices)
 
-    def _find_weights_of_ranks(self) -> dict[str, list[Tensor]]:
-        """Return the slices of the weights of a run without a pipeline.
 
-        Raises:
-            CheckpointError: the rank files have no weights either.
-        """
-        weights: dict[str, list[Tensor]] = {}
-        for rank in range(self.slices):
-            state = load_pickle_file(self._folder / f"mp_rank_{rank:02d}_model_states.pt")
-            module = state.get("module")
-            if not isinstance(module, Mapping) or self.run.pipeline_ranks > 1:
-                raise CheckpointError(
-                    f"{self._folder} has no layer_*-model_*-model_states.pt, and its rank files "
-                    "have no weights of the complete model"
-                )
-            for name, tensor in flatten_tensors(module).items():
-                weights.setdefault(name, []).append(tensor)
-        return weights
+def list_layer_files(folder: Path) -> dict[int, dict[int, Path]]:
+    """Return the layer files of a checkpoint by module and tensor-parallel rank."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _LAYER_FILE.fullmatch(path.name):
+            found.setdefault(int(match.group(1)), {})[int(match.group(2))] = path
+    return found
+
+
+def read_layer_files(
+    folder: Path, found: Mapping[int, Mapping[int, Path]], slices: int
+) -> dict[str, list[Tensor]]:
+    """Return the slices of the weights in layer files, by number of the module and name.
+
+    Raises:
+        CheckpointError: a layer file of a rank is missing.
+    """
+    weights: dict[str, list[Tensor]] = {}
+    for number, files in found.items():
+        if sorted(files) != list(range(slices)):
+            raise CheckpointError(
+                f"{folder} has layer_{number:02d} of the tensor-parallel ranks {sorted(files)}, "
+                f"and the run had {slices} ranks"
+            )
+        for rank in range(slices):
+            for name, tensor in flatten_tensors(load_pickle_file(files[rank])).items():
+                weights.setdefault(f"{number}.{name}", []).append(tensor)
+    return weights
+
+
+def read_rank_files(folder: Path, slices: int) -> dict[str, list[Tensor]]:
+    """Return the slices of the weights of a run without a pipeline.
+
+    Raises:
+        CheckpointError: the rank files have no weights.
+    """
+    weights: dict[str, list[Tensor]] = {}
+    for rank in range(slices):
+        state = load_pickle_file(folder / f"mp_rank_{rank:02d}_model_states.pt")
+        module = state.get("module")
+        if not isinstance(module, Mapping):
+            raise CheckpointError(
+                f"{folder} has no layer_*-model_*-model_states.pt, and its rank files have no "
+                "weights of the complete model"
+            )
+        for name, tensor in flatten_tensors(module).items():
+            weights.setdefault(name, []).append(tensor)
+    return weights
 
 
 class Partitions:
@@ -329,6 +349,18 @@ def open_megatron_deepspeed(folder: Path, *, weights_only: bool = False) -> Mega
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
+    folder = find_step_folder(folder)
+    if (folder / "zero").is_dir():
+        return Universal(folder)
+    return DeepSpeedFolder(folder, weights_only=weights_only)
+
+
+def find_step_folder(folder: Path) -> Path:
+    """Return the folder `global_stepN` that a folder of checkpoints or its pointer names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
     # A user who has converted a checkpoint means the converted one.
@@ -340,8 +372,6 @@ def open_megatron_deepspeed(folder: Path, *, weights_only: bool = False) -> Mega
                 raise CheckpointError(f"{path} contains {name!r}, and there is no such checkpoint")
             folder = folder / name
             break
-    if (folder / "zero").is_dir():
-        return Universal(folder)
-    if not (folder / "mp_rank_00_model_states.pt").is_file():
+    if not (folder / "zero").is_dir() and not (folder / "mp_rank_00_model_states.pt").is_file():
         raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt")
-    return DeepSpeedFolder(folder, weights_only=weights_only)
+    return folder

@@ -143,6 +143,10 @@ class Layout:
     """The field `checkpoint_version`. It gives the order of queries, keys and values."""
     first_half: Literal["gate", "up"] = "gate"
     """The matrix of a gated MLP that comes first."""
+    separate_keys: bool = False
+    """With grouped queries, a rank has all queries before all keys and all values."""
+    summed_biases: bool = False
+    """The bias after a row-parallel matrix is the sum of those of the ranks, and not one copy."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class MegatronTensor:
 
     def _merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: Layout) -> Tensor:
         if self.name.startswith("attention.qkv."):
-            return torch.cat([_order_qkv(each, shape, layout.version) for each in slices])
+            return torch.cat([_order_qkv(each, shape, layout) for each in slices])
         if self.name.startswith(f"{_MLP_IN}."):
             if shape.config.glu_activation is None:
                 return torch.cat(list(slices))
@@ -200,6 +204,8 @@ class MegatronTensor:
             return torch.cat(list(slices))
         if self.name in ("attention.out.weight", "mlp.down.weight"):
             return torch.cat(list(slices), dim=1)
+        if layout.summed_biases and self.name in ("attention.out.bias", "mlp.down.bias"):
+            return torch.stack([each.float() for each in slices]).sum(dim=0)
         # The other tensors are replicas. Long runs on some versions let them drift apart, and
         # BLOOM's own converter averages them.
         if all(torch.equal(each, slices[0]) for each in slices):
@@ -221,15 +227,22 @@ def list_megatron_tensors(shape: ModelShape) -> list[MegatronTensor]:
     return found
 
 
-def _order_qkv(rows: Tensor, shape: ModelShape, version: float) -> Tensor:
+def _order_qkv(rows: Tensor, shape: ModelShape, layout: Layout) -> Tensor:
     """Return one rank's rows in our order: the queries of a group, then its key and its value.
 
     Since version 2, theirs is the same. Earlier versions have all queries first (0), or the three
     of each channel beside each other (1).
     """
-    if version >= 2:
-        return rows
     d = shape.head_dim
-    if version == 1:
+    heads = shape.config.num_attention_heads // shape.query_groups
+    if layout.separate_keys and heads > 1:
+        # Rows of the keys of this rank's groups, and as many of the values.
+        width = len(rows) // (heads + 2)
+        parts = rows.split((width * heads, width, width))
+        groups = [part.unflatten(0, (width // d, -1)) for part in parts]
+        return torch.cat(groups, dim=1).flatten(0, 1)
+    if layout.version >= 2:
+        return rows
+    if layout.version == 1:
         return rows.unflatten(0, (-1, d, 3)).transpose(1, 2).flatten(0, 2)
     return rows.unflatten(0, (3, -1, d)).transpose(0, 1).flatten(0, 2)

@@ -15,7 +15,8 @@
 | *.activation.alpha_p          | XIELU_P       | log(exp(0.8) - 1)            |
 | *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
 
-sigma is `--init-method-std`. A parameter's `ParameterSpec` states its kind. Its name decides
+sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). A
+parameter's `ParameterSpec` states its kind. Its name decides
 nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
 The engines set them, not this module.
 

@@ -121,9 +121,16 @@ class ModelShape:
     def output_init_std(self) -> float:
         """Standard deviation of the projections that write into the residual stream.
 
-        It is `init_std` / sqrt(2 l) for l layers. Source: https://arxiv.org/abs/1909.08053.
+        The default is `init_std` / sqrt(2 l) for l layers (https://arxiv.org/abs/1909.08053).
+        "wang" is 2 / (l sqrt(h)) (https://arxiv.org/abs/2204.06745).
         """
-        return self.init_std / math.sqrt(2.0 * self.config.num_layers)
+        std = self.config.output_init_method_std
+        layers = self.config.num_layers
+        if std is None:
+            return self.init_std / math.sqrt(2.0 * layers)
+        if not isinstance(std, str):
+            return float(std)
+        return {"wang": 2 / (layers * math.sqrt(self.config.hidden_size))}[std]
 
 
 def _choose_layers(text: str | None, num_layers: int) -> frozenset[int]:

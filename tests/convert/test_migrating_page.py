@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 import tiny_corpus
 from convert.megatron_writers import read_saved, write_megatron_deepspeed, write_megatron_lm
+from convert.neox_writer import write_neox
 from convert.other_trainers import (
     NANOGPT_CONFIG,
     Model,
@@ -30,6 +31,7 @@ from convert.other_trainers import (
 )
 from convert.test_from_fms import FIXTURES, MODEL
 from convert.test_from_megatron import SIZES
+from convert.test_from_neox import RUN, build
 from process_pool import ProcessPool, pretrain, succeed
 
 from megatron.checkpoint.folder import list_saved_iterations
@@ -38,6 +40,7 @@ from megatron.commands import convert_checkpoint, import_tokens, plan
 from megatron.config.cli import load_config
 from megatron.convert.fields import normalise_model
 from megatron.convert.from_trainer import write_nanogpt_words
+from megatron.data.indexed import IndexedDatasetWriter
 
 PAGE = tiny_corpus.ROOT / "docs" / "migrating.md"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -115,6 +118,20 @@ def prepare_nanogpt(folder: Path, pool: ProcessPool) -> None:
     save_nanogpt(folder / "nanoGPT" / "out" / "ckpt.pt", model, optimizer, config, 2000)
 
 
+def prepare_neox(folder: Path, pool: ProcessPool) -> None:
+    model, keys = build("neox", parallel=True, tied=False)
+    text = RUN.format(pipe=1, ranks=2) + keys
+    write_neox(folder / "old" / "checkpoints", model, 2, text, layer_files=True)
+    with IndexedDatasetWriter(folder / "data" / "pile_text_document", np.uint16) as writer:
+        for _ in range(40):
+            writer.add_document(np.arange(60, dtype=np.uint16))
+    # The two files of the first command, which is planned.
+    (folder / "125M.yml").write_text(text)
+    (folder / "local_setup.yml").write_text(
+        f"vocab-file: {tiny_corpus.VOCAB}\nmerge-file: {tiny_corpus.MERGES}\n"
+    )
+
+
 def prepare_llm_baselines(folder: Path, pool: ProcessPool) -> None:
     root = folder / "llm-baselines"
     write_tokens(root / "src" / "data" / "datasets" / "slimpajama6B" / "train.bin")
@@ -150,6 +167,14 @@ ORIGINS = {
     "Megatron-LM": Origin(
         prepare_megatron_lm,
         {"global_step2000": "global_step2", "--vocab-size 50257": "--vocab-size 5000"},
+    ),
+    "GPT-NeoX": Origin(
+        prepare_neox,
+        {
+            "global_step143000": "global_step3",
+            "--vocab-size 50277": "--vocab-size 60",
+            "data/pile_text_document": "data/pile_text_document --exit-interval 5",
+        },
     ),
     "nanoGPT": Origin(prepare_nanogpt, {}),
     "llm-baselines": Origin(

@@ -70,6 +70,8 @@ def describe(layers: int, width: int, heads: int, ffn: int, **more: Any) -> dict
     }
 
 
+PYTHIA: dict[str, Any] = {"layer_norm_eps": 1e-5, "rotary_pct": 0.25, "tie_word_embeddings": False}
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-124m": ("GPT2", GPT2 | {"n_layer": 12, "n_embd": 768, "n_head": 12}),
     "gpt2-medium": ("GPT2", GPT2 | {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
@@ -88,6 +90,16 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         describe(44, 6144, 64, 24576, vocab_size=50432, layer_norm_eps=1e-5, rotary_pct=0.25),
     ),
+    "pythia-14m": ("GPTNeoX", describe(6, 128, 4, 512, vocab_size=50304, **PYTHIA)),
+    "pythia-31m": ("GPTNeoX", describe(6, 256, 8, 1024, vocab_size=50304, **PYTHIA)),
+    "pythia-70m": ("GPTNeoX", describe(6, 512, 8, 2048, vocab_size=50304, **PYTHIA)),
+    "pythia-160m": ("GPTNeoX", describe(12, 768, 12, 3072, vocab_size=50304, **PYTHIA)),
+    "pythia-410m": ("GPTNeoX", describe(24, 1024, 16, 4096, vocab_size=50304, **PYTHIA)),
+    "pythia-1b": ("GPTNeoX", describe(16, 2048, 8, 8192, vocab_size=50304, **PYTHIA)),
+    "pythia-1.4b": ("GPTNeoX", describe(24, 2048, 16, 8192, vocab_size=50304, **PYTHIA)),
+    "pythia-2.8b": ("GPTNeoX", describe(32, 2560, 32, 10240, vocab_size=50304, **PYTHIA)),
+    "pythia-6.9b": ("GPTNeoX", describe(32, 4096, 32, 16384, vocab_size=50432, **PYTHIA)),
+    "pythia-12b": ("GPTNeoX", describe(36, 5120, 40, 20480, vocab_size=50688, **PYTHIA)),
     "lauzhack-177m": (
         "Llama",
         describe(10, 1024, 16, 2730, vocab_size=50304, tie_word_embeddings=True),
@@ -209,6 +221,7 @@ OF_FAMILY = {
     "mistral": "mistral",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
+    "pythia": "gpt-neox",
     "qwen3": "qwen3",
     "smollm3": "smollm3",
     "tr1": "gpt2",
@@ -221,6 +234,8 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_scaling": "llama3"},
     # Its config.json has gelu_fast, the tanh form.
     "gpt": {"bias_gelu_fusion": True},
+    # Its training had the tanh form too, although its config.json has gelu.
+    "pythia": {"bias_gelu_fusion": True},
     "tr8": {"embed_layernorm": True},
 }
 
@@ -257,6 +272,14 @@ def test_a_complete_model_of_transformers_has_the_extrapolated_size():
         ("gpt2-124m", 124_439_808),
         ("gpt2-xl", 1_557_611_200),
         ("gpt-neox-20b", 20_554_567_680),
+        ("pythia-70m", 70_426_624),
+        ("pythia-160m", 162_322_944),
+        ("pythia-410m", 405_334_016),
+        ("pythia-1b", 1_011_781_632),
+        ("pythia-1.4b", 1_414_647_808),
+        ("pythia-2.8b", 2_775_208_960),
+        ("pythia-6.9b", 6_857_302_016),
+        ("pythia-12b", 11_846_072_320),
         ("llama2-7b", 6_738_415_616),
         ("llama3-70b", 70_553_706_496),
         ("mistral-7b", 7_241_732_096),
