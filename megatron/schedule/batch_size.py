@@ -115,6 +115,22 @@ class RampupBatchSize:
             self.start + int(consumed_samples / (self.ramp_samples / increments)) * self.increment
         )
 
+    def count_iterations_to_next(self, consumed_samples: int) -> int | None:
+        """Return how many of the next iterations certainly have the present size.
+
+        None means that the size does not change any more.
+        """
+        increments = (self.size - self.start) // self.increment
+        if consumed_samples > self.ramp_samples or increments == 0:
+            return None
+        size = self.get_size(consumed_samples, 0)
+        edge = ((size - self.start) // self.increment + 1) * self.ramp_samples / increments
+        steps = max(1, int((edge - consumed_samples) / size))
+        # The edge is rounded. The size never falls, so that of the last iteration decides.
+        while steps > 1 and self.get_size(consumed_samples + (steps - 1) * size, 0) != size:
+            steps -= 1
+        return steps
+
     def iterate_upcoming(
         self, consumed_samples: int, consumed_tokens: int, seq_length: int
     ) -> Iterator[int]:
@@ -351,11 +367,10 @@ def count_iterations_of_size(
 ) -> int | None:
     """Return how many of the next iterations certainly have the present size.
 
-    It is 1 during a ramp-up, because any iteration may change the size. None means that the size
-    does not change any more.
+    None means that the size does not change any more.
     """
     if isinstance(schedule, StepBatchSize):
         return schedule.count_iterations_to_next(consumed_samples, consumed_tokens, seq_length)
-    if isinstance(schedule, RampupBatchSize) and consumed_samples <= schedule.ramp_samples:
-        return 1
+    if isinstance(schedule, RampupBatchSize):
+        return schedule.count_iterations_to_next(consumed_samples)
     return None

@@ -117,6 +117,25 @@ def test_invalid_ramps_are_errors(ramp, text):
         RampupBatchSize(*ramp)
 
 
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 40),
+    st.integers(1, 5000),
+    st.integers(0, 6000),
+)
+def test_counted_iterations_of_a_ramp_have_the_same_size(start, increment, steps, ramp, consumed):
+    schedule = RampupBatchSize(start, increment, ramp, start + steps * increment)
+    size = schedule.get_size(consumed, 0)
+    count = schedule.count_iterations_to_next(consumed)
+    if count is None:
+        assert size == schedule.final
+        return
+    assert count >= 1
+    sizes = {schedule.get_size(consumed + number * size, 0) for number in range(count)}
+    assert sizes == {size}
+
+
 def test_constant_size():
     assert ConstantBatchSize(32).get_size(10**9, 10**12) == ConstantBatchSize(32).final == 32
     assert list(ConstantBatchSize(32).iterate_upcoming(5, 5, 5)) == [32]

@@ -843,8 +843,13 @@ def test_a_search_without_a_fit_names_the_need_and_enough_devices(capsys):
     larger = as_json(capsys, *words)["search"]
     assert larger["fastest"][0]["verdict"] == "fits"
     assert larger["enough_devices"] is None
+
+
+@pytest.mark.full
+def test_a_search_without_a_fit_on_any_number_of_devices(capsys):
+    words = ["--search", "--world-size", "8", *SEVEN, "--global-batch-size", "96"]
+    words += ["--device-memory-gib", "0.1"]
     # No number of devices shards the 7B to a tenth of a GiB.
-    words[-1] = "0.1"
     assert plan.main(words) == 0
     assert "No number of devices was found that helps" in capsys.readouterr().out
 
