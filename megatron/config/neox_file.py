@@ -216,6 +216,8 @@ def _read_rows(line: CommandLine, keys: Mapping[str, _Key]) -> None:
             if close:
                 hint = f"perhaps you meant {close[0].replace('-', '_')}"
             line.errors.append(f"{key.place}: GPT-NeoX has no key '{key.typed}'; {hint}.")
+        elif row.arity == 0 and not isinstance(key.value, bool):
+            line.errors.append(f"{key} must be true or false.")
         elif row.kind in ("renamed", "derived"):
             line.typed[name] = tuple(key.texts)
             if row.kind == "renamed":

@@ -8,6 +8,7 @@ of base 60, and as false. No tag is ever executed.
 import contextlib
 import dataclasses
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -333,7 +334,9 @@ def _get_plain_scalar(node: yaml.ScalarNode) -> Any:
     if any(letter.isdigit() for letter in node.value):
         for convert in (int, float):
             with contextlib.suppress(ValueError):
-                return convert(node.value)
+                number = convert(node.value)
+                # A number that no float can hold stays text, which is no number to any key.
+                return number if abs(number) < math.inf else node.value
     return node.value
 
 

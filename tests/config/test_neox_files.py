@@ -264,6 +264,8 @@ ERRORS = {
     "gpt_j_residual: 3": ["gpt_j_residual: 3", "true or false"],
     "zero_optimization: {stage: 1, stages: 2}": ["zero_optimization.stages", "stage"],
     "train_data_paths: [a, b]\ntrain_data_weights: [1]": ["2 data sets"],
+    "gpt_j_residual: []": ["gpt_j_residual", "true or false"],
+    "expansion_factor: 1e400": ["must be a number"],
     "warmup: soon": ["warmup: soon must be a number"],
     "mlp_multiple_of: 0": ["must be at least 1"],
     "intermediate_size: 1.5": ["must be a whole number"],
