@@ -69,11 +69,15 @@ def read_text(value: Any) -> str:
     return value
 
 
-def read_texts(value: Any) -> list[str]:
-    """Return a list of texts. Raise ValueError for any other value."""
-    if not isinstance(value, list):
-        raise ValueError("must be a list of text")
-    return [read_text(item) for item in value]
+def read_list(read: Convert) -> Convert:
+    """Return a reader for a list whose items another function reads."""
+
+    def take(items: Any) -> list[Any]:
+        if not isinstance(items, list):
+            raise ValueError("must be a list")
+        return [read(item) for item in items]
+
+    return take
 
 
 def _read_power_of_two(value: Any) -> float:
@@ -166,7 +170,7 @@ PASSED_TO_DEEPSPEED: dict[str, Convert] = {
     "comms_logger.enabled": read_flag,
     "comms_logger.verbose": read_flag,
     "comms_logger.prof_all": read_flag,
-    "comms_logger.prof_ops": read_texts,
+    "comms_logger.prof_ops": read_list(read_text),
     "comms_logger.debug": read_flag,
     "flops_profiler.enabled": read_flag,
     "flops_profiler.recompute_fwd_factor": read_number,

@@ -21,6 +21,13 @@ from megatron.config.deepspeed_keys import (
     ALTERNATIVES,
     PASSED_TO_DEEPSPEED,
     UNSUPPORTED_BLOCKS,
+    Convert,
+    read_count,
+    read_flag,
+    read_list,
+    read_number,
+    read_positive,
+    read_text,
 )
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import CommandLine, read_argv
@@ -47,6 +54,29 @@ _TOKENIZERS = {
     "HFGPT2Tokenizer": "PretrainedFromHF",
     "SPMTokenizer": "SentencePieceTokenizer",
 }
+_CHECKS: dict[str, Convert] = {
+    **dict.fromkeys(
+        (
+            "intermediate-size",
+            "mlp-multiple-of",
+            "sliding-window-width",
+            "gradient-accumulation-steps",
+            "checkpoint-factor",
+            "keep-last-n-checkpoints",
+        ),
+        read_positive,
+    ),
+    **dict.fromkeys(
+        ("expansion-factor", "rms-norm-epsilon", "init-method-std", "warmup", "lr-decay-fraction"),
+        read_number,
+    ),
+    **dict.fromkeys(("use-bias-in-attn-linear", "use-bias-in-mlp"), read_flag),
+    **dict.fromkeys(("tokenizer-type", "vocab-file", "merge-file"), read_text),
+    **{f"{part}-data-paths": read_list(read_text) for part in ("train", "valid", "test")},
+    **{f"{part}-data-weights": read_list(read_number) for part in ("train", "valid", "test")},
+    "extra-save-iters": read_list(read_count),
+}
+"""Keys from which values are computed -> the check of their own values."""
 _DENSE = {"global", "flash"}
 """Values of attention_config that are layers with full attention."""
 
@@ -91,6 +121,13 @@ def read_neox_files(paths: Sequence[str]) -> CommandLine | None:
         line.errors = [refusal]
         return line
     given = {name: key for name, key in keys.items() if key.value is not None}
+    for name, check in _CHECKS.items():
+        try:
+            if name in given:
+                check(given[name].value)
+        except ValueError as error:
+            # Without the key, nothing is computed from a wrong value.
+            line.errors.append(f"{given.pop(name)} {error}.")
     _read_rows(line, {name: key for name, key in given.items() if name not in _OF_DEEPSPEED})
     _read_deepspeed(line, {name: key for name, key in given.items() if name in _OF_DEEPSPEED})
     _read_words(line, _write_tokenizer(given))
@@ -179,6 +216,8 @@ def _read_rows(line: CommandLine, keys: Mapping[str, _Key]) -> None:
             if close:
                 hint = f"perhaps you meant {close[0].replace('-', '_')}"
             line.errors.append(f"{key.place}: GPT-NeoX has no key '{key.typed}'; {hint}.")
+        elif row.arity == 0 and not isinstance(key.value, bool):
+            line.errors.append(f"{key} must be true or false.")
         elif row.kind in ("renamed", "derived"):
             line.typed[name] = tuple(key.texts)
             if row.kind == "renamed":

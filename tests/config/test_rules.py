@@ -117,6 +117,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--rampup-batch-size 1 1 5 and --step-batch-size-schedule 0:1 exclude each other",
     ),
     (
+        {"step_batch_size_schedule": ("0:1",), "gradient_accumulation_steps": 2},
+        "--step-batch-size-schedule 0:1 and --gradient-accumulation-steps 2 exclude each other",
+    ),
+    (
         {"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True},
         "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other",
     ),
