@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedule.batch_size import BatchSizeSchedule
+from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.skip import SkipRange, find_range
@@ -83,6 +83,10 @@ class Forecast:
 
         `limit` is an iteration. It is returned if the tokens are not consumed by then.
         """
+        if self.curriculum is None and isinstance(self.batch_size, ConstantBatchSize):
+            # A published script has 146 million iterations, which the loop below would visit.
+            each = self.batch_size.final * self.seq_length
+            return min(-(-tokens // each), limit)
         return next(
             c.iteration
             for c in self._iterate_counters()

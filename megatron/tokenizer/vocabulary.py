@@ -29,21 +29,23 @@ _PUBLISHED_SIZES = {
     r"t5-(small|base|large|3b|11b)": 32100,
     r"gpt-?2(-(medium|large|xl))?|distilgpt2": GPT2_VOCAB_SIZE,
     r"gpt-neox-20b|pythia-[\w.-]+": 50277,
-    r"bloom(-[\w.]+)?|tokenizer": 250680,
+    r"bloom(-[\w.]+)?": 250680,
     r"(meta-)?llama-?3([._]\d)?(-[\w.-]+)?": 128256,
     r"(meta-)?llama-?2(-[\w.-]+)?|(open_)?llama-?(1|v1|v2|7b|13b|30b|33b|65b|70b)([_-]\w+)?": 32000,
     r"mistral-7b(-v0\.[12])?|mixtral-8x7b(-v0\.1)?": 32000,
-    r"qwen2(\.5)?-[\w.-]+": 151665,
+    r"qwen2-[\w.-]+": 151646,
+    r"qwen2\.5-[\w.-]+": 151665,
     r"qwen3-[\w.-]+": 151669,
 }
 """Name of a tokenizer, in lower case and without its organization -> its number of ids.
 
 Sources: the tokenizer files of these models on the Hugging Face Hub. They are for planning only.
 """
-_OWNERS = {"tokenizer": "bigscience"}
-"""Names that mean a tokenizer only together with their organization."""
 
-_NEEDED_FILES = {"PretrainedFromHF": "tokenizer.json", "SentencePieceTokenizer": "tokenizer.model"}
+_NEEDED_FLAGS = {
+    "PretrainedFromHF": "--tokenizer-name-or-path with the folder of a tokenizer.json",
+    "SentencePieceTokenizer": "--tokenizer-model with the file tokenizer.model",
+}
 
 
 def compute_padded_vocab_size(
@@ -121,17 +123,18 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
         return []
     if name is None:
         return [_describe_lack(config)]
-    return [
-        f"--tokenizer-name-or-path {name} does not exist on this machine. Correct the path, "
-        f"{without}."
-    ]
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        given = f"the file --tokenizer-model {name}"
+    else:
+        given = f"--tokenizer-name-or-path {name}"
+    return [f"{given} does not exist on this machine. Correct the path, {without}."]
 
 
 def _describe_lack(config: TokenizerConfig) -> str:
     """Return the error for a type without the path of its files."""
     return (
-        f"--tokenizer-type {config.tokenizer_type} needs --tokenizer-name-or-path with a "
-        f"{_NEEDED_FILES[config.tokenizer_type]}, or --vocab-size N if no tokenizer is needed."
+        f"--tokenizer-type {config.tokenizer_type} needs {_NEEDED_FLAGS[config.tokenizer_type]}, "
+        "or --vocab-size N if no tokenizer is needed."
     )
 
 
@@ -208,13 +211,10 @@ def _find_published_size(name: str) -> int | None:
     The name is the last part of a path, or that of the folder of a file tokenizer.model.
     """
     parts = [part.lower() for part in name.split("/") if part and part != "tokenizer.model"]
-    if not parts:
-        return None
-    for pattern, size in _PUBLISHED_SIZES.items():
-        if re.fullmatch(pattern, parts[-1]):
-            owner = _OWNERS.get(parts[-1])
-            return size if owner in (None, *parts[-2:-1]) else None
-    return None
+    last = "".join(parts[-1:])
+    return next(
+        (size for pattern, size in _PUBLISHED_SIZES.items() if re.fullmatch(pattern, last)), None
+    )
 
 
 def count_token_ids(config: TokenizerConfig) -> int | None:
