@@ -5,6 +5,7 @@
     python tools/plan.py train/my-run/my-run.slurm
     python tools/plan.py scripts/train.sh --script-args "small 8"
     python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
+    python tools/plan.py train/my-run/my-run.slurm --write-config run.yaml
     python tools/plan.py --search --world-size 64 --hardware h100 -- <arguments of pretrain_gpt.py>
 
 The report has the model size, the grid, batches, the end of training, memory, FLOPs, communication,
@@ -25,6 +26,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.commands.plan_config import write_config
 from megatron.commands.plan_cost import (
     CostOptions,
     build_cost_json,
@@ -105,6 +107,9 @@ class PlanArguments:
     script_args: str = ""
     """Arguments of the script in one text, as in "8B 4 1e-5". Words after the script that do not
     begin with '-' are arguments too."""
+    write_config: Path | None = None
+    """Write the configuration to this new YAML file, with the origin of each value. It has only
+    what differs from the defaults. pretrain_gpt.py --config FILE trains with it."""
     hardware: str = "a100-80g"
     """Kind of the devices and their cluster: v100-32g, a100-40g, a100-80g (or a100), jean-zay-a100,
     h100, h100-96g, h200, gh200, b200, or a YAML file of your own (docs/planner.md)."""
@@ -283,10 +288,17 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    notes = source.notes
+    if options.write_config is not None and not plan.errors:
+        digest = write_config(options.write_config, plan, loaded, source, show)
+        notes = (
+            *notes,
+            f"{options.write_config} is written. Its configuration has the digest {digest}.",
+        )
     # A failure to draw is printed in place of the report, so that --json prints one document.
     if not plan.errors:
         _draw_step(plan, options, hardware)
-    _print_report(options, plan, at, warnings, uses, hardware, source.notes)
+    _print_report(options, plan, at, warnings, uses, hardware, notes)
     return 2 if plan.errors else 0
 
 

@@ -55,6 +55,7 @@ _WITH_VALUE = frozenset(
         "--save-gb-per-second",
         "--script-args",
         "--trace",
+        "--write-config",
         "--world-size",
     }
 )

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from megatron.commands import plan
+from megatron.config.cli import compute_config_digest, load_config
+from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
 from megatron.cost.hardware import load_hardware
 from megatron.model import flops
@@ -1087,3 +1089,69 @@ def test_a_wild_size_is_an_error_of_the_plan(capsys, flag, value):
     words = ["--world-size", "1", *SMALL, "--bf16", "--checkpoint-activations", flag, value]
     assert plan.main(words) == 2
     assert re.search(rf"error: .*{flag} .* must be", capsys.readouterr().out)
+
+
+PLANNED = """#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --gres=gpu:2
+cat <<EOT > ds.json
+{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
+EOT
+srun python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --swiglu \\
+    --seq-length 128 --batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 \\
+    --vocab-size 1000 --clip-grad 0.5 --save $OUT/run --deepspeed --deepspeed_config ds.json
+"""
+
+
+def test_written_configuration_is_the_planned_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("OUT", raising=False)
+    script = tmp_path / "run.sh"
+    script.write_text(PLANNED)
+    file = tmp_path / "run.yaml"
+    notes = as_json(capsys, str(script), "--write-config", str(file))["notes"]
+    loaded = load_config(["--config", str(file)])
+    assert f"has the digest {compute_config_digest(loaded.config)}." in notes[-1]
+    assert loaded.config.model.ffn_hidden_size == 640
+    assert loaded.config.parallel.deepspeed_config == str(tmp_path / "run.deepspeed.json")
+    document = json.loads((tmp_path / "run.deepspeed.json").read_text())
+    assert document["gradient_clipping"] == 0.5
+    text = file.read_text()
+    assert "# Replace before training: $OUT" in text
+    assert "  micro_batch_size: 2  # --batch-size" in text
+    # Each value differs from its default, and the comment has its origin.
+    fields = {field.dotted: field for field in all_fields().values()}
+    written = {
+        f"{group}.{name}": value
+        for group, values in yaml.safe_load(text).items()
+        for name, value in values.items()
+    }
+    assert len(written) > 12
+    assert [d for d in written if getattr_dotted(loaded.config, d) == fields[d].default] == []
+    assert text.count("  # ") == len(written)
+    # An existing file is kept.
+    assert plan.main([str(script), "--write-config", str(file)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert file.read_text() == text
+
+
+def getattr_dotted(config, dotted: str):
+    group, _, name = dotted.partition(".")
+    return getattr(getattr(config, group), name)
+
+
+def test_default_that_other_values_would_change_is_written(capsys, tmp_path):
+    """--use-bnb-optimizer turns the norm of the embedding on, unless a value is given."""
+    file = tmp_path / "run.yaml"
+    as_json(
+        capsys,
+        *("--write-config", str(file), "--", *SMALL, "--use-bnb-optimizer"),
+        *("--deepspeed", "--no-embed-layernorm"),
+    )
+    assert "embed_layernorm: false  # --no-embed-layernorm" in file.read_text()
+    assert not load_config(["--config", str(file)]).config.model.embed_layernorm
+
+
+def test_plan_with_errors_is_not_written(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    assert plan.main(["--world-size", "3", "--write-config", str(file), *SMALL]) == 2
+    assert not file.exists()
