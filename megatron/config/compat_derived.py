@@ -273,11 +273,11 @@ def _compute_virtual_stage_layers(values: FlagValues) -> Computed:
 
 def _compute_tracker(values: FlagValues) -> Computed:
     """Return the tracker for a command line that sends its metrics to Weights & Biases."""
-    switches = ("--wandb", "--use-wandb")
+    switches = ["--wandb", "--use-wandb"]
     # The project of llm-baselines is only a name.
     names_only = any(values.get_words(flag) for flag in _IDENTIFY_LLM_BASELINES)
     if not names_only:
-        switches = (*switches, "--wandb-project")
+        switches.append("--wandb-project")
     if values.get_field("checkpoint.save") is None:
         return None, ""
     # An empty project turns Megatron's off.

@@ -124,10 +124,10 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
     if name is None:
         return [_describe_lack(config)]
     if config.tokenizer_type == "SentencePieceTokenizer":
-        given = f"the file --tokenizer-model {name}"
+        shown = f"the file --tokenizer-model {name}"
     else:
-        given = f"--tokenizer-name-or-path {name}"
-    return [f"{given} does not exist on this machine. Correct the path, {without}."]
+        shown = f"--tokenizer-name-or-path {name}"
+    return [f"{shown} does not exist on this machine. Correct the path, {without}."]
 
 
 def _describe_lack(config: TokenizerConfig) -> str:
