@@ -4,9 +4,9 @@ Invariant: no command of the script is executed. The result has the arguments th
 pass to the training script, as far as they follow from assignments in the script and in the
 environment.
 
-`read_launch_script` reads the script as text. It reads the commands in order and enters every
-branch. The last assignment before the training command applies. A loop is read once, with its first
-value. `expand_launch_script` follows the control flow instead, in a contained shell.
+`expand_launch_script` follows the control flow in a contained shell. `read_launch_script` reads the
+script as text. It reads the commands in order and enters every branch. The last assignment before
+the training command applies. A loop is read once, with its first value.
 
 A value that is known only at run time stays as it is written, and the result names it.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.shell.arithmetic import NotStaticError
+from megatron.shell.needs import Needs, find_line, find_needs, mark_placeholders
 from megatron.shell.rewrite import SCRIPT_READERS, SHELLS, rewrite_script
 from megatron.shell.sandbox import trace_script
 from megatron.shell.syntax import (
@@ -79,9 +80,15 @@ class LaunchScript:
     The next fields list parts of the arguments whose values are not known. `unresolved` has the
     variables that the script does not set. `commands` has the substitutions whose results are known
     only at run time. `parameters` has the arguments of the script, such as `1` or `@`.
+    `placeholders` has the texts such as `<path>` that a user must replace.
 
     `branches` has the variables that the script sets in a branch or a loop. `documents` has the
     files that the script writes itself, such as a DeepSpeed JSON, by name.
+
+    `tested` has the variables without a value that the control flow depends on. `argument_lines`
+    has the line where each missing argument is first used, by its number. `assumed_files` are the
+    files that the script needs in order to go on. `loop` is the header of the loop whose first pass
+    starts training, or empty.
     """
 
     arguments: tuple[str, ...]
@@ -90,8 +97,13 @@ class LaunchScript:
     unresolved: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    placeholders: tuple[str, ...] = ()
     branches: tuple[str, ...] = ()
     documents: Mapping[str, str] = field(default_factory=dict)
+    tested: tuple[str, ...] = ()
+    argument_lines: Mapping[int, int] = field(default_factory=dict)
+    assumed_files: tuple[str, ...] = ()
+    loop: str = ""
 
     @property
     def world_size(self) -> int | None:
@@ -122,8 +134,20 @@ def read_launch_script(
     values = Values.build(str(path), inherited, None if parameters is None else list(parameters))
     reader = _Reader(values)
     with _limit_reading(path):
-        reader.read(parse_script(text, str(path)))
-        return add_slurm_request(reader.build(), text)
+        marked = mark_placeholders(text, lambda part: values.mark("placeholder", part, part))
+        block = parse_script(marked, str(path))
+        reader.read(block)
+        needs = find_needs(block, marked, inherited)
+        return add_slurm_request(_add_needs(reader.build(), needs, text), text)
+
+
+def _add_needs(found: LaunchScript, needs: Needs, text: str) -> LaunchScript:
+    """Return the training command with what the script `text` needs from its user."""
+    missing = {int(name) for name in found.parameters if name.isdecimal()}
+    if missing:
+        missing |= set(needs.arguments)
+    lines = {number: find_line(text, number) for number in sorted(missing)}
+    return replace(found, tested=tuple(sorted(needs.tested)), argument_lines=lines)
 
 
 def expand_launch_script(
@@ -132,8 +156,8 @@ def expand_launch_script(
     """Find the training command by following the control flow of the script at `path`.
 
     A contained shell carries out assignments and control flow. No command runs, no file is opened
-    and nothing is redirected. Unset variables are empty, as in bash. The field `unresolved` of the
-    result names them.
+    and nothing is redirected. Variables and arguments that are not given stay as they are written.
+    If the control flow depends on an unset variable, it is empty, as in bash.
 
     Args:
         path: The script.
@@ -149,13 +173,20 @@ def expand_launch_script(
     inherited = build_environment(text, environment or {})
     marks = Values(source)
     with _limit_reading(path):
+        marked = mark_placeholders(text, lambda part: marks.mark("placeholder", part, part))
+        block = parse_script(marked, source)
+        needs = find_needs(block, marked, inherited)
+        unset = {
+            name: marks.mark("variable", name, f"${name}", is_alone=True)
+            for name in sorted(needs.passed)
+        }
         rewritten = rewrite_script(
-            parse_script(text, source), source, lambda part: marks.mark("command", part, part)
+            block, source, lambda part: marks.mark("command", part, part), unset
         )
     trace = trace_script(
-        rewritten,
+        rewritten.text,
         source,
-        parameters=parameters,
+        parameters=[*parameters, *_mark_missing_arguments(marks, needs, len(parameters))],
         environment=inherited,
         training=TRAINING_IN_SHELL,
     )
@@ -166,15 +197,28 @@ def expand_launch_script(
             reader.find_training(list(words))
             found = reader.build() if reader.has_found() else None
         if found is not None:
-            unset = _find_unset_variables(path, parameters, inherited)
-            return add_slurm_request(replace(found, unresolved=unset), text)
+            found = replace(
+                _add_needs(found, needs, text),
+                assumed_files=tuple(map(marks.render, rewritten.assumed_files)),
+                loop=marks.render(trace.loop),
+            )
+            return add_slurm_request(found, text)
     if trace.exit_line is not None:
         raise ConfigError(
             f"{path}:{trace.exit_line}: the script ends here (exit) before it starts training. "
-            "Give the arguments that it checks, set the variables that it checks, or plan without "
-            "--expand."
+            "Give the arguments or set the variables that it checks."
         )
     raise ConfigError(f"{path} starts no training script: {EXPECTED_COMMAND}")
+
+
+def _mark_missing_arguments(marks: Values, needs: Needs, given: int) -> list[str]:
+    """Return the marks of the arguments after the first `given` ones. Optional ones are empty."""
+    missing = []
+    for number in range(given + 1, max(needs.arguments, default=0) + 1):
+        written = f"${number}" if number < 10 else f"${{{number}}}"
+        is_needed = number in needs.arguments
+        missing.append(marks.mark("argument", str(number), written) if is_needed else "")
+    return missing
 
 
 @contextmanager
@@ -205,18 +249,6 @@ def _limit_reading(path: Path) -> Iterator[None]:
         if in_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-
-def _find_unset_variables(
-    path: Path, parameters: Sequence[str], environment: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Read the script as text, and return the variables of its training command that are unset."""
-    try:
-        as_text = read_launch_script(path, parameters=parameters, environment=environment)
-    except ConfigError:
-        # The training command can only be found by following the control flow.
-        return ()
-    return as_text.unresolved
 
 
 def read_text(path: Path) -> str:
@@ -251,10 +283,14 @@ def build_environment(text: str, environment: Mapping[str, str]) -> dict[str, st
     Slurm sets them from the request in the script's header.
     """
     nodes, devices = _read_slurm_request(text)
+    options = _read_slurm_options(text)
     requested = (
         ("SLURM_NNODES", nodes),
         ("SLURM_JOB_NUM_NODES", nodes),
         ("SLURM_GPUS_ON_NODE", devices),
+        ("SLURM_GPUS_PER_NODE", options.get("gpus-per-node")),
+        ("SLURM_NTASKS_PER_NODE", options.get("ntasks-per-node")),
+        ("SLURM_CPUS_PER_TASK", options.get("cpus-per-task")),
     )
     return {
         **environment,
@@ -289,6 +325,15 @@ def parse_command(words: Sequence[str]) -> LaunchScript:
     )
 
 
+def _split_quoted_options(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words after the training script. A launcher may get all options as one word."""
+    for word in words:
+        if re.match(r"\s*--\w\S*\s.*\s--\w", word, re.DOTALL):
+            yield from word.split()
+        else:
+            yield word
+
+
 def _find_script(words: Sequence[str]) -> int:
     """Return the index of the training script, or -1.
 
@@ -300,12 +345,18 @@ def _find_script(words: Sequence[str]) -> int:
     return (named or found or [-1])[0]
 
 
-def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
-    """Return (nodes, devices per node) of the #SBATCH lines."""
+def _read_slurm_options(text: str) -> dict[str, str]:
+    """Return the options of the #SBATCH lines, without their hyphens."""
     options: dict[str, str] = {}
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
         for name, value in re.findall(r"(--[\w-]+|-N)[=\s]\s*(\S+)", line):
             options[name.lstrip("-")] = value
+    return options
+
+
+def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
+    """Return (nodes, devices per node) of the #SBATCH lines."""
+    options = _read_slurm_options(text)
     nodes = _parse_last_number(options.get("nodes") or options.get("N"))
     devices = _parse_last_number(options.get("gpus-per-node"))
     if devices is None and "gpu" in options.get("gres", ""):
@@ -396,7 +447,7 @@ class _Reader:
         script = _find_script(words)
         rendered = [values.render(word) for word in words[: script + 1]]
         used: list[Unknown] = []
-        for word in words[script + 1 :]:
+        for word in _split_quoted_options(words[script + 1 :]):
             used += values.find_unknown(word)
             # After a flag, an unset variable stays as it is written. If it were removed, the next
             # flag would be read as the value.
@@ -412,6 +463,7 @@ class _Reader:
             unresolved=names("variable"),
             commands=tuple(sorted({values.render(name) for name in names("command")})),
             parameters=names("argument"),
+            placeholders=names("placeholder"),
             branches=tuple(sorted(self._command_dependencies)),
             documents={values.render(k): values.render(v) for k, v in self._documents.items()},
         )

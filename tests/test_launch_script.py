@@ -291,6 +291,88 @@ def test_quoted_command_lines_are_followed_on_request(tmp_path):
     assert single.arguments == ("--lr", "1e-4", "--tokenizer", "'a", "b'", "--nodes", "3")
 
 
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "if [ ! -f $P ]; then echo none >&2; exit 1; fi",
+        "if [[ ! -e $P || ! -d /data ]]; then exit 1; fi",
+        "if ! [ -f $P ]; then exit 1; fi",
+        "if [ -f $P ]; then :; else exit 1; fi",
+        "[ -s $P ] || exit 1",
+        "test -r $P || { echo none; exit 1; }",
+        "[[ ! -f $P ]] && exit 1",
+        "die() { echo none; exit 1; }; [ -f $P ] || die x",
+    ],
+)
+def test_file_that_a_script_needs_is_assumed_to_exist(tmp_path, guard):
+    found = expand(tmp_path, f"P=/data/x\n{guard}\npython pretrain_gpt.py --seed 1\n")
+    assert found.arguments == ("--seed", "1")
+    assert "$P" in found.assumed_files
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "if [ -f done ]; then exit 0; fi",
+        "if [ -f latest ]; then SEED=2; fi",
+        "if [ -f latest ]; then SEED=2; else if [ $SEED = 3 ]; then exit 1; fi; fi",
+        "[ -f latest ] && SEED=2",
+    ],
+)
+def test_files_that_a_script_does_not_need_are_absent(tmp_path, other):
+    found = expand(tmp_path, f"SEED=1\n{other}\npython pretrain_gpt.py --seed $SEED\n")
+    assert found.arguments == ("--seed", "1")
+    assert found.assumed_files == ()
+
+
+def test_unset_variables_stay_as_written_unless_they_are_tested(tmp_path):
+    found = expand(
+        tmp_path,
+        'if [ -z "$STAGES" ]; then PIPE=; else PIPE="--pipeline $STAGES"; fi\n'
+        "N=$COUNT\nTOTAL=$((N * 2))\nNEVER_SET_HERE=1\nunset NEVER_SET_HERE\n"
+        'OPTIONS="--save $ROOT/x $EXTRA"\n'
+        "python pretrain_gpt.py --seed $TOTAL --load ${ROOT} $OPTIONS $PIPE $NEVER_SET_HERE\n",
+    )
+    assert found.arguments == ("--seed", "0", "--load", "$ROOT", "--save", "$ROOT/x")
+    assert found.unresolved == ("EXTRA", "ROOT")
+    assert set(found.tested) == {"COUNT"}
+
+
+@pytest.mark.parametrize("follow", [read, expand])
+def test_placeholders_are_words(tmp_path, follow):
+    text = (
+        "SAVE=<Specify path>\nDATA=<Specify path and prefix>_text_document # here\n"
+        'VOCAB="<path to file>/vocab.json"\n'
+        "python pretrain_gpt.py --save $SAVE --data-path $DATA --vocab-file $VOCAB \\\n"
+        "    --load <your folder> --eod '<pad>' < input > output\n"
+    )
+    found = follow(tmp_path, text)
+    assert found.arguments == (
+        *("--save", "<Specify path>", "--data-path", "<Specify path and prefix>_text_document"),
+        *("--vocab-file", "<path to file>/vocab.json", "--load", "<your folder>"),
+        *("--eod", "<pad>"),
+    )
+    assert len(found.placeholders) == 4
+
+
+def test_options_in_one_word_are_split(tmp_path):
+    script = expand(tmp_path, 'A="--seed 1 --lr 2"\nmpirun run pretrain_gpt.py "$A --fp16 "\n')
+    assert script.arguments == ("--seed", "1", "--lr", "2", "--fp16")
+
+
+def test_loop_that_starts_training_is_named(tmp_path):
+    text = "for s in 1 2; do\n  python pretrain_gpt.py --seed $s\ndone\n"
+    assert expand(tmp_path, text).loop == "for s in 1 2"
+    before = "for s in 1 2; do :; done\n"
+    assert expand(tmp_path, before + "python pretrain_gpt.py --seed $s\n").loop == ""
+
+
+def test_slurm_sets_what_the_header_asks_for(tmp_path):
+    header = "#SBATCH --gpus-per-node=4\n#SBATCH --ntasks-per-node=2\n"
+    script = expand(tmp_path, header + "python pretrain_gpt.py --tp $SLURM_GPUS_PER_NODE\n")
+    assert script.arguments == ("--tp", "4")
+
+
 def test_script_is_not_run(tmp_path):
     read(
         tmp_path,

@@ -3,16 +3,16 @@
     python tools/plan.py --world-size 384 --at 12695 31214 -- <arguments of pretrain_gpt.py>
     python tools/plan.py --world-size 8 --config run.yaml --lr 3e-4
     python tools/plan.py train/my-run/my-run.slurm
-    python tools/plan.py --expand scripts/train.sh small 8
+    python tools/plan.py scripts/train.sh --script-args "small 8"
     python tools/plan.py --dry-run --world-size 512 -- <arguments of pretrain_gpt.py>
+    python tools/plan.py train/my-run/my-run.slurm --write-config run.yaml
     python tools/plan.py --search --world-size 64 --hardware h100 -- <arguments of pretrain_gpt.py>
 
 The report has the model size, the grid, batches, the end of training, memory, FLOPs, communication,
 the predicted time and cost, errors and warnings.
 
-A script is read as text and never run. With --expand, a contained shell carries out its assignments
-and control flow. This shell runs no command and opens no file. Words after the script that do not
-begin with '-' are the script's arguments.
+A contained shell carries out the assignments and the control flow of a script. This shell runs no
+command and opens no file. If it cannot follow the script, the script is read as text.
 
 Exit code 0 means that the plan has no errors. Exit code 2 means that it has errors.
 """
@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.commands.parse import parse_arguments
+from megatron.commands.plan_config import write_config
 from megatron.commands.plan_cost import (
     CostOptions,
     build_cost_json,
@@ -46,13 +47,14 @@ from megatron.commands.plan_search import (
 )
 from megatron.commands.plan_source import (
     CommandSource,
+    explain_errors,
     read_source,
     rename_document,
     split_arguments,
     write_documents,
 )
 from megatron.commands.run_tool import run_tool
-from megatron.config.cli import load_config
+from megatron.config.cli import combine_errors, load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.cost.hardware import Hardware, load_hardware
@@ -100,10 +102,16 @@ class PlanArguments:
     consumed_samples: int | None = None
     """Number of samples that were consumed before the planned resume. Batch sizes of a ramp-up
     before this position need not fit the grid. Default: 0, or unknown if the command has --load."""
-    expand: bool = False
-    """Follow the branches, loops and functions of a script. Without it, the last assignment before
-    the training command applies. No command runs, so values of $(...) stay unknown. If this system
-    cannot contain the shell, the script is refused."""
+    expand: bool = True
+    """Follow the branches, loops and functions of a script. No command runs, so values of $(...)
+    stay unknown. With --no-expand, or if this is not possible, the script is read as text, and the
+    last assignment before the training command applies."""
+    script_args: str = ""
+    """Arguments of the script in one text, as in "8B 4 1e-5". Words after the script that do not
+    begin with '-' are arguments too."""
+    write_config: Path | None = None
+    """Write the configuration to this new YAML file, with the origin of each value. It has only
+    what differs from the defaults. pretrain_gpt.py --config FILE trains with it."""
     hardware: str | None = None
     """Kind of the devices and their cluster: v100-32g, a10, a100-40g, a100-80g (or a100),
     jean-zay-a100, h100, h100-96g, h100-pcie, h200, gh200, b200, l40s, rtx-3090, rtx-4090, cpu (no
@@ -165,15 +173,25 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _plan(options, training)
         except MegatronError as failure:
-            return _report_failure(failure, options, ())
+            return _report_failure(failure, options, None)
 
     return run_tool(work)
 
 
 def _report_failure(
-    failure: MegatronError, options: PlanArguments, warnings: tuple[str, ...]
+    failure: MegatronError, options: PlanArguments, source: CommandSource | None
 ) -> int:
-    """Print why there is no plan, after `warnings`, and return the exit code."""
+    """Print why there is no plan of `source`, and return the exit code."""
+    # A ConfigError with several problems lists them one per line after a headline.
+    head, *listed = str(failure).split("\n  - ")
+    errors = listed or [head]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    if source is not None:
+        errors = explain_errors(source, errors)
+        # A value that is not known in the script may be the cause, so its warnings are printed.
+        warnings = source.warnings
+        notes = source.notes
     if options.json:
         # Programs read this output. They find these keys whether or not there is a plan.
         empty: dict[str, Any] = {
@@ -182,15 +200,16 @@ def _report_failure(
             "train_iters": None,
             "data_phases": [],
             "at": [],
+            "notes": list(notes),
             "warnings": list(warnings),
             "flags_without_effect": [],
         }
-        # A ConfigError with several problems lists them one per line after a headline.
-        head, *listed = str(failure).split("\n  - ")
-        print(json.dumps({**empty, "errors": listed or [head]}, indent=1))
+        print(json.dumps({**empty, "errors": errors}, indent=1))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"error: {failure}", file=sys.stderr)
+    print(f"error: {combine_errors(errors)}", file=sys.stderr)
     return 2
 
 
@@ -208,7 +227,7 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     _check_numbers(options)
-    source = read_source(training, expand=options.expand)
+    source = read_source(training, expand=options.expand, script_args=options.script_args)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
 
@@ -221,8 +240,7 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         try:
             return _plan_source(options, replace(source, arguments=arguments), show)
         except MegatronError as failure:
-            # A value that is not known in the script may be the cause, so its warnings are printed.
-            return _report_failure(ConfigError(show(str(failure))), options, source.warnings)
+            return _report_failure(ConfigError(show(str(failure))), options, source)
 
 
 def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[str], str]) -> int:
@@ -272,15 +290,22 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     # repetitions.
     warnings = [*warnings, *plan.warnings, *warn_of_many_epochs(uses)]
     warnings = list(dict.fromkeys(map(show, warnings)))
-    plan = replace(plan, errors=tuple(map(show, plan.errors)))
+    plan = replace(plan, errors=tuple(explain_errors(source, list(map(show, plan.errors)))))
     if plan.errors:
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    notes = source.notes
+    if options.write_config is not None and not plan.errors:
+        digest = write_config(options.write_config, plan, loaded, source, show)
+        notes = (
+            *notes,
+            f"{options.write_config} is written. Its configuration has the digest {digest}.",
+        )
     # A failure to draw is printed in place of the report, so that --json prints one document.
     if not plan.errors:
         _draw_step(plan, options, hardware)
-    _print_report(options, plan, at, warnings, uses, hardware)
+    _print_report(options, plan, at, warnings, uses, hardware, notes)
     return 2 if plan.errors else 0
 
 
@@ -291,6 +316,7 @@ def _print_report(
     warnings: list[str],
     uses: list[DatasetUse],
     hardware: Hardware,
+    notes: tuple[str, ...],
 ) -> None:
     """Print the plan, its predicted cost, and what the search and the dry run find."""
     cost = _build_cost_options(options)
@@ -300,12 +326,14 @@ def _print_report(
         reports = run_dry(plan, options.dry_run_microbatches)
     if options.json:
         report = build_json(plan, at, warnings, uses, hardware)
+        report["notes"] = list(notes)
         report["cost"] = build_cost_json(plan, hardware, cost)
         if options.dry_run:
             report["dry_run"] = build_dry_run_json(reports)
         print(json.dumps({**report, **_report_search_json(plan, options, hardware)}, indent=1))
         return
-    lines = format_plan(plan, at, warnings, uses, hardware, format_cost(plan, hardware, cost))
+    lines = [f"note: {note}" for note in notes]
+    lines += format_plan(plan, at, warnings, uses, hardware, format_cost(plan, hardware, cost))
     lines += _report_search(plan, options, hardware)
     if reports:
         lines += format_dry_run(plan, reports)

@@ -5,11 +5,12 @@ Invariant: a script is read as text, and no command in it runs.
 
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from megatron.commands.double_dash import split_at_double_dash
@@ -52,8 +53,10 @@ _WITH_VALUE = frozenset(
         "--ranks-per-node",
         "--restart-minutes",
         "--save-gb-per-second",
+        "--script-args",
         "--trace",
         "--usable-share",
+        "--write-config",
         "--world-size",
     }
 )
@@ -64,7 +67,8 @@ _WITH_VALUE = frozenset(
 class CommandSource:
     """The training arguments, the world size found with them, and warnings about reading them.
 
-    `documents` has the files that the script writes before it starts training, by name.
+    `documents` has the files that the script writes before it starts training, by name. `command`
+    is the training command of the script `script`. `notes` state how it was read.
     """
 
     arguments: tuple[str, ...]
@@ -72,6 +76,9 @@ class CommandSource:
     warnings: tuple[str, ...] = ()
     documents: Mapping[str, str] = field(default_factory=dict)
     ranks_per_node: int | None = None
+    command: LaunchScript | None = None
+    script: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -90,10 +97,9 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
             own.append(word)
         elif name in _WITH_VALUE:
             # The value is attached with '=', or it is the next word.
+            if "=" not in word and words:
+                word += f"={words.pop(0)}"
             own.append(word)
-            if "=" not in word:
-                own += words[:1]
-                words = words[1:]
         elif name == "--at":
             values = word.partition("=")[2].replace(",", " ").split()
             # `--at` takes any number of values. The first word that is no number ends them.
@@ -106,54 +112,141 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, training + (after or [])
 
 
-def read_source(training: list[str], *, expand: bool = False) -> CommandSource:
+def read_source(
+    training: list[str], *, expand: bool = True, script_args: str = ""
+) -> CommandSource:
     """Find the arguments of pretrain_gpt.py in a command line, a script or a YAML file.
 
     Args:
         training: The words of the command line that belong to the training command.
-        expand: Follow the script's control flow in a contained shell.
+        expand: Follow the script's control flow in a contained shell, if that is possible.
+            Otherwise the script is read as text.
+        script_args: Arguments of the script, written as in a shell.
 
     Raises:
-        ConfigError: The file cannot be read or has no training command, the shell cannot be
-            contained, or `expand` is set without a script.
+        ConfigError: The file cannot be read or has no training command.
     """
     if training and not training[0].startswith("-"):
         first = Path(training[0])
     else:
         first = None
     is_script = first is not None and first.suffix in SCRIPT_SUFFIXES
-    if expand and not is_script:
+    if script_args and not is_script:
         raise ConfigError(
-            "--expand needs a script as the first argument, a file that ends in "
+            "--script-args needs a script as the first argument, a file that ends in "
             f"{' or '.join(SCRIPT_SUFFIXES)}."
         )
     if first is not None and first.suffix in (".yaml", ".yml"):
         return CommandSource(("--config", *training), None)
     # Anything that is no file with a known suffix is part of the training command itself.
     if first is None or not is_script:
-        return _build_source(parse_command(training), ())
+        return _build_source(parse_command(training), (), None, ())
     parameters = list(takewhile(lambda word: not word.startswith("-"), training[1:]))
     further = tuple(training[1 + len(parameters) :])
+    try:
+        parameters += shlex.split(script_args)
+    except ValueError as error:
+        raise ConfigError(f"--script-args {script_args}: {error}.") from None
+    found, notes = _read_script(first, parameters, expand)
+    return _build_source(found, further, first, notes)
+
+
+def _read_script(
+    script: Path, parameters: list[str], expand: bool
+) -> tuple[LaunchScript, tuple[str, ...]]:
+    """Return the training command of a script, and how it was found."""
+    reason = "as --no-expand asks"
     if expand:
-        found = expand_launch_script(first, parameters=parameters, environment=os.environ)
-    else:
-        found = read_launch_script(first, parameters=parameters or None, environment=os.environ)
-    return _build_source(found, further, script=first, expanded=expand)
+        try:
+            found = expand_launch_script(script, parameters=parameters, environment=os.environ)
+        except ConfigError as failure:
+            reason = f"because its branches cannot be followed: {failure}"
+        else:
+            return found, tuple(_describe_assumptions(found, script))
+    found = read_launch_script(script, parameters=parameters or None, environment=os.environ)
+    return found, (f"{script} is read as text, {reason}",)
+
+
+def _describe_assumptions(found: LaunchScript, script: Path) -> Iterator[str]:
+    """Yield how the contained shell read a script, and what it assumed."""
+    yield f"{script} is read with its branches and loops, in a shell that runs no command."
+    if found.assumed_files:
+        yield (
+            f"{', '.join(found.assumed_files)}: assumed to exist, because the script ends without "
+            "it."
+        )
+    if found.loop:
+        yield (
+            f"the script starts training in the loop `{found.loop}`. This plan is of its first "
+            "pass. For another one, edit the loop, or give the flags that change after the script."
+        )
 
 
 def _build_source(
-    command: LaunchScript,
-    further: tuple[str, ...],
-    *,
-    script: Path | None = None,
-    expanded: bool = False,
+    command: LaunchScript, further: tuple[str, ...], script: Path | None, notes: tuple[str, ...]
 ) -> CommandSource:
     return CommandSource(
         (*_drop_flags(command.arguments, further), *further),
         command.world_size,
-        tuple(_describe_unknown(command, script, expanded)),
+        tuple(_describe_unknown(command, script)),
         command.documents,
         command.devices_per_node,
+        command,
+        script,
+        notes,
+    )
+
+
+def explain_errors(source: CommandSource, errors: Sequence[str]) -> list[str]:
+    """Return the errors of a plan, or one error if values that the script lacks are their cause.
+
+    The other errors may follow from the missing values, so they come after these are given.
+    """
+    command = source.command
+    if command is None or source.script is None:
+        return list(errors)
+    text = "\n".join(errors)
+    if any(_has_value(text, name) for name in command.parameters):
+        return [_describe_arguments(command, source.script)]
+    names = [name for name in command.unresolved if _has_value(text, name)]
+    if names:
+        every = [*names, *(n for n in command.tested if n not in names)]
+        listed = ", ".join(f"${name}" for name in every)
+        return [
+            f"the script needs variables: {listed}. Set them in the environment, as in "
+            f"{names[0]}=... megatron-plan {source.script}."
+        ]
+    unknown = [command_text for command_text in command.commands if command_text in text]
+    if unknown:
+        flags = [
+            flag
+            for flag, value in pairwise(source.arguments)
+            if any(command_text in value for command_text in unknown)
+        ]
+        return [
+            f"values of {', '.join(flags) or 'the script'} need commands, which do not run here: "
+            f"{', '.join(unknown)}. Give these flags again with a value: megatron-plan "
+            f"{source.script} {' '.join(f'{flag} VALUE' for flag in flags)}."
+        ]
+    return list(errors)
+
+
+def _has_value(text: str, name: str) -> bool:
+    """Return whether a value in the errors `text` is an unknown variable, and not a part of it.
+
+    A file name with an unknown part, as in `ds.$JOB.json`, is not the cause of an error.
+    """
+    variable = rf"(?:\${re.escape(name)}|\$\{{{re.escape(name)}\}})"
+    return re.search(rf"(?<![^\s'\"]){variable}(?=[\s'\",;:]|\.?$)", text, re.MULTILINE) is not None
+
+
+def _describe_arguments(command: LaunchScript, script: Path) -> str:
+    """Return the error about the arguments that a script needs, with the line of each."""
+    lines = command.argument_lines
+    listed = ", ".join(f"${n} (line {line})" for n, line in sorted(lines.items()))
+    return (
+        f"the script needs arguments: {listed or '$@'}. Give all of them in order: megatron-plan "
+        f"{script} --script-args 'VALUE1 VALUE2 ...'."
     )
 
 
@@ -177,32 +270,35 @@ def _get_flag(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
 
 
-def _describe_unknown(command: LaunchScript, script: Path | None, expanded: bool) -> Iterator[str]:
+def _describe_unknown(command: LaunchScript, script: Path | None) -> Iterator[str]:
     """Yield one warning for each kind of unknown value in the script, with the way to give them."""
     if command.unresolved:
         unset = ", ".join(f"${name}" for name in command.unresolved)
         first = command.unresolved[0]
-        fate = "are empty, as in bash" if expanded else "stay as they are written"
         yield (
-            f"variables without a value here {fate}: {unset}. Set them in the environment, as in "
-            f"{first}=... megatron-plan {script}."
+            f"variables without a value here stay as they are written: {unset}. Set them in the "
+            f"environment, as in {first}=... megatron-plan {script}."
         )
     if command.parameters:
         names = ", ".join(f"${name}" for name in command.parameters)
         yield (
             f"{names}: the script needs arguments. Write them after its name: "
-            f"megatron-plan {script} ARGUMENT ..."
+            f"megatron-plan {script} --script-args 'ARGUMENT ...'"
         )
     if command.commands:
         yield (
             f"these need execution and stay as they are written: {', '.join(command.commands)}. "
             f"Give their flags again with a value: megatron-plan {script} --flag VALUE."
         )
-    if command.branches and not expanded:
-        names = ", ".join(command.branches)
+    if command.placeholders:
         yield (
-            f"the script sets {names} in a branch or a loop. This plan uses the last branch and "
-            "the first pass of the loop. With --expand it follows the branches and loops."
+            f"placeholders stay as they are written: {', '.join(command.placeholders)}. Replace "
+            "them before you train."
+        )
+    if command.branches:
+        yield (
+            f"the script sets {', '.join(command.branches)} in a branch or a loop. This plan uses "
+            "the last branch and the first pass of the loop."
         )
 
 

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.compare import compute_config_digest, list_config_differences
-from megatron.config.compat_derived import derive_values, find_defaults
+from megatron.config.compat_derived import (
+    derive_values,
+    describe_dropped_defaults,
+    find_defaults,
+)
 from megatron.config.compat_neox import NEOX
 from megatron.config.deepspeed_json import merge_json
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
@@ -222,6 +226,8 @@ def _fill_for_other_systems(
     warnings: list[str] = []
     found = find_defaults(typed, given)
     system = ""
+    if found is None and (dropped := describe_dropped_defaults(typed, given)):
+        warnings.append(dropped)
     if found is not None:
         system, words = found
         defaults = read_argv(words)

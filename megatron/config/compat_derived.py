@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.config.compat_fms import FMS_DEFAULTS
 from megatron.config.compat_fms_derived import FMS_DERIVATIONS
+from megatron.config.compat_forks import PAI_VOCABULARIES
 from megatron.config.compat_llm_baselines import LLM_BASELINES_DEFAULTS
 from megatron.config.compat_neox import NEOX, NEOX_DEFAULTS
 from megatron.config.compat_neox_derived import NEOX_DERIVATIONS
@@ -44,6 +45,7 @@ _IDENTIFY_FMS = (
 )
 
 
+_SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 _OTHER_DATA = (
     "data.mock_data",
     "data.data_phases",
@@ -104,6 +106,24 @@ def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
     return None
 
 
+def describe_dropped_defaults(typed: Typed, given: Given) -> str | None:
+    """Return the warning that the defaults of another system are not used, or None.
+
+    Its flags are given, but other flags describe the model (`find_defaults`).
+    """
+    systems = (("llm-baselines", _IDENTIFY_LLM_BASELINES), ("fms-fsdp", _IDENTIFY_FMS))
+    for system, flags in systems:
+        found = [flag for flag in flags if flag in typed]
+        if found and found != ["--model-variant"]:
+            shape = [given[dotted].origin for dotted in _SHAPE if dotted in given]
+            return (
+                f"{found[0]} is a flag of {system}, but {shape[0]} gives the shape of the model: "
+                f"the defaults of {system} are not used for flags that are not given. Give the "
+                f"model with a flag of {system} to have them."
+            )
+    return None
+
+
 def _select_defaults(defaults: str, typed: Typed, given: Given) -> list[str]:
     """Return the defaults of the flags that nothing on the command line replaces."""
     kept: list[str] = []
@@ -119,8 +139,7 @@ def _select_defaults(defaults: str, typed: Typed, given: Given) -> list[str]:
 
 def _is_model_described_otherwise(given: Given, flags: tuple[str, ...]) -> bool:
     """Return whether a flag that is not in `flags` gives a part of the model's shape."""
-    shape = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
-    origins = [given[dotted].origin.replace("_", "-") for dotted in shape if dotted in given]
+    origins = [given[dotted].origin.replace("_", "-") for dotted in _SHAPE if dotted in given]
     return any(origin not in flags for origin in origins)
 
 
@@ -257,6 +276,31 @@ def _compute_virtual_stage_layers(values: FlagValues) -> Computed:
     return layers // (ranks * int(stages)), "layers / (pipeline size x virtual stages on each rank)"
 
 
+def _compute_tracker(values: FlagValues) -> Computed:
+    """Return the tracker for a command line that sends its metrics to Weights & Biases."""
+    switches = ["--wandb", "--use-wandb"]
+    # The project of llm-baselines is only a name.
+    names_only = any(values.get_words(flag) for flag in _IDENTIFY_LLM_BASELINES)
+    if not names_only:
+        switches.append("--wandb-project")
+    if values.get_field("checkpoint.save") is None:
+        return None, ""
+    # An empty project turns Megatron's off.
+    if all(values.get_words(flag) in (None, ("",)) for flag in switches):
+        return None, ""
+    return ("wandb",), "metrics go to Weights & Biases, and the ids of its runs to --save"
+
+
+def _compute_pai_vocabulary(values: FlagValues) -> Computed:
+    """Return the ids of Pai-Megatron-Patch's tokenizer, with those of --extra-vocab-size."""
+    (name,) = values.get_words("--patch-tokenizer-type") or ("",)
+    # Another tokenizer is refused.
+    if name not in PAI_VOCABULARIES:
+        return None, ""
+    extra = _get_whole_number(values, "--extra-vocab-size", 0)
+    return PAI_VOCABULARIES[name] + extra, f"{name} has {PAI_VOCABULARIES[name]} ids"
+
+
 def _profiles_as_microsoft(values: FlagValues) -> bool:
     """Return whether --profile is that of Microsoft's fork, with its own flag for the steps."""
     words = values.get_words("--profile") or ()
@@ -313,6 +357,11 @@ _DERIVATIONS: tuple[Derivation, ...] = (
     ("--multiple-of", "model.ffn_hidden_size", _compute_llama_width),
     ("--acc-steps", "batch.global_batch_size", _compute_accumulated_batch),
     ("--final-div-factor", "optimizer.min_lr", _compute_one_cycle_floor),
+    *(
+        (flag, "logging.tracker", _compute_tracker)
+        for flag in ("--wandb", "--use-wandb", "--wandb-project")
+    ),
+    ("--patch-tokenizer-type", "tokenizer.vocab_size", _compute_pai_vocabulary),
     ("--profile", "logging.profile_iterations", _compute_profiled_iterations),
     ("--profile", "logging.profile_ranks", _compute_profiled_ranks),
     (

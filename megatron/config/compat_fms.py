@@ -9,6 +9,7 @@ and the Llama of the foundation-model-stack that it trains. That model has RMSNo
 
 from megatron.config.compat_row import (
     Row,
+    derive_from,
     ignore_flag,
     ignore_flags,
     refuse_flag,
@@ -156,10 +157,12 @@ FMS: tuple[Row, ...] = (
     rename_flag("--report-interval", "--log-interval", arity=1),
     rename_flag("--tracker-project-name", "--tracker-project", arity=1),
     *ignore_flags(_TRACKER, "--tracker-dir --tracker-run-id", arity=1),
-    *ignore_flags(_TRACKER, "--use-wandb --use-aim"),
+    derive_from("--use-wandb", "with --save, it is --tracker wandb", arity=0),
+    rename_flag("--wandb-project-name", "--tracker-project", arity=1),
+    ignore_flag("--use-aim", _TRACKER),
     *ignore_flags(
         _TRACKER,
-        "--wandb-dir --wandb-project-name --wandb-run-id --aim-dir --aim-project-name --aim-run-id",
+        "--wandb-dir --wandb-run-id --aim-dir --aim-project-name --aim-run-id",
         arity=1,
     ),
     ignore_flag("--use-profiler", "no trace is written", only=("False", "false")),

@@ -1,10 +1,19 @@
-"""Flags that BigCode's and LLM-jp's forks of Megatron-LM add, which trained StarCoder and LLM-jp.
+"""Flags that forks of Megatron-LM add.
+
+They are those of BigCode and LLM-jp, which trained StarCoder and LLM-jp, and Pai-Megatron-Patch.
 
 Invariant: as in `compat_row`. Sources: the forks' argument parsers, and what their code does with
 each argument.
 """
 
-from megatron.config.compat_row import Row, ignore_flag, ignore_flags, refuse_flag, rename_flag
+from megatron.config.compat_row import (
+    Row,
+    derive_from,
+    ignore_flag,
+    ignore_flags,
+    refuse_flag,
+    rename_flag,
+)
 
 _ONE_FILE = (
     "put the file as tokenizer.json into a folder, and use --tokenizer-type PretrainedFromHF with "
@@ -65,4 +74,32 @@ _LLM_JP = (
     ignore_flag("--dynamic-checkpointing-min", "--save-interval and --save-at set when to save", 1),
 )
 
-FORKS: tuple[Row, ...] = (*_BIGCODE, *_LLM_JP)
+PAI_VOCABULARIES = {
+    "LLama2Tokenizer": 32000,
+    "LLama3Tokenizer": 128000,
+    "Qwen2Tokenizer": 151643,
+    "Qwen3Tokenizer": 151643,
+}
+"""Tokenizer of Pai-Megatron-Patch -> ids of its base vocabulary, without added tokens."""
+
+_PAI = (
+    derive_from(
+        "--patch-tokenizer-type",
+        "its ids and those of --extra-vocab-size are --vocab-size",
+        only=tuple(PAI_VOCABULARIES),
+    ),
+    refuse_flag("--patch-tokenizer-type", "use --tokenizer-type", arity=1),
+    derive_from(
+        "--extra-vocab-size",
+        "--vocab-size is the ids of --patch-tokenizer-type and this many more",
+        arity="*",
+    ),
+    ignore_flag("--max-padding-length", "every sequence has --seq-length tokens", arity=1),
+    ignore_flag("--train-mode", "the run pretrains", arity=1, only=("pretrain",)),
+    refuse_flag("--train-mode", "supervised fine-tuning is not supported", arity=1),
+    refuse_flag(
+        "--optimizer-offload-policy", "--cpu-optimizer keeps the optimizer on the host", arity=1
+    ),
+)
+
+FORKS: tuple[Row, ...] = (*_BIGCODE, *_LLM_JP, *_PAI)

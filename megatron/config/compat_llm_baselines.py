@@ -14,8 +14,8 @@ from megatron.config.compat_row import (
     rename_flag,
 )
 
-_DATA = "--data-path names the data: convert train.bin of this data set with tools/import_tokens.py"
-_TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
+_DATA = "--data-path names the data; tools/import_tokens.py converts a train.bin"
+_TRACKER = "metrics go to TensorBoard (--tensorboard-dir), metrics.jsonl and --tracker"
 _OTHER_OPTIMIZER = "it is for another optimizer than adamw and ademamix"
 _AVERAGES = "weights are not averaged over steps"
 _MOE = "there are no mixtures of experts"
@@ -254,7 +254,8 @@ LLM_BASELINES: tuple[Row, ...] = (
     *ignore_flags(
         "a run is named by its folder", "--exp-name --experiment-name --run-prefix", arity=1
     ),
-    *ignore_flags(_TRACKER, "--wandb --log-dynamics --log-parameter-norms"),
+    derive_from("--wandb", "with --save, it is --tracker wandb", arity=0),
+    *ignore_flags(_TRACKER, "--log-dynamics --log-parameter-norms"),
     *ignore_flags(_TRACKER, "--wandb-run-prefix --dynamics-logger-cfg --norm-order", arity=1),
 )
 

@@ -26,7 +26,7 @@ _MEMORY = "it changes only memory use, and there is no such option here"
 _OVERLAP = "communication overlaps computation wherever the engine can do so"
 _FP32 = "this is always done here"
 _TENSORBOARD = "no such points are written to TensorBoard here"
-_WANDB = "metrics go to TensorBoard and to metrics.jsonl"
+_WANDB = "with --save, also --tracker wandb"
 _SCORES = (
     "the scaling by layer cancels out in exact arithmetic, and attention scores are kept in "
     "fp32, where they do not overflow"
@@ -293,6 +293,11 @@ _OPTIMIZER_AND_PRECISION = (
 
 _PARALLELISM = (
     rename_flag("--model-parallel-size", "--tensor-model-parallel-size", arity=1),
+    # The first versions of Megatron-DeepSpeed. 0 turns the pipeline off.
+    rename_flag(
+        "--pipe-parallel-size", "--pipeline-model-parallel-size", "1", arity=1, only=("0",)
+    ),
+    rename_flag("--pipe-parallel-size", "--pipeline-model-parallel-size", arity=1),
     rename_flag(
         "--no-pipeline-parallel",
         *("--pipeline-model-parallel-size", "1"),
@@ -429,7 +434,10 @@ _LOGGING = (
         "--log-world-size-to-tensorboard --log-memory-to-tensorboard "
         "--log-optimizer-states-to-tensorboard",
     ),
-    *ignore_flags(_WANDB, "--wandb-project --wandb-exp-name --wandb-save-dir", arity=1),
+    ignore_flag("--wandb-project", "without a name nothing is sent", arity=1, only=("",)),
+    rename_flag("--wandb-project", "--tracker-project", arity=1, reason=_WANDB),
+    ignore_flag("--wandb-exp-name", "a run is named by its folder", arity=1),
+    ignore_flag("--wandb-save-dir", "its files are in the folder of --save, or in WANDB_DIR", 1),
     # Megatron-LM's flag has no value, and that of Microsoft's fork has one.
     derive_from("--profile", _TRACE, arity="*"),
     derive_from("--profile-steps", _TRACE, arity="*"),

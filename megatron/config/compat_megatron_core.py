@@ -35,7 +35,7 @@ _MEMORY = "it changes only memory use, and there is no such option here"
 _CHECKPOINTS = "every checkpoint is written in shards by all ranks, and loads on any layout"
 _LOCAL = "checkpoints are written to --save only; --save-interval sets how often"
 _CONVERSION = "tools/convert_checkpoint.py from-megatron-lm imports such checkpoints"
-_TRACKERS = "metrics go to TensorBoard and to metrics.jsonl"
+_TRACKERS = "metrics go to TensorBoard, to metrics.jsonl and to --tracker"
 _RESTARTS = "a lost rank ends the run, and the next array task resumes it"
 _STRAGGLERS = "--straggler-interval names slow ranks"
 _PROFILER = "traces have the operators without shapes and call stacks"
@@ -45,6 +45,10 @@ _INFERENCE = "it is for inference, and this program only trains"
 _COLLECTOR = "Python's garbage collector keeps its defaults"
 _SEED = "random numbers are derived from --seed and the position in training"
 _STAGES = "--pp-partition-method divides the layers and the embedding into stages"
+_EXACT_GRADIENTS = (
+    "gradients are accumulated in fp32, which is more exact and takes 2 bytes more for each "
+    "parameter; --grad-reduce-in-bf16 sends them in bf16"
+)
 _MASTERS = "master weights, gradients and moments are fp32"
 _LOADER = "data files are mapped into memory and read by --num-workers threads"
 _PUBLISHED_VOCABULARY = (
@@ -175,6 +179,7 @@ _OPTIMIZER_AND_LOSS = (
     refuse_flag("--muon-scalar-optimizer", "it is AdamW: remove it", arity=1),
     rename_flag("--calculate-per-token-loss", "--loss-mean", "step"),
     *ignore_flags(_MASTERS, "--use-precision-aware-optimizer"),
+    ignore_flag("--main-grads-dtype", _EXACT_GRADIENTS, arity=1, only=("bf16",)),
     *(
         ignore_flag(flag, _MASTERS, arity=1, only=("fp32",))
         for flag in (
@@ -231,6 +236,7 @@ _PARALLELISM = (
         "--overlap-param-gather-with-optimizer-step --defer-embedding-wgrad-compute "
         "--ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw --use-nccl-ub "
         "--use-sharp --disable-symmetric-registration --disable-gloo-process-groups "
+        "--fsdp-manual-registration "
         "--use-tp-pp-dp-mapping --disable-tp-comm-split-ag --disable-tp-comm-split-rs "
         "--disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-overlap-ag "
         "--disable-tp-comm-overlap-rs --tp-comm-overlap --tp-comm-overlap-rs-dgrad",

@@ -31,7 +31,11 @@ SWISS_AI: tuple[Row, ...] = (
     ignore_flag("--qknorm-impl", "the kernels are selected and printed at the start", arity=1),
     rename_flag("--post-layer-norm", "--norm-placement", "output"),
     *refuse_flags(_XIELU, "--xielu-native --xiprelu --xiprelup"),
-    refuse_flag("--fix-old-xielu", "checkpoints of Megatron are not read or converted"),
+    refuse_flag(
+        "--fix-old-xielu",
+        "it changes the xIELU of old checkpoints while they are loaded. Load and save them once "
+        "with the fork, then import them with tools/convert_checkpoint.py from-megatron-lm",
+    ),
     *refuse_flags(_NORMS, "--no-attn-layernorm --no-mlp-layernorm"),
     refuse_flag("--no-final-layernorm", "the last layer's output always has a norm: remove it"),
     refuse_flag("--layernorm-init", "the weights of norms start at 1: remove it", arity=1),

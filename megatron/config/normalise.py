@@ -143,6 +143,8 @@ def _read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[s
         line.warnings.append(f"{shown} has no effect here: {row.reason}.")
     elif row.kind == "refused":
         _refuse_unless_off(line, shown, row, off)
+    elif row.kind == "derived" and off:
+        line.warnings.append(f"{shown} has no effect here: the flag is off.")
     elif row.kind == "derived":
         _read_derived(line, shown, row, values)
     elif off:
@@ -174,7 +176,7 @@ def _read_derived(line: CommandLine, shown: str, row: Row, values: list[str]) ->
     try:
         valid = (
             bool(row.only)
-            or row.arity == "*"
+            or row.arity in ("*", 0)
             or (len(values) == 1 and 0 < float(values[0]) < math.inf)
         )
     except ValueError:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.config.compat import find_rows
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
+from megatron.plain_text import make_plain
 
 # YAML resolves plain scalars to these tags by itself. Any other tag was written by the user.
 _PLAIN_TAGS = {
@@ -190,6 +192,30 @@ def dump_yaml(config: Config) -> str:
         tree[group][name] = _convert_for_dump(value)
     # The very large width keeps each value on one line.
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9)
+
+
+def dump_fields(
+    values: Mapping[str, Any], origin: Mapping[str, str], chosen: Collection[str]
+) -> str:
+    """Return the chosen fields as YAML, each with its origin as a comment.
+
+    Args:
+        values: Dotted field -> value.
+        origin: Dotted field -> where its value comes from.
+        chosen: The dotted fields to write.
+    """
+    lines: list[str] = []
+    for group in list_groups():
+        named = [d for d in values if d in chosen and d.partition(".")[0] == group]
+        if named:
+            lines += ["", f"{group}:"]
+        for dotted in named:
+            item = {dotted.partition(".")[2]: _convert_for_dump(values[dotted])}
+            text = yaml.dump(item, Dumper=_Dumper, allow_unicode=True, width=10**9).rstrip("\n")
+            # Values of more than one line begin on the next one.
+            first, *rest = text.split("\n")
+            lines += [f"  {first}  # {make_plain(origin[dotted])}", *(f"  {line}" for line in rest)]
+    return "\n".join([*lines, ""])
 
 
 class _Text(str):

@@ -9,7 +9,8 @@ not depend on it: the sandbox also contains a script that was not rewritten.
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from megatron.errors import ConfigError
 from megatron.shell.syntax import (
@@ -31,6 +32,7 @@ from megatron.shell.syntax import (
     find_end_of_arithmetic,
     find_end_of_braces,
     find_end_of_substitution,
+    list_blocks,
 )
 
 # Builtins that only change the shell's own state.
@@ -61,29 +63,55 @@ SHELLS = frozenset(["bash", "sh", "zsh"])
 # These read a script from a here-document.
 SCRIPT_READERS = frozenset([*SHELLS, "sbatch", "srun", "qsub", "ssh"])
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:-]+", re.ASCII)
+FILE_TESTS = frozenset(["-d", "-e", "-f", "-h", "-L", "-r", "-s", "-w", "-x"])
+FILE_TEST = re.compile(r"(?:(?<=\s)|^)(!\s+)?(-[defhLrswx])\s+(?=(\S+))")
+VARIABLE = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
+LOOP_VARIABLE = "__plan_loop"
 
 
-def rewrite_script(block: Block, source: str, mark: Callable[[str], str]) -> str:
+@dataclass
+class Rewritten:
+    """A rewritten script, and the files that it assumes to exist, as they are written."""
+
+    text: str = ""
+    assumed_files: list[str] = field(default_factory=list)
+
+
+def rewrite_script(
+    block: Block,
+    source: str,
+    mark: Callable[[str], str],
+    unset: Mapping[str, str] | None = None,
+) -> Rewritten:
     """Return the script that has only the assignments and the control flow of `block`.
+
+    A file test that guards an `exit` passes, because the shell works in an empty folder.
 
     Args:
         block: The commands.
         source: The script's name in messages.
         mark: Takes a substitution as it is written, and returns the mark that replaces it.
+        unset: The marks of variables, which take the place of their values where these are unset.
 
     Raises:
         ConfigError: The name of a function or the header of a loop cannot be rewritten.
     """
-    rewriter = _Rewriter(source, mark)
+    rewriter = _Rewriter(source, mark, unset or {})
     rewriter.note_functions(block)
-    return rewriter.write_block(block)
+    text = rewriter.write_block(block)
+    return Rewritten(text, list(dict.fromkeys(rewriter.assumed_files)))
 
 
 class _Rewriter:
-    def __init__(self, source: str, mark: Callable[[str], str]) -> None:
+    def __init__(self, source: str, mark: Callable[[str], str], unset: Mapping[str, str]) -> None:
+        self.assumed_files: list[str] = []
         self._source = source
         self._mark = mark
+        self._unset = unset
         self._functions: set[str] = set()
+        self._exiting_functions: set[str] = set()
+        self._loop = ""
+        """The header of the loop around the current command."""
 
     def note_functions(self, block: Block) -> None:
         """Record all functions of the script, because a call may come before the definition."""
@@ -91,11 +119,13 @@ class _Rewriter:
             if isinstance(node, Function):
                 if not FUNCTION_NAME.fullmatch(node.name):
                     raise ConfigError(
-                        f"{self._source}: --expand cannot follow the function {node.name!r}; "
-                        "rename it, or plan without --expand."
+                        f"{self._source}: calls of the function {node.name!r} cannot be "
+                        "followed; rename it."
                     )
                 self._functions.add(node.name)
-            for inner in _list_blocks(node):
+                if self._exits((node.body,)):
+                    self._exiting_functions.add(node.name)
+            for inner in list_blocks(node):
                 self.note_functions(inner)
 
     # ---- commands ----
@@ -108,6 +138,7 @@ class _Rewriter:
         if isinstance(node, Simple):
             return self._write_simple(node)
         if isinstance(node, AndOr):
+            node = self._assume_in_list(node)
             rest = (f" {operator} {self._write(part)}" for operator, part in node.rest)
             return self._write(node.first) + "".join(rest)
         if isinstance(node, Pipeline):
@@ -129,6 +160,7 @@ class _Rewriter:
 
     def _write_compound(self, node: If | While | For | ArithmeticFor | Case) -> str:
         if isinstance(node, If):
+            node = self._assume_in_branches(node)
             keywords = ["if", *["elif"] * (len(node.branches) - 1)]
             parts = [
                 f"{keyword} {self.write_block(condition)}\nthen\n{self.write_block(body)}\n"
@@ -147,15 +179,86 @@ class _Rewriter:
         elif isinstance(node, ArithmeticFor):
             if _needs_execution(node.header):
                 raise ConfigError(
-                    f"{self._source}: --expand cannot follow the loop (({node.header})), which "
-                    "runs a command; plan without --expand."
+                    f"{self._source}: the loop (({node.header})) cannot be followed, because it "
+                    "runs a command."
                 )
             head = f"for (({node.header}))"
         elif node.words is None:
             head = f"for {node.name}"
         else:
             head = f"for {node.name} in {' '.join(map(self.rewrite_word, node.words))}"
-        return f"{head}\ndo\n{self.write_block(node.body)}\ndone"
+        return self._write_loop(head, node.body)
+
+    def _write_loop(self, head: str, body: Block) -> str:
+        """Return a loop that reports its header together with the training command."""
+        outer = self._loop
+        self._loop = outer or re.sub(r"\s+", " ", head)
+        lines = [
+            head,
+            "do",
+            f"{LOOP_VARIABLE}={shlex.quote(self._loop)}",
+            self.write_block(body),
+            "done",
+            f"{LOOP_VARIABLE}={shlex.quote(outer)}",
+        ]
+        self._loop = outer
+        return "\n".join(lines)
+
+    # ---- file tests ----
+
+    def _exits(self, block: Block) -> bool:
+        """Return whether a block always ends the script."""
+        return any(
+            (isinstance(node, Simple) and node.words[:1] == ("exit",))
+            or (isinstance(node, Simple) and bool(self._exiting_functions & {*node.words[:1]}))
+            or (isinstance(node, Group) and self._exits(node.body))
+            for node in block
+        )
+
+    def _assume_in_list(self, node: AndOr) -> AndOr:
+        """Return `[ -f F ] || exit` with a test that passes, and `[ ! -f F ] && exit` without."""
+        for index, (operator, part) in enumerate(node.rest):
+            if self._exits((part,)):
+                holds = operator == "||"
+                rest = [(o, self._assume(n, holds)) for o, n in node.rest[:index]]
+                return AndOr(self._assume(node.first, holds), (*rest, *node.rest[index:]))
+        return node
+
+    def _assume_in_branches(self, node: If) -> If:
+        """Return an `if` whose conditions do not lead to a branch that ends the script."""
+        branches = []
+        for condition, body in node.branches:
+            if self._exits(body):
+                condition = tuple(self._assume(part, False) for part in condition)
+            elif self._exits(node.otherwise):
+                condition = tuple(self._assume(part, True) for part in condition)
+            branches.append((condition, body))
+        return If(tuple(branches), node.otherwise)
+
+    def _assume(self, node: Node, holds: bool) -> Node:
+        """Return a condition in which files exist, as far as that makes it `holds`."""
+        if isinstance(node, Pipeline) and node.negated:
+            return Pipeline(tuple(self._assume(n, not holds) for n in node.commands), negated=True)
+        if isinstance(node, AndOr):
+            rest = tuple((operator, self._assume(part, holds)) for operator, part in node.rest)
+            return AndOr(self._assume(node.first, holds), rest)
+        if isinstance(node, Test):
+            return Test(FILE_TEST.sub(lambda found: self._assume_file(found, holds), node.text))
+        if not isinstance(node, Simple) or node.words[:1] not in (("[",), ("test",)):
+            return node
+        words = list(node.words)
+        for index in range(1, len(words) - 1):
+            if words[index] in FILE_TESTS and (words[index - 1] == "!") != holds:
+                self.assumed_files.append(words[index + 1])
+                words[index : index + 2] = ["-n", f"x{words[index + 1]}"]
+        return replace(node, words=tuple(words))
+
+    def _assume_file(self, found: re.Match[str], holds: bool) -> str:
+        """Return a file test within `[[ ]]`, or a test that passes in its place."""
+        if bool(found[1]) == holds:
+            return found[0]
+        self.assumed_files.append(found[3])
+        return f"{found[1] or ''}-n x"
 
     def _write_simple(self, node: Simple) -> str:
         assignments = [self.rewrite_word(raw) for raw in node.assignments]
@@ -275,8 +378,13 @@ class _Rewriter:
             return end, self._mark(raw[position:end])
         if raw.startswith("${", position):
             end = find_end_of_braces(raw, position + 2, self._source)
-            inside = self._rewrite(raw[position + 2 : end], quoted=quoted)
-            return end + 1, f"${{{inside}}}"
+            written = raw[position + 2 : end]
+            if written in self._unset:
+                return end + 1, f"${{{written}-{self._unset[written]}}}"
+            return end + 1, f"${{{self._rewrite(written, quoted=quoted)}}}"
+        variable = VARIABLE.match(raw, position)
+        if variable and variable[1] in self._unset:
+            return variable.end(), f"${{{variable[1]}-{self._unset[variable[1]]}}}"
         return position, ""
 
 
@@ -288,22 +396,3 @@ def _find_end_of_c_string(raw: str, position: int) -> int:
     while raw[position] != "'":
         position += 2 if raw[position] == "\\" else 1
     return position + 1
-
-
-def _list_blocks(node: Node) -> list[Block]:
-    """Return the blocks within a command."""
-    if isinstance(node, AndOr):
-        return [(node.first,), tuple(part for _, part in node.rest)]
-    if isinstance(node, Pipeline):
-        return [node.commands]
-    if isinstance(node, If):
-        return [block for branch in node.branches for block in branch] + [node.otherwise]
-    if isinstance(node, While):
-        return [node.condition, node.body]
-    if isinstance(node, For | ArithmeticFor | Group):
-        return [node.body]
-    if isinstance(node, Function):
-        return [(node.body,)]
-    if isinstance(node, Case):
-        return [body for _, body, _ in node.items]
-    return []

@@ -62,7 +62,10 @@ __plan_command() {
         export -p
         printf '\0'
     fi
-    if [[ " $* " =~ $__plan_training ]]; then exit 0; fi
+    if [[ " $* " =~ $__plan_training ]]; then
+        printf '%s\0' "$__plan_token" loop "${__plan_loop-}"
+        exit 0
+    fi
     if (( ++__plan_count > 200 )); then exit 0; fi
     return 0
 }
@@ -97,12 +100,14 @@ class Trace:
     `commands` has one pair for each command: its words, and the variables that the script has
     exported before it. The variables are text as `export -p` prints it, or empty if they are not
     needed. `documents` are the files that the script would write, by name. `exit_line` is the line
-    of the `exit` that ended the script, or None.
+    of the `exit` that ended the script, or None. `loop` is the header of the loop that starts
+    training, or empty.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
     exit_line: int | None = None
+    loop: str = ""
 
 
 def trace_script(
@@ -130,7 +135,7 @@ def trace_script(
     """
     bash = shutil.which("bash")
     if bash is None:
-        raise ConfigError("--expand needs bash, which is not installed; plan without --expand.")
+        raise ConfigError("following a script needs bash, which is not installed.")
     token = secrets.token_hex(8)
     head = [
         f"__plan_token={token}",
@@ -147,8 +152,8 @@ def trace_script(
     records = list(_split_records(output, token))
     if not records or records[0] != ["contained"]:
         raise ConfigError(
-            f"--expand cannot run {source}: this system does not let the shell be contained "
-            f"(exit code {code}; `ulimit -a` prints the limits). Plan without --expand."
+            f"{source}: this system does not let the shell be contained (exit code {code}; "
+            "`ulimit -a` prints the limits)."
         )
     return _build_trace(records[1:])
 
@@ -186,8 +191,8 @@ def _run(command: list[str], script: str, seconds: float) -> tuple[bytes, int]:
             )
         except (OSError, ValueError, subprocess.SubprocessError) as failure:
             raise ConfigError(
-                f"--expand cannot start a shell without privileges ({failure}); run it as a user "
-                "other than root, or plan without --expand."
+                f"a shell without privileges cannot start ({failure}); run the planner as a user "
+                "other than root."
             ) from None
         return _read_output(process, seconds)
 
@@ -216,9 +221,9 @@ def _read_output(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[by
             process.stdout.close()
     if expired.is_set() or process.returncode < 0:
         raise ConfigError(
-            f"--expand: the script started no training within {seconds:g} seconds, or printed more "
-            f"than {OUTPUT_LIMIT:,} bytes. A loop may wait for the result of a command, which does "
-            "not run here; plan without --expand."
+            f"the script started no training within {seconds:g} seconds, or printed more than "
+            f"{OUTPUT_LIMIT:,} bytes. A loop may wait for the result of a command, which does "
+            "not run here."
         )
     return output, process.returncode
 
@@ -246,6 +251,8 @@ def _build_trace(records: list[list[str]]) -> Trace:
             trace.commands[-1] = (trace.commands[-1][0], "".join(items))
         elif kind == "document" and len(items) == 2:
             trace.documents[items[0]] = items[1]
+        elif kind == "loop":
+            trace.loop = "".join(items)
         # The script knows the token, so it can print any record.
         elif kind == "exit" and items and items[0].isdecimal():
             trace.exit_line = int(items[0])

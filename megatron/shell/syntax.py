@@ -26,9 +26,6 @@ DESCRIPTOR = re.compile(r"(?:\d+|\{[A-Za-z_]\w*\})(?=[<>])", re.ASCII)
 END_OF_TEST = re.compile(r"\s\]\](?=[\s;)&|]|$)")
 # Characters without a special meaning in any context. A sequence of them is read in one step.
 PLAIN = re.compile(r"[\w./:,=+@%-]+", re.ASCII)
-# `NAME=<Specify path>`, as in published scripts, where the user must write a path. bash itself
-# refuses it, because `>` has no target.
-PLACEHOLDER = re.compile(r"<[^<>\n]*>(?=[ \t]*(?:#[^\n]*)?(?:\n|$))")
 # These characters end a word unless they are quoted.
 WORD_ENDS = frozenset(" \t\n;&|<>()")
 
@@ -179,6 +176,25 @@ def parse_script(text: str, source: str) -> Block:
     if not parser.is_at_end():
         parser.fail("is not expected here")
     return block
+
+
+def list_blocks(node: Node) -> list[Block]:
+    """Return the blocks within a command."""
+    if isinstance(node, AndOr):
+        return [(node.first,), tuple(part for _, part in node.rest)]
+    if isinstance(node, Pipeline):
+        return [node.commands]
+    if isinstance(node, If):
+        return [block for branch in node.branches for block in branch] + [node.otherwise]
+    if isinstance(node, While):
+        return [node.condition, node.body]
+    if isinstance(node, For | ArithmeticFor | Group):
+        return [node.body]
+    if isinstance(node, Function):
+        return [(node.body,)]
+    if isinstance(node, Case):
+        return [body for _, body, _ in node.items]
+    return []
 
 
 def find_end_of_substitution(text: str, start: int, source: str) -> int:
@@ -366,14 +382,8 @@ class _Parser:
             elif self._text.startswith(("<(", ">("), self.position) and start == self.position:
                 end = find_end_of_substitution(self._text, self.position + 2, self._source)
                 pieces.append(self._take_until(end))
-            elif char in "(<" and ASSIGNMENT.fullmatch("".join(pieces)):
-                if char == "(":
-                    pieces.append(self._take_array())
-                elif placeholder := PLACEHOLDER.match(self._text, self.position):
-                    self.position = placeholder.end()
-                    pieces.append(shlex.quote(placeholder[0]))
-                else:
-                    break
+            elif char == "(" and ASSIGNMENT.fullmatch("".join(pieces)):
+                pieces.append(self._take_array())
             elif char in WORD_ENDS:
                 break
             else:

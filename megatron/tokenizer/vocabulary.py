@@ -8,6 +8,7 @@ Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import assert_never
 
@@ -25,7 +26,27 @@ from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_folder, is_hu
 GPT2_VOCAB_SIZE = 50257
 """Size of GPT-2's vocabulary: 50,000 merges, 256 bytes and the end of a document."""
 
-_NEEDED_FILES = {"PretrainedFromHF": "tokenizer.json", "SentencePieceTokenizer": "tokenizer.model"}
+_PUBLISHED_SIZES = {
+    r"t5-(small|base|large|3b|11b)": 32100,
+    r"gpt-?2(-(medium|large|xl))?|distilgpt2": GPT2_VOCAB_SIZE,
+    r"gpt-neox-20b|pythia-[\w.-]+": 50277,
+    r"bloom(-[\w.]+)?": 250680,
+    r"(meta-)?llama-?3([._]\d)?(-[\w.-]+)?": 128256,
+    r"(meta-)?llama-?2(-[\w.-]+)?|(open_)?llama-?(1|v1|v2|7b|13b|30b|33b|65b|70b)([_-]\w+)?": 32000,
+    r"mistral-7b(-v0\.[12])?|mixtral-8x7b(-v0\.1)?": 32000,
+    r"qwen2-[\w.-]+": 151646,
+    r"qwen2\.5-[\w.-]+": 151665,
+    r"qwen3-[\w.-]+": 151669,
+}
+"""Name of a tokenizer, in lower case and without its organization -> its number of ids.
+
+Sources: the tokenizer files of these models on the Hugging Face Hub. They are for planning only.
+"""
+
+_NEEDED_FLAGS = {
+    "PretrainedFromHF": "--tokenizer-name-or-path with the folder of a tokenizer.json",
+    "SentencePieceTokenizer": "--tokenizer-model with the file tokenizer.model",
+}
 
 
 def compute_padded_vocab_size(
@@ -103,17 +124,18 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
         return []
     if name is None:
         return [_describe_lack(config)]
-    return [
-        f"--tokenizer-name-or-path {name} does not exist on this machine. Correct the path, "
-        f"{without}."
-    ]
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        shown = f"the file --tokenizer-model {name}"
+    else:
+        shown = f"--tokenizer-name-or-path {name}"
+    return [f"{shown} does not exist on this machine. Correct the path, {without}."]
 
 
 def _describe_lack(config: TokenizerConfig) -> str:
     """Return the error for a type without the path of its files."""
     return (
-        f"--tokenizer-type {config.tokenizer_type} needs --tokenizer-name-or-path with a "
-        f"{_NEEDED_FILES[config.tokenizer_type]}, or --vocab-size N if no tokenizer is needed."
+        f"--tokenizer-type {config.tokenizer_type} needs {_NEEDED_FLAGS[config.tokenizer_type]}, "
+        "or --vocab-size N if no tokenizer is needed."
     )
 
 
@@ -140,10 +162,11 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     """Return the number of token ids for planning, and a warning if it had to be guessed.
 
     Only local files are opened. The first of these that is known is used: --vocab-size, the
-    tokenizer's files, --pad-vocab-size-to as an upper bound, GPT-2's size.
+    tokenizer's files, --pad-vocab-size-to as an upper bound, the published size. The size is 1 if
+    it is not known. A run is then refused (`list_missing_files`).
 
     Raises:
-        ConfigError: nothing gives the size, or files that exist cannot be read.
+        ConfigError: No tokenizer is named, or files that exist cannot be read.
     """
     if config.vocab_size is not None:
         if config.vocab_size < 1:
@@ -170,10 +193,28 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
         )
     if config.tokenizer_name_or_path is None:
         raise ConfigError(_describe_lack(config))
-    raise ConfigError(
-        f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no "
-        f"{_NEEDED_FILES[config.tokenizer_type]} on this machine, so the size of the vocabulary is "
-        "unknown; give its folder, or --vocab-size N."
+    absent = f"the tokenizer {config.tokenizer_name_or_path} is not on this machine"
+    published = _find_published_size(config.tokenizer_name_or_path)
+    if published is not None:
+        return published, (
+            f"{absent}: assuming its published vocabulary of {published}; give --vocab-size N for "
+            "another size."
+        )
+    return 1, (
+        f"{absent}, and its size is not known: planned with a vocabulary of 1 id, so almost "
+        "without the parameters of the embedding and of the output; give --vocab-size N."
+    )
+
+
+def _find_published_size(name: str) -> int | None:
+    """Return the number of ids of a published tokenizer, or None if its name is not known.
+
+    The name is the last part of a path, or that of the folder of a file tokenizer.model.
+    """
+    parts = [part.lower() for part in name.split("/") if part and part != "tokenizer.model"]
+    last = "".join(parts[-1:])
+    return next(
+        (size for pattern, size in _PUBLISHED_SIZES.items() if re.fullmatch(pattern, last)), None
     )
 
 

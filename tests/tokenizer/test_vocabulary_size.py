@@ -10,7 +10,11 @@ from tiny_corpus import GPT2, VOCAB
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
-from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
+from megatron.tokenizer import (
+    compute_padded_vocab_size,
+    find_vocab_size,
+    list_missing_files,
+)
 
 
 def pad(size: int, divisor: int, tensor_parallel: int, pad_to: int | None = None) -> int:
@@ -98,9 +102,40 @@ def test_size_for_planning_of_a_folder_without_tokenizer_json(tmp_path: Path) ->
     assert find_vocab_size(hf(slow_folder(tmp_path / "tok", eos_token="<unk>")))[0] >= 4
 
 
-def test_an_unknown_size_for_planning_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="size of the vocabulary is unknown") as raised:
-        find_vocab_size(hf("bigscience/tokenizer"))
-    assert "--vocab-size N" in str(raised.value)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("t5-small", 32100),
+        ("google-t5/t5-small", 32100),
+        ("gpt2", 50257),
+        ("EleutherAI/pythia-70m-deduped", 50277),
+        ("meta-llama/Llama-2-7b-hf", 32000),
+        ("meta-llama/Llama-3.1-8B", 128256),
+        ("meta-llama/Meta-Llama-3-70B", 128256),
+        ("data/llama-7b/tokenizer.model", 32000),
+        ("Qwen/Qwen2.5-7B", 151665),
+        ("llama-of-my-own", None),
+        ("data/tokenizer.model", None),
+    ],
+)
+def test_size_for_planning_of_a_published_tokenizer(name: str, size: int | None) -> None:
+    found, warning = find_vocab_size(hf(name))
+    assert found == (size or 1)
+    expected = f"assuming its published vocabulary of {size}" if size else "its size is not known"
+    assert expected in (warning or "")
+    # A run needs the files, whatever the size.
+    (error,) = list_missing_files(hf(name))
+    assert f"--tokenizer-name-or-path {name} does not exist" in error
+
+
+def test_missing_file_of_sentencepiece_names_its_own_flag() -> None:
+    absent = TokenizerConfig(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_name_or_path="a/tokenizer.model"
+    )
+    (error,) = list_missing_files(absent)
+    assert "the file --tokenizer-model a/tokenizer.model does not exist" in error
+
+
+def test_a_wrong_size_for_planning_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--vocab-size 0 must be at least 1"):
         find_vocab_size(TokenizerConfig(vocab_size=0))

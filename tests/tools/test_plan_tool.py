@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from megatron.commands import plan, plan_search
+from megatron.config.cli import compute_config_digest, load_config
+from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
 from megatron.cost.hardware import load_hardware
 from megatron.model import flops
@@ -469,16 +471,18 @@ def script(tmp_path, monkeypatch) -> Path:
 
 def test_expand_follows_the_branches_of_a_script(capsys, script, monkeypatch):
     monkeypatch.setenv("RATE", "1e-3")
-    as_text = as_json(capsys, str(script))
+    as_text = as_json(capsys, "--no-expand", str(script))
     assert as_text["train_iters"] == 100
     assert as_text["world_size"] == 2
     warnings = "\n".join(as_text["warnings"])
     assert "the script sets LAYERS in a branch or a loop" in warnings
     assert "these need execution and stay as they are written: $(mktemp -d)" in warnings
     assert "ds." not in "\n".join(as_text["errors"])
-    small = as_json(capsys, "--expand", str(script), "small", "--train-iters", "50")
+    assert "is read as text, as --no-expand asks" in as_text["notes"][0]
+    small = as_json(capsys, str(script), "small", "--train-iters", "50")
     assert small["parameters"] < as_text["parameters"]
     assert small["train_iters"] == 50
+    assert "is read with its branches and loops" in small["notes"][0]
     assert as_json(capsys, "--expand", str(script))["parameters"] == as_text["parameters"]
     assert list(script.parent.iterdir()) == [script]
 
@@ -501,9 +505,103 @@ def test_document_of_a_script_is_the_deepspeed_configuration(capsys, script):
     assert "gradient_clipping" in capsys.readouterr().err
 
 
-def test_expand_needs_a_script(capsys):
-    assert plan.main(["--expand", *SMALL]) == 2
-    assert "--expand needs a script" in capsys.readouterr().err
+def test_a_script_that_cannot_be_followed_is_read_as_text(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"f,g() {{ :; }}\npython pretrain_gpt.py {shlex.join(SMALL)}\n")
+    assert plan.main([str(script)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"note: {script} is read as text, because its branches cannot be")
+
+
+def test_script_arguments_need_a_script(capsys):
+    assert plan.main(["--script-args", "-z 1", *SMALL]) == 2
+    assert "--script-args needs a script" in capsys.readouterr().err
+
+
+NEEDY = """#!/bin/bash
+MODEL=$1
+# $2 in a comment is no use
+if [ $MODEL = large ]; then LAYERS=8; else LAYERS=4; fi
+RATE=${2}
+python pretrain_gpt.py --num-layers $LAYERS --hidden-size 256 --num-attention-heads 4 \\
+    --seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 \\
+    --lr $RATE --vocab-size 1000 --save $3 ${4:-}
+"""
+
+
+def test_missing_arguments_of_a_script_are_one_error(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(NEEDY)
+    errors = as_json(capsys, str(script), code=2)["errors"]
+    assert len(errors) == 1
+    assert "needs arguments: $1 (line 2), $2 (line 5), $3 (line 8). Give all" in errors[0]
+    small = as_json(capsys, str(script), "--script-args", "small 1e-3 out")
+    large = as_json(capsys, str(script), "large", "--script-args=1e-3 'out'")
+    assert small["parameters"] < large["parameters"]
+    # An argument that only names a file is no reason to refuse the plan.
+    partly = as_json(capsys, str(script), "small", "1e-3")
+    assert partly["parameters"] == small["parameters"]
+    assert "$3: the script needs arguments" in "".join(partly["warnings"])
+
+
+def test_arguments_that_a_script_counts_are_not_needed(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "STAGE=1\nwhile [[ $# -gt 0 ]]; do\n"
+        "  case $1 in -z) STAGE=$2; shift ;; esac\n  shift\ndone\n"
+        f"python pretrain_gpt.py {shlex.join(SMALL)} --zero-stage $STAGE $@\n"
+    )
+    plain = as_json(capsys, "--world-size", "2", str(script))
+    assert plain["errors"] == []
+    given = as_json(capsys, "--world-size", "2", str(script), "--script-args", "-z 3")
+    assert given["memory_bytes"] != plain["memory_bytes"]
+
+
+def test_missing_variables_of_a_script_are_one_error(capsys, tmp_path, monkeypatch):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "if [ $SIZE = large ]; then LAYERS=8; elif [ $SIZE = small ]; then LAYERS=4; fi\n"
+        "python pretrain_gpt.py --num-layers $LAYERS --hidden-size 256 --num-attention-heads 4 "
+        "--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 "
+        "--lr $RATE --vocab-size 1000 --save $OUT/x\n"
+    )
+    for name in ("SIZE", "RATE", "OUT"):
+        monkeypatch.delenv(name, raising=False)
+    errors = as_json(capsys, str(script), code=2)["errors"]
+    assert len(errors) == 1
+    assert "the script needs variables: $RATE, $SIZE. Set them" in errors[0]
+    monkeypatch.setenv("RATE", "1e-3")
+    monkeypatch.setenv("SIZE", "small")
+    assert as_json(capsys, str(script))["errors"] == []
+
+
+def test_value_of_a_command_is_asked_for_with_its_flag(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        'N=100\npython pretrain_gpt.py --lr-decay-iters $(perl -e "print $N*2") '
+        f"{shlex.join(SMALL)}\n"
+    )
+    errors = as_json(capsys, str(script), code=2)["errors"]
+    assert len(errors) == 1
+    assert "values of --lr-decay-iters need commands" in errors[0]
+    assert f"megatron-plan {script} --lr-decay-iters VALUE" in errors[0]
+    assert as_json(capsys, str(script), "--lr-decay-iters", "200")["errors"] == []
+
+
+def test_notes_on_what_a_script_is_assumed_to_find_and_on_its_loop(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        'PROGRAM=/opt/pretrain_gpt.py\nif [ ! -f "$PROGRAM" ]; then echo none; exit 1; fi\n'
+        "for length in {128..512..128}; do\n"
+        f"  python $PROGRAM {shlex.join(SMALL)} --seq-length $length --save <path to the runs>/a\n"
+        "done\n"
+    )
+    planned = as_json(capsys, str(script))
+    notes = "\n".join(planned["notes"])
+    assert '"$PROGRAM": assumed to exist' in notes
+    assert "in the loop `for length in {128..512..128}`. This plan is of its first pass" in notes
+    assert planned["world_size"] == 1
+    assert "placeholders stay as they are written: <path to the runs>" in str(planned["warnings"])
 
 
 @pytest.mark.parametrize("name", ["..", "ds/..", "$'a\\xff'.json", "x" * 300])
@@ -1091,3 +1189,69 @@ def test_a_wild_size_is_an_error_of_the_plan(capsys, flag, value):
     words = ["--world-size", "1", *SMALL, "--bf16", "--checkpoint-activations", flag, value]
     assert plan.main(words) == 2
     assert re.search(rf"error: .*{flag} .* must be", capsys.readouterr().out)
+
+
+PLANNED = """#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --gres=gpu:2
+cat <<EOT > ds.json
+{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
+EOT
+srun python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --swiglu \\
+    --seq-length 128 --batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 \\
+    --vocab-size 1000 --clip-grad 0.5 --save $OUT/run --deepspeed --deepspeed_config ds.json
+"""
+
+
+def test_written_configuration_is_the_planned_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("OUT", raising=False)
+    script = tmp_path / "run.sh"
+    script.write_text(PLANNED)
+    file = tmp_path / "run.yaml"
+    notes = as_json(capsys, str(script), "--write-config", str(file))["notes"]
+    loaded = load_config(["--config", str(file)])
+    assert f"has the digest {compute_config_digest(loaded.config)}." in notes[-1]
+    assert loaded.config.model.ffn_hidden_size == 640
+    assert loaded.config.parallel.deepspeed_config == str(tmp_path / "run.deepspeed.json")
+    document = json.loads((tmp_path / "run.deepspeed.json").read_text())
+    assert document["gradient_clipping"] == 0.5
+    text = file.read_text()
+    assert "# Replace before training: $OUT" in text
+    assert "  micro_batch_size: 2  # --batch-size" in text
+    # Each value differs from its default, and the comment has its origin.
+    fields = {field.dotted: field for field in all_fields().values()}
+    written = {
+        f"{group}.{name}": value
+        for group, values in yaml.safe_load(text).items()
+        for name, value in values.items()
+    }
+    assert len(written) > 12
+    assert [d for d in written if getattr_dotted(loaded.config, d) == fields[d].default] == []
+    assert text.count("  # ") == len(written)
+    # An existing file is kept.
+    assert plan.main([str(script), "--write-config", str(file)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert file.read_text() == text
+
+
+def getattr_dotted(config, dotted: str):
+    group, _, name = dotted.partition(".")
+    return getattr(getattr(config, group), name)
+
+
+def test_default_that_other_values_would_change_is_written(capsys, tmp_path):
+    """--use-bnb-optimizer turns the norm of the embedding on, unless a value is given."""
+    file = tmp_path / "run.yaml"
+    as_json(
+        capsys,
+        *("--write-config", str(file), "--", *SMALL, "--use-bnb-optimizer"),
+        *("--deepspeed", "--no-embed-layernorm"),
+    )
+    assert "embed_layernorm: false  # --no-embed-layernorm" in file.read_text()
+    assert not load_config(["--config", str(file)]).config.model.embed_layernorm
+
+
+def test_plan_with_errors_is_not_written(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    assert plan.main(["--world-size", "3", "--write-config", str(file), *SMALL]) == 2
+    assert not file.exists()

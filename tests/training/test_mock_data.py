@@ -23,11 +23,11 @@ def test_real_data_do_not_continue_a_run_on_synthetic_ones(run: Runner) -> None:
 
 
 def test_flags_without_effect_are_one_list_at_the_start(run: Runner) -> None:
-    flags = "--manual-gc --wandb-project x --ckpt-format torch_dist --use-checkpoint-args"
+    flags = "--manual-gc --wandb-exp-name x --ckpt-format torch_dist --use-checkpoint-args"
     lines = run(f"{MOCK} --train-iters 2 {flags}").splitlines()
     start = lines.index("flags without effect:")
     listed = [line.split()[0] for line in lines[start + 1 :] if line.startswith("  --")]
-    assert {"--manual-gc", "--wandb-project", "--ckpt-format", "--data-path"} <= set(listed)
+    assert {"--manual-gc", "--wandb-exp-name", "--ckpt-format", "--data-path"} <= set(listed)
     assert not any(line.startswith("warning: --manual-gc") for line in lines)
 
 
