@@ -1,5 +1,7 @@
 """The forecast of samples, tokens, sizes and the learning rate."""
 
+import pytest
+
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
@@ -40,3 +42,13 @@ def test_curriculum_consumes_fewer_tokens():
     assert [p.lr for p in states[1:]] == [1.0, 1 - 32 / 160, 1 - 72 / 160, 1 - 112 / 160]
     assert forecast.find_iteration_reaching_tokens(100, limit=1000) == 4
     assert forecast.find_iteration_reaching_tokens(100, limit=3) == 3
+
+
+@pytest.mark.parametrize("tokens", [1, 39, 40, 41, 400])
+def test_end_by_tokens_without_a_loop_is_that_of_the_loop(tokens: int):
+    forecast = Forecast(ConstantBatchSize(4), LRSchedule(1.0, 0.0, "linear"), seq_length=10)
+    counted = next(c.iteration for c in forecast._iterate_counters() if c.consumed_tokens >= tokens)
+    assert forecast.find_iteration_reaching_tokens(tokens, limit=1000) == counted
+    assert forecast.find_iteration_reaching_tokens(tokens, limit=1) == 1
+    # A published script has this many iterations.
+    assert forecast.find_iteration_reaching_tokens(40 * 10**12, limit=10**15) == 10**12
