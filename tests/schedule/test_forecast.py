@@ -46,7 +46,7 @@ def test_curriculum_consumes_fewer_tokens():
 
 @pytest.mark.parametrize("tokens", [1, 39, 40, 41, 400])
 def test_end_by_tokens_without_a_loop_is_that_of_the_loop(tokens: int):
-    forecast = Forecast(ConstantBatchSize(4), LRSchedule(1.0, 0.0, "linear"), seq_length=10)
+    forecast = Forecast(ConstantBatchSize(4), LRSchedule(1.0, 0.0, "linear", 0, 100), seq_length=10)
     counted = next(c.iteration for c in forecast._iterate_counters() if c.consumed_tokens >= tokens)
     assert forecast.find_iteration_reaching_tokens(tokens, limit=1000) == counted
     assert forecast.find_iteration_reaching_tokens(tokens, limit=1) == 1
