@@ -363,6 +363,8 @@ def test_options_in_one_word_are_split(tmp_path):
 def test_loop_that_starts_training_is_named(tmp_path):
     text = "for s in 1 2; do\n  python pretrain_gpt.py --seed $s\ndone\n"
     assert expand(tmp_path, text).loop == "for s in 1 2"
+    nested = f"while true; do\n{text}done\n"
+    assert expand(tmp_path, nested).loop == "while true"
     before = "for s in 1 2; do :; done\n"
     assert expand(tmp_path, before + "python pretrain_gpt.py --seed $s\n").loop == ""
 

@@ -52,7 +52,7 @@ _EXAMPLE = (
     "no arguments were given. A small model on one device, with your own data:\n"
     "  python pretrain_gpt.py --data-path data/corpus_text_document "
     "--vocab-file vocab.json --merge-file merges.txt "
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 "
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 2 --seq-length 256 "
     "--micro-batch-size 4 --global-batch-size 8 --train-iters 1000 --lr 1e-3 "
     "--save runs/small --load runs/small --save-interval 200\n"
     "The README makes data and tokenizer from text files. --help lists all flags"

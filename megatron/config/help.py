@@ -26,7 +26,7 @@ priority over the --preset.
 
 A small model on one device: pretrain_gpt.py --data-path corpus_text_document
 --vocab-file vocab.json --merge-file merges.txt --num-layers 4 --hidden-size 128
---num-attention-heads 4 --seq-length 256 --micro-batch-size 4 --global-batch-size 8 --train-iters
+--num-attention-heads 2 --seq-length 256 --micro-batch-size 4 --global-batch-size 8 --train-iters
 1000 --lr 1e-3 --save runs/small --load runs/small --save-interval 200
 
 A published model: torchrun --nproc-per-node 8 pretrain_gpt.py --preset llama2-7b --zero-stage 3 ...

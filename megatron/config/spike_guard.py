@@ -43,8 +43,8 @@ class SpikeGuardConfig:
     spike too. --spike-guard-max-skips and --spike-guard-max-rollbacks count within them. The guard
     ends a run only if all losses within them were far above that of an untrained model."""
     spike_guard_patience: Annotated[int, AT_LEAST_ONE] = 3
-    """High losses in a row that cause a rollback. Each of these steps is dropped. A step whose loss
-    or gradient is not finite counts too."""
+    """High losses in a row that cause a rollback. These steps are dropped, except for a first one
+    that is only slightly raised. A step whose loss or gradient is not finite counts too."""
     spike_guard_skip_before: Annotated[int | None, NOT_NEGATIVE] = None
     """Iterations before a spike that are skipped after a rollback. The run goes back to the newest
     checkpoint before them. The default is 100, but at most 0.5 % of --train-iters."""
