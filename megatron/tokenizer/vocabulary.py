@@ -29,7 +29,7 @@ GPT2_VOCAB_SIZE = 50257
 _PUBLISHED_SIZES = {
     r"t5-(small|base|large|3b|11b)": 32100,
     r"gpt-?2(-(medium|large|xl))?|distilgpt2": GPT2_VOCAB_SIZE,
-    r"gpt-neox-20b|pythia-[\w.-]+": 50277,
+    r"gpt-neox-20b|20b_tokenizer(\.json)?|pythia-[\w.-]+": 50277,
     r"bloom(-[\w.]+)?": 250680,
     r"(meta-)?llama-?3([._]\d)?(-[\w.-]+)?": 128256,
     r"(meta-)?llama-?2(-[\w.-]+)?|(open_)?llama-?(1|v1|v2|7b|13b|30b|33b|65b|70b)([_-]\w+)?": 32000,

@@ -39,11 +39,9 @@ _STOPS = {
     "rollback": "for a rollback by the spike guard",
     "error": "by an error",
 }
-_DECISIONS = {
-    "skip-step": "dropped",
-    "log": "recorded only",
-    "switch-to-log": "recorded, and the spike guard does not intervene any more",
-    "stop": "recorded, and the spike guard ends the run",
+_ENDINGS = {
+    "switch-to-log": ", and the spike guard only logs after that",
+    "stop": ", and the spike guard ends the run",
 }
 _PHASES = {
     "save_seconds": "the last checkpoint took",
@@ -80,8 +78,10 @@ class _Spike:
 
     def describe(self) -> str:
         """Return what the guard did, and why it did so at the first iteration."""
-        decision = make_plain(self.event.details.get("decision"))
-        done = _DECISIONS.get(decision, decision)
+        details = self.event.details
+        dropped = details.get("dropped", details.get("decision") == "skip-step")
+        done = "dropped" if dropped else "applied"
+        done += _ENDINGS.get(str(details.get("decision")), "")
         reason = make_plain(self.event.details.get("reason"))
         first = self.event.iteration or 0
         if self.last > first:
