@@ -144,6 +144,7 @@ def read_launch_script(
 def _add_needs(found: LaunchScript, needs: Needs, text: str) -> LaunchScript:
     """Return the training command with what the script `text` needs from its user."""
     missing = {int(name) for name in found.parameters if name.isdecimal()}
+    # If one argument is missing, all are named, because they are given together.
     if missing:
         missing |= set(needs.arguments)
     lines = {number: find_line(text, number) for number in sorted(missing)}
@@ -328,6 +329,7 @@ def parse_command(words: Sequence[str]) -> LaunchScript:
 def _split_quoted_options(words: Sequence[str]) -> Iterator[str]:
     """Yield the words after the training script. A launcher may get all options as one word."""
     for word in words:
+        # One option with a value that has spaces is a single word, and stays one.
         if re.match(r"\s*--\w\S*\s.*\s--\w", word, re.DOTALL):
             yield from word.split()
         else:

@@ -90,6 +90,7 @@ def _find_job() -> str:
     The job number of an array task is not used, because that of the last task is the array's own.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    # A job outside of an array has no such variable.
     if array:
         return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
     return os.environ.get("SLURM_JOB_ID", "")

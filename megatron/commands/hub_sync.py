@@ -165,6 +165,7 @@ def try_sync(given: HubSync) -> int:
         problem = str(error)
         warn(f"error: {error}")
         code = 2
+    # A dry run is started by a person, who sees the error.
     if given.main_log is not None and not given.dry_run:
         _alert(given, given.main_log, problem)
     return code

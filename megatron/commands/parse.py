@@ -54,6 +54,7 @@ def _hide_missing_defaults(kind: Any) -> None:
     kind = _strip(kind)
     for part in get_args(kind):
         _hide_missing_defaults(part)
+    # The arguments of a command are the fields of a dataclass, or the parameters of a function.
     if inspect.isfunction(kind):
         owners: tuple[Any, ...] = (kind,)
     elif isinstance(kind, type) and is_dataclass(kind):

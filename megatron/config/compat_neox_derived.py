@@ -64,6 +64,7 @@ def _compute_std(values: FlagValues) -> Computed:
     method = _find_method(values, "init-method", "normal")
     if method == "small_init":
         return "small", "init_method small_init"
+    # Both trainers have the same default.
     if method == "normal" and "init-method-std" not in values:
         return None, ""
     return _find_deviation(values, method), f"init_method {method}"
@@ -114,6 +115,7 @@ def _compute_window(values: FlagValues) -> Computed:
 
 def _compute_warmup(values: FlagValues) -> Computed:
     others = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
+    # A warm-up of the command line replaces the fraction of the file.
     if any(values.get_field(dotted) is not None for dotted in others):
         return None, ""
     return values.get_number("warmup", 0.01), "warmup, a fraction of the decay"
@@ -121,6 +123,7 @@ def _compute_warmup(values: FlagValues) -> Computed:
 
 def _compute_decay(values: FlagValues) -> Computed:
     iterations = values.get_field("batch.train_iters")
+    # A missing number of iterations is an error of its own.
     if iterations is None:
         return None, ""
     fraction = values.get_number("lr-decay-fraction")
@@ -137,6 +140,7 @@ def _compute_accumulation(values: FlagValues) -> Computed:
 
 
 def _compute_save_interval(values: FlagValues) -> Computed:
+    # Without --save, an interval would be an error here. NeoX ignores it.
     if values.get_field("checkpoint.save") is None:
         return None, ""
     return int(values.get_number("checkpoint-factor")), "checkpoint_factor"

@@ -97,6 +97,7 @@ class SpikeGuardConfig:
         """
         before = self.spike_guard_skip_before
         after = self.spike_guard_skip_after
+        # 0 is a value of its own, so it is not taken for "not given".
         if before is None:
             before = min(_SKIP_BEFORE, train_iters // 200)
         if after is None:

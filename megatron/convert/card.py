@@ -85,6 +85,7 @@ def _find_losses(checkpoint: Checkpoint) -> dict[str, float]:
     """Return the losses of the last step and evaluation, or nothing without metrics of the run."""
     training: dict[str, float] = {}
     evaluation: dict[str, float] = {}
+    # The checkpoint may have been copied without the run's metrics.
     with contextlib.suppress(OSError):
         for entry in read_metrics(checkpoint.folder.parent / "metrics.jsonl"):
             if entry["iteration"] <= checkpoint.iteration:

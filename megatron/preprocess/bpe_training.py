@@ -174,6 +174,7 @@ def _leave_out_bad_files(
                 decoder.decode(b"", final=True)
             except UnicodeDecodeError as error:
                 bad[path] = f"{path} is not UTF-8 text ({error.reason})"
+    # All of them are named at once, so that they can be corrected at once.
     if bad and on_bad_line == "stop":
         shown = "\n  ".join(list(bad.values())[:_SHOWN])
         more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""

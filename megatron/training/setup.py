@@ -303,6 +303,7 @@ def load_engine(
 
 def describe_hang_limits(hang_timeout: float | None) -> list[tuple[str, str, str]]:
     """Return the row of the start table for --hang-timeout, if it is given."""
+    # Without a limit there is nothing to explain.
     if hang_timeout is None:
         return []
     return [

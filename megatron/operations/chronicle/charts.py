@@ -165,6 +165,7 @@ def build_charts(
     charts = Charts([], [], [], [], labels)
     is_compared = len(histories) > 1
     for number, (history, described) in enumerate(zip(histories, events, strict=True)):
+        # A run that ended before its first iteration has no curves.
         if not len(history.kept):
             continue
         prefix = ""
@@ -178,6 +179,7 @@ def build_charts(
         charts.bands += run.list_bands()
         charts.events += run.list_events(described)
     for panel in panels.values():
+        # A curve that never changes needs no panel.
         constant = _find_constant(panel)
         if constant is not None:
             charts.constants.append((panel.title, constant))
@@ -203,6 +205,7 @@ class _Run:
         statistic = self._history.layers.get(key)
         if statistic is not None:
             count = statistic.values.shape[1]
+            # A chart of a hundred layers could not be read.
             shown = np.unique(np.linspace(0, count - 1, min(_LAYERS, count)).round().astype(int))
             for colour, layer in enumerate(shown.tolist()):
                 rows = statistic.rows[self._history.kept[statistic.rows]]
@@ -242,9 +245,11 @@ class _Run:
         finite = rows[np.isfinite(values[rows])]
         stretch = np.zeros(len(values), np.int64)
         stretch[finite] = find_stretches(self._columns["iteration"][finite], self._launch[finite])
+        # No line joins two stretches, because nothing was trained between them.
         gaps = np.flatnonzero(np.diff(stretch[chosen])) + 1
         y = {}
         for count in means:
+            # A mean over more iterations than there are would be one point.
             if count > 1 and count > len(rows):
                 continue
             mean = np.full(len(values), np.nan)
@@ -266,6 +271,7 @@ class _Run:
         """
         columns = self._columns
         rows = np.flatnonzero(self._history.kept)
+        # If all iterations were undone, their own positions are the best that is known.
         if not rows.size:
             rows = np.arange(len(self._history.kept))
         known = columns["iteration"][rows]

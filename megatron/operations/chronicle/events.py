@@ -95,8 +95,10 @@ class _Spike:
 def is_important(described: DescribedEvent) -> bool:
     """Return whether a reader must know about the event, unlike a checkpoint or a clean stop."""
     event = described.event
+    # A launch with the same settings as the one before is what array tasks do.
     if event.kind == "start":
         return "; changed: " in described.text
+    # Other stops, as by a time limit, are planned.
     if event.kind == "stop":
         return event.details.get("reason") in ("error", "signal", "kill switch")
     return described.label in ("killed", "rollback", "hang", "host excluded", "restart", "note")
@@ -126,6 +128,7 @@ def list_rollbacks(history: RunHistory) -> list[Event]:
         event
         for event in history.events
         if is_decided_rollback(event)
+        # The rollback that the guard decided on is recorded once more when it is carried out.
         or (event.kind == "rollback" and _read_guard_iteration(event) not in decided)
     ]
 
@@ -147,11 +150,13 @@ def describe_events(history: RunHistory) -> list[DescribedEvent]:
     is_active = False
     for number, event in _list_once(history):
         if event.kind == "start":
+            # A process that was killed records no end, so the next start shows it.
             if is_active and number not in continued:
                 described.append(_describe_kill(history, event))
             text = _describe_launch(event, settings, is_within=number in continued)
             settings = event.details.get("settings")
         elif event.kind == "spike-guard" and not is_decided_rollback(event):
+            # Bad data last for several iterations, and one line about them is enough.
             if spike is not None and spike.is_followed_by(event):
                 spike = replace(spike, last=event.iteration or 0)
                 described[-1] = DescribedEvent(spike.event, "spike", spike.describe())

@@ -169,6 +169,7 @@ def _list_summary(
         for tile in list_tiles(history)
     )
     yield f'<div class="tiles">{tiles}</div>'
+    # The table of all events is long, and most of them are checkpoints.
     important = [each for each in events if is_important(each)]
     if important:
         yield "<h3>The most important events</h3>"
@@ -183,6 +184,7 @@ def _list_differences(histories: Sequence[RunHistory], names: Sequence[str]) -> 
         return
     launches = [_list_launch_settings(history) for history in histories]
     yield "<h2>Settings in which the runs differ</h2>"
+    # Runs of older versions did not record them.
     if not all(launches):
         yield "<p>A run has no record of its settings.</p>"
         return
