@@ -1,5 +1,6 @@
 """Dry runs in processes of their own, because the fake GPU changes torch for a whole process."""
 
+import importlib.metadata
 import logging
 import multiprocessing
 import os
@@ -96,6 +97,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _check_torch(plan: Plan) -> None:
+    """Raise ConfigError if this version of torch has no shapes for the kernels of the plan."""
+    version = importlib.metadata.version("torch")
+    major, minor = version.split(".")[:2]
+    if plan.config.kernels.gradient_accumulation_fusion and (int(major), int(minor)) < (2, 13):
+        raise ConfigError(
+            "--dry-run with --gradient-accumulation-fusion needs torch 2.13 or newer, and this is "
+            f"{version}, which cannot compute the shapes of the fused product; install a newer "
+            "torch, or leave out the flag for the dry run"
+        )
+
+
 def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankReport]:
     """Run a step of each rank, and return the reports in the order of `ranks`.
 
@@ -105,9 +118,10 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
         microbatches: Number of microbatches of a step.
 
     Raises:
-        ConfigError: There is no C++ compiler, or a process ended.
+        ConfigError: There is no C++ compiler, a process ended, or torch is too old for the flags.
         TrainingError: The step raised.
     """
+    _check_torch(plan)
     # The ranks are independent of each other, so each process takes the next one when it is free.
     # Each process takes some seconds to start, so there are no more than there is work.
     workers = min(len(ranks), len(os.sched_getaffinity(0)))

@@ -1254,3 +1254,10 @@ def test_plan_with_errors_is_not_written(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     assert plan.main(["--world-size", "3", "--write-config", str(file), *SMALL]) == 2
     assert not file.exists()
+
+
+def test_a_dry_run_of_fused_gradients_needs_a_newer_torch(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.12.1+cpu")
+    words = ["--dry-run", "--world-size", "1", *SMALL, "--bf16", "--gradient-accumulation-fusion"]
+    assert plan.main(words) == 2
+    assert "needs torch 2.13 or newer, and this is 2.12.1+cpu" in capsys.readouterr().err
