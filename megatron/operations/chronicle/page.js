@@ -7,6 +7,8 @@
   const { left, right, width, top, bottom, lane, largest, axes } = data.layout;
   const state = { axis: "iteration", mean: "1", log: false, range: null, hidden: new Set() };
   const find = (selector, inside = document) => [...inside.querySelectorAll(selector)];
+  // These have no lines and table rows at first, but their dots have a row of their own.
+  const quiet = new Set(find(".kind:not([checked])").map((box) => box.value));
   const figures = find("figure[data-panel]");
   const readout = document.getElementById("readout");
 
@@ -153,7 +155,8 @@
           const at = positionsOf(mark)[0];
           const row = lane * data.labels.indexOf(mark.kind) + 8;
           circle.setAttribute("transform", `translate(${x(at)} ${row})`);
-          circle.toggleAttribute("hidden", !isIn(at, range) || state.hidden.has(mark.kind));
+          const isHidden = state.hidden.has(mark.kind) && !quiet.has(mark.kind);
+          circle.toggleAttribute("hidden", !isIn(at, range) || isHidden);
         });
         continue;
       }

@@ -54,7 +54,7 @@ _LEGEND = (
     (
         '<rect class="abandoned" width="26" height="12"/>'
         '<line class="c0" x2="26" y1="6" y2="6" stroke-dasharray="4 2" opacity="0.5"/>',
-        "abandoned: lost by a kill, or undone by a rollback",
+        "abandoned: lost by a kill, or undone by a rollback; a solid line there was trained again",
     ),
     ('<rect class="skipped" width="26" height="12"/>', "skipped: these data were not trained"),
     (
