@@ -647,6 +647,9 @@ class _Reader:
         read: Collection[str] = (),
     ) -> None:
         """Keep `words` if they start training, or keep the command in them that does."""
+        # A line of a binary file can have no words.
+        if not words:
+            return
         name = words[0].rpartition("/")[2]
         if name in SILENT_COMMANDS:
             return

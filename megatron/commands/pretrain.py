@@ -37,20 +37,11 @@ def main(argv: list[str] | None = None) -> None:
     # Before the slow import. A launcher that is killed during it must not leave this process.
     die_with_launcher()
     words = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help", "--list-presets"} & set(words):
-        with end_without_reader():
-            _load(words)
-    # Before libraries keep references to the streams.
-    protect_standard_streams()
-    # After a signal such as SIGBUS or SIGSEGV, the log then shows where each thread was.
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        faulthandler.enable()
     try:
-        loaded = _load(words)
-        # This imports torch, which takes seconds. Neither --help nor an error above needs it.
-        from megatron.training.pretrain import run_loaded
-
-        run_loaded(loaded)
+        if {"-h", "--help", "--list-presets"} & set(words):
+            with end_without_reader():
+                _load(words)
+        _train(words)
     except MegatronError as error:
         leave_with_error(error)
     except KeyboardInterrupt:
@@ -59,6 +50,24 @@ def main(argv: list[str] | None = None) -> None:
         print("interrupted before training started; nothing was saved", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
+
+
+def _train(argv: list[str]) -> None:
+    """Load the configuration and train.
+
+    Raises:
+        MegatronError: The configuration is wrong, or the run cannot go on.
+    """
+    # Before libraries keep references to the streams.
+    protect_standard_streams()
+    # After a signal such as SIGBUS or SIGSEGV, the log then shows where each thread was.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        faulthandler.enable()
+    loaded = _load(argv)
+    # This imports torch, which takes seconds. Neither --help nor an error above needs it.
+    from megatron.training.pretrain import run_loaded
+
+    run_loaded(loaded)
 
 
 def _load(argv: list[str]) -> LoadedConfig:
