@@ -648,10 +648,8 @@ class _Reader:
     ) -> None:
         """Keep `words` if they start training, or keep the command in them that does."""
         # A line of a binary file can have no words.
-        if not words:
-            return
-        name = words[0].rpartition("/")[2]
-        if name in SILENT_COMMANDS:
+        name = words[0].rpartition("/")[2] if words else ""
+        if not name or name in SILENT_COMMANDS:
             return
         for redirection in redirections:
             if redirection.operator in ("<<", "<<-") and name in SCRIPT_READERS:

@@ -273,8 +273,8 @@ def check_compiled_preset(name: str, graphs: int | None) -> None:
 
 def test_every_family_of_presets_is_compiled() -> None:
     families = {name.split("-")[0] for name in list_preset_names()}
-    # tr1 is a GPT-2, tr8 a GPT-2 with the norm of tr11, Pythia a GPT-NeoX, and the hackathon's model
-    # a Llama 2.
+    # tr1 is a GPT-2, tr8 a GPT-2 with the norm of tr11, and Pythia a GPT-NeoX. The hackathon's
+    # model is a Llama 2.
     without = families - {name.split("-")[0] for name in PRESETS}
     assert without == {"tr1", "tr8", "pythia", "lauzhack"}
 
