@@ -389,7 +389,7 @@ def build_run(
         reporter.say(format_from_scratch_line())
     for note in sources.take_notes():
         reporter.say(note)
-    for warning in warn_of_many_epochs(uses):
+    for warning in (*warn_of_many_epochs(uses), *warn_of_slow_precision(config, mesh)):
         reporter.say(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
@@ -609,6 +609,18 @@ def describe_devices(mesh: Mesh) -> tuple[str, str]:
     else:
         backend = ""
     return f"{grid.world_size} x {get_device_name(mesh.device)}", f"{layout}{backend}"
+
+
+def warn_of_slow_precision(config: Config, mesh: Mesh) -> list[str]:
+    """Return a warning if a CPU computes in 16 bits. Most CPUs are faster in fp32."""
+    precision = config.precision
+    if mesh.device.type != "cpu" or not (precision.bf16 or precision.fp16):
+        return []
+    name = "bf16" if precision.bf16 else "fp16"
+    return [
+        f"no GPU was found, and --{name} computes on the CPU: most CPUs are faster with "
+        f"--no-{name}, in fp32"
+    ]
 
 
 def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:

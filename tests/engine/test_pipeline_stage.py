@@ -260,7 +260,7 @@ def test_steps_of_any_shape_equal_one_process(
         (2, "--pipeline-model-parallel-size 2"),
         (2, VIRTUAL),
         (4, "--pipeline-model-parallel-size 2 --zero-stage 3"),
-        (4, "--pipeline-model-parallel-size 2 --zero-stage 2"),
+        pytest.param(4, "--pipeline-model-parallel-size 2 --zero-stage 2", marks=pytest.mark.full),
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     ],
 )

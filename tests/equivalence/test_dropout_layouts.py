@@ -59,7 +59,7 @@ def suite(layout: Layout, full: bool) -> object:
         suite(ONE, True),
         suite(PIPELINE, False),
         suite(INTERLEAVED, True),
-        suite(Layout(2, 1, 2, 1, sequence=True), False),
+        suite(Layout(2, 1, 2, 1, sequence=True), True),
         suite(Layout(2, shape="bloom"), True),
         suite(Layout(1, 1, 2, 3), True),
         suite(Layout(2, 2, 2, 3, schedule="1F1B", variation="curriculum"), True),
