@@ -7,7 +7,7 @@ On four devices of one node:
 Every flag, with its unit and source:
     python pretrain_gpt.py --help
 
-The same as the command `megatron-pretrain`. What a rank does is in `megatron/training/pretrain.py`.
+The same as the command `megatron-pretrain`. What a rank does is in `megatron/run/pretrain.py`.
 """
 
 from megatron.commands.pretrain import main

@@ -56,10 +56,10 @@ from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
-from megatron.training.job import agree_on_job
-from megatron.training.join import join_ranks
-from megatron.training.loop import begin_save
-from megatron.training.setup import build_ranks, build_timers, divide_ranks, start_run
+from megatron.run.loop import begin_save
+from megatron.run.start.job import agree_on_job
+from megatron.run.start.join import join_ranks
+from megatron.run.start.setup import build_ranks, build_timers, divide_ranks, start_run
 
 BLOCK = 4 << 20
 """Bytes of one write or read of the raw contestant."""

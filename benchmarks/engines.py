@@ -37,10 +37,10 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
-from megatron.training.job import agree_on_job
-from megatron.training.join import join_ranks
-from megatron.training.setup import build_timers, divide_ranks, open_data
-from megatron.training.state import TrainState
+from megatron.run.start.job import agree_on_job
+from megatron.run.start.join import join_ranks
+from megatron.run.start.setup import build_timers, divide_ranks, open_data
+from megatron.run.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPSPEED = "--deepspeed"

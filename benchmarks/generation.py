@@ -22,10 +22,10 @@ from layouts import describe_machine, table
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
-from megatron.convert.importing import import_model
-from megatron.generate.generation import GenerationOptions, generate
-from megatron.generate.load import store_for_single_prompts
-from megatron.generate.staged_model import StagedModel
+from megatron.extras.convert.importing import import_model
+from megatron.extras.generate.generation import GenerationOptions, generate
+from megatron.extras.generate.load import store_for_single_prompts
+from megatron.extras.generate.staged_model import StagedModel
 
 VOCAB = 5120
 PROMPT = 64

@@ -26,11 +26,11 @@ import tyro
 from results import add_row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.base.durable import replace_file
+from megatron.base.errors import ConfigError
 from megatron.commands.calibrate import format_hardware
-from megatron.cost.calibration import Measured, build_measured_hardware
-from megatron.cost.hardware import Hardware, find_hardware, load_hardware
-from megatron.durable import replace_file
-from megatron.errors import ConfigError
+from megatron.extras.planner.cost.calibration import Measured, build_measured_hardware
+from megatron.extras.planner.cost.hardware import Hardware, find_hardware, load_hardware
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import RMSNorm
 from megatron.model.positions import rotate

@@ -24,13 +24,13 @@ import tyro
 from results import add_row
 from worlds import Case, LaunchedWorld, Rank, WorldFailedError, write_random_tokens
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
-from megatron.cost.hardware import Hardware, find_hardware, load_hardware
-from megatron.errors import ConfigError
+from megatron.extras.planner.cost.hardware import Hardware, find_hardware, load_hardware
+from megatron.extras.planner.prediction import predict_plan
 from megatron.model.flops import count_model_flops_per_token
 from megatron.observe.throughput import find_peak_tflops
-from megatron.plan import Plan, resolve
-from megatron.plan_prediction import predict_plan
+from megatron.plan.plan import Plan, resolve
 
 Variant = Literal["eager", "fused", "cudnn", "fused-cudnn", "compiled", "recompute"]
 FLAGS: dict[Variant, str] = {

@@ -40,10 +40,10 @@ import numpy as np
 import tyro
 
 from megatron.config.data import TokenizerConfig
-from megatron.preprocess import workers
-from megatron.preprocess.bpe_training import train_bpe
-from megatron.preprocess.inputs import read_blocks
-from megatron.preprocess.resumable import ResumableWriter
+from megatron.extras.preprocess import workers
+from megatron.extras.preprocess.bpe_training import train_bpe
+from megatron.extras.preprocess.inputs import read_blocks
+from megatron.extras.preprocess.resumable import ResumableWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "tests/fixtures/openwebtext-100/openwebtext-100.jsonl"
@@ -55,7 +55,7 @@ RUN = """
 import hashlib, json, resource, sys, time
 from pathlib import Path
 from megatron.config.data import TokenizerConfig
-from megatron.preprocess.pipeline import PreprocessJob, preprocess
+from megatron.extras.preprocess.pipeline import PreprocessJob, preprocess
 def read_cpu(whose):
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime

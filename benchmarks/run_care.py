@@ -38,18 +38,18 @@ from worlds import one_iteration
 from megatron.config.cli import load_config
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepResult
+from megatron.extras.guard.spike_guard import SpikeGuard
+from megatron.extras.operations.chronicle.goodput_meter import GoodputMeter
+from megatron.extras.stragglers.stragglers import MEASURED_STEPS, StragglerWatch
+from megatron.extras.trackers.process import TrackerProcess
+from megatron.extras.trackers.trackers import TRACKERS
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.tracking.process import TrackerProcess
-from megatron.observe.tracking.trackers import TRACKERS
 from megatron.parallel.progress import RankProgress, Stopwatch
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
-from megatron.training.goodput_meter import GoodputMeter
-from megatron.training.run import Run
-from megatron.training.spike_guard import SpikeGuard
-from megatron.training.stragglers import MEASURED_STEPS, StragglerWatch
+from megatron.run.run import Run
 
 CALLS = 2000
 """Calls in a round. The windows of the guard are full after the first round."""

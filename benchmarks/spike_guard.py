@@ -33,14 +33,14 @@ import torch
 import tyro
 from numpy.typing import NDArray
 
+from megatron.base.errors import MegatronError
+from megatron.base.figure import make_figure, save_figure
 from megatron.config.cli import load_config
 from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
-from megatron.errors import MegatronError
-from megatron.figure import make_figure, save_figure
 from megatron.observe.metrics import read_metrics
-from megatron.training.pretrain import pretrain
+from megatron.run.pretrain import pretrain
 
 VOCABULARY = 5000
 BATCH = 16

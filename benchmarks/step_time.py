@@ -50,7 +50,6 @@ from worlds import (
     write_random_tokens,
 )
 
-from megatron.checkpoint.ranks import Ranks
 from megatron.commands.plan_estimates import estimate_memory
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.data.source import TrainSource
@@ -61,13 +60,14 @@ from megatron.observe.throughput import find_peak_tflops
 from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh
+from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
-from megatron.plan import Plan, resolve
-from megatron.training.job import agree_on_job
-from megatron.training.run import Run
-from megatron.training.setup import open_data, start_run
-from megatron.training.state import TrainState
+from megatron.plan.plan import Plan, resolve
+from megatron.run.run import Run
+from megatron.run.start.job import agree_on_job
+from megatron.run.start.setup import open_data, start_run
+from megatron.run.state import TrainState
 
 # layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape
 SIZES = {

@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from megatron.data.source import BatchSlice
-from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.rank_group import OneRank
-from megatron.data.stream.shard_order import MixturePhase
-from megatron.data.stream.source import StreamSource
-from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.extras.stream.listing import list_dataset
+from megatron.extras.stream.rank_group import OneRank
+from megatron.extras.stream.shard_order import MixturePhase
+from megatron.extras.stream.source import StreamSource
+from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 
 SEQ_LENGTH = 1024
 LONGEST = 60

@@ -27,14 +27,14 @@ import torch
 from megatron.config.cli import load_config
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.parallel.launcher import read_launcher_world
+from megatron.run.loop import check_nan_iterations, train_iteration, works_on_save
+from megatron.run.report import StepRecord
+from megatron.run.run import Run
+from megatron.run.start.job import agree_on_job
+from megatron.run.start.join import join_ranks
+from megatron.run.start.setup import build_timers, divide_ranks, leave, start_run
+from megatron.run.state import TrainState
 from megatron.schedule.batch_size import ConstantBatchSize
-from megatron.training.job import agree_on_job
-from megatron.training.join import join_ranks
-from megatron.training.loop import check_nan_iterations, train_iteration, works_on_save
-from megatron.training.report import StepRecord
-from megatron.training.run import Run
-from megatron.training.setup import build_timers, divide_ranks, leave, start_run
-from megatron.training.state import TrainState
 
 CORPUS = (
     Path(__file__).resolve().parents[1]
@@ -266,7 +266,7 @@ class LaunchedWorld:
         # A fork of this process would copy its threads' locks. The fork server has imported the
         # trainer once, so that ranks start quickly.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron.training.setup"])
+        context.set_forkserver_preload(["megatron.run.start.setup"])
         home = Path(tempfile.mkdtemp(dir=folder))
         argv = [
             *case.flags.split(),

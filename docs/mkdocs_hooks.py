@@ -1,7 +1,7 @@
 """Hooks of the documentation site. mkdocs calls them by their names.
 
-Pages under docs/ link to files outside it, such as `../megatron/plan.py`. These links work where
-the repository is browsed. The site has no such files. A link then leads to the repository if
+Pages under docs/ link to files outside it, such as `../megatron/plan/plan.py`. These links work
+where the repository is browsed. The site has no such files. A link then leads to the repository if
 `repo_url` is set, and becomes its text otherwise. A link to a file that does not exist is an error.
 
 The reference pages and the list of decisions exist only on the site. They are made from the files

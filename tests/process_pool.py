@@ -2,7 +2,7 @@
 
 A world is a distributed job: some ranks that call the same function. A launch by torchrun takes 5
 to 10 seconds, mostly for imports. A world of this pool only has to create its process group. Most
-worlds run `megatron.training.pretrain.pretrain` with a command line, as torchrun would.
+worlds run `megatron.run.pretrain.pretrain` with a command line, as torchrun would.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from megatron.training.run import Run
+    from megatron.run.run import Run
 
 WORKERS = 8
 _TIMEOUT_SECONDS = 300
@@ -231,7 +231,7 @@ class PerRank:
 
 def pretrain(argv: list[str]) -> None:
     """Run a command line on this rank."""
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
 
     pretrain_module.pretrain(load_config(argv))
@@ -241,9 +241,9 @@ def start_without_lease(argv: list[str]) -> "Run":
     """Start the run of a command line on this rank, up to its first iteration."""
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.job import agree_on_job
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks, start_run
+    from megatron.run.start.job import agree_on_job
+    from megatron.run.start.join import join_ranks
+    from megatron.run.start.setup import build_timers, divide_ranks, start_run
 
     loaded = load_config(argv)
     world = read_launcher_world()

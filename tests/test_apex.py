@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from megatron import apex
+from megatron.base import apex
 
 
 def test_apex_is_recognised_by_its_contents(monkeypatch: pytest.MonkeyPatch) -> None:

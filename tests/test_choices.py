@@ -13,29 +13,29 @@ import torch
 from model.builders import build, tiny_config
 from test_plan import with_changes
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import all_fields
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.spike_guard import SpikeGuardConfig
-from megatron.cost.layout import TRAINER, RankLayout
-from megatron.cost.tensors import measure_tensors
-from megatron.data.stream.formats import FORMATS
 from megatron.engine import muon
 from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.sharding import STAGES
-from megatron.errors import ConfigError
-from megatron.generate.token_positions import TokenPositions
+from megatron.extras.generate.token_positions import TokenPositions
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout
+from megatron.extras.planner.cost.tensors import measure_tensors
+from megatron.extras.stream.formats import FORMATS
+from megatron.extras.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution
 from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
 from megatron.observe.log_line import LINE_FORMATS
-from megatron.observe.tracking.trackers import TRACKERS
 from megatron.parallel.mesh import TensorParallel
-from megatron.plan import resolve
+from megatron.plan.plan import resolve
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer.build import build_tokenizer

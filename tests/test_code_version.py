@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.code_version import read_commit
+from megatron.base.code_version import read_commit
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main", "-C"]
 

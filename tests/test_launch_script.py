@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import ConfigError
-from megatron.launch_script import (
+from megatron.base.errors import ConfigError
+from megatron.extras.translators.launch_script import (
     LaunchScript,
     expand_launch_script,
     parse_command,

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from megatron.base.plain_text import make_plain, make_plain_lines
 from megatron.commands import chronicle, hub_sync, inspect_dataset
+from megatron.extras.operations.hub.client import _forward_warnings
+from megatron.extras.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.progress import ProgressBar
-from megatron.observe.tracking.feed import hide_secrets
-from megatron.operations.hub.client import _forward_warnings
-from megatron.plain_text import make_plain, make_plain_lines
 
 HOSTILE = "a\x1b[2J\r\nALERT: forged\u202eb\u2028c\x9bd"
 PLAIN = "a\\x1b[2J  ALERT: forged\\u202eb c\\x9bd"
@@ -77,8 +77,8 @@ def test_log_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_error_of_a_run() -> None:
     code = (
-        "from megatron.errors import DataError\n"
-        "from megatron.training.leaving import leave_with_error\n"
+        "from megatron.base.errors import DataError\n"
+        "from megatron.run.leaving import leave_with_error\n"
         "leave_with_error(DataError('a\\x1b[2J\\rforged'))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

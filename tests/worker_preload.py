@@ -11,9 +11,9 @@ import megatron.engine.native
 # A run imports the next two only if it uses them.
 import megatron.engine.pipeline
 import megatron.engine.sharding
-import megatron.training.setup  # noqa: F401
-from megatron.engine.deepspeed import import_deepspeed
-from megatron.errors import ConfigError
+import megatron.run.start.setup  # noqa: F401
+from megatron.base.errors import ConfigError
+from megatron.extras.deepspeed.deepspeed import import_deepspeed
 
 # Without DeepSpeed, the tests that need it are skipped. With a GPU, DeepSpeed would start CUDA,
 # which a fork does not survive.

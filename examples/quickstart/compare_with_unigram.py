@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from megatron.base.errors import MegatronError, TrainingError
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import compute_split_bounds
-from megatron.errors import MegatronError, TrainingError
 from megatron.observe.metrics import read_metrics
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.base.errors import DamagedError
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.compare import list_config_differences
-from megatron.errors import DamagedError
 from megatron.parallel.shard import Kind
 
 _ITEM = 4

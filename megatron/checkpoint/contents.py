@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.durable import sync_folder, write_file
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, TensorIndex
 from megatron.checkpoint.shard_file import WrittenFile
-from megatron.durable import sync_folder, write_file
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.ranks import Ranks
-from megatron.errors import CheckpointError
+from megatron.parallel.ranks import Ranks
 from megatron.parallel.shard import TensorShard
 
 _PIECE = 1 << 22

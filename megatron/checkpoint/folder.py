@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.base.durable import replace_file, sync_folder
+from megatron.base.errors import CheckpointError
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.durable import replace_file, sync_folder
-from megatron.errors import CheckpointError
 
 LATEST = "latest"
 LATEST_ITERATION = "latest_checkpointed_iteration.txt"

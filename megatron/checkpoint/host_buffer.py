@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.byte_size import format_bytes
-from megatron.meminfo import read_available_memory
+from megatron.base.byte_size import format_bytes
+from megatron.base.meminfo import read_available_memory
 
 _ALIGNMENT = 64
 """Each shard begins at a multiple of this many bytes, which is a line of the CPU's cache."""

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import CheckpointError
+from megatron.base.errors import CheckpointError
 
 FILE = "lease.json"
 BEAT_SECONDS = 10.0

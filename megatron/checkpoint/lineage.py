@@ -15,12 +15,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron.base.durable import replace_file
+from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.manifest import APPLIED_STEPS, Manifest, is_count, read_manifest
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.durable import replace_file
-from megatron.errors import CheckpointError, DamagedError
 
 LINEAGE_FILE = "course.json"
 """File with a copy of the newest checkpoint's lineage, in case its manifest is damaged."""

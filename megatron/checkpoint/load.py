@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import CheckpointError, ConfigError, DamagedError
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.manifest import (
     CONFIG,
@@ -27,7 +28,6 @@ from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.cli import load_yaml
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
-from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import TensorShard
 

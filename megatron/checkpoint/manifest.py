@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
-from megatron.errors import CheckpointError, DamagedError
 
 FORMAT = 3
 """Format that is written.

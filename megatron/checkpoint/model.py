@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.ranks import Ranks
 from megatron.model.gpt import GPT
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.ranks import Ranks
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shard import TensorShard
 from megatron.tokenizer import compute_padded_vocab_size

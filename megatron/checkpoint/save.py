@@ -15,7 +15,7 @@ A save has the stages of `SaveStage`. All ranks work on the same stage. A stage 
 and the threads of different ranks never communicate, see `stages.py`. `begin` waits for the stages
 FINISH_EARLIER and PREPARE and starts WRITE. The training loop calls `poll` once an iteration. When
 all ranks have finished the present stage, `poll` starts the next one. It needs no message, because
-the ranks report their stages with the votes of a step (`training/exits.py`). READ_BACK is left out
+the ranks report their stages with the votes of a step (`run/exits.py`). READ_BACK is left out
 unless older checkpoints are removed (--keep-latest-checkpoints). A synchronous save runs the same
 stages, and `complete` waits for each of them.
 """
@@ -27,7 +27,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.byte_size import format_bytes
+from megatron.base.byte_size import format_bytes
+from megatron.base.durable import replace_file
+from megatron.base.errors import CheckpointError, DamagedError, TrainingError
+from megatron.base.plural import format_count
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
 from megatron.checkpoint.folder import UNFINISHED, remove, step_folder
@@ -35,7 +38,6 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.publish import Published, Publisher
-from megatron.checkpoint.ranks import Ranks, Work
 from megatron.checkpoint.shard_file import WrittenFile, record_event, select_own_shards
 from megatron.checkpoint.stages import (
     SMALL_FILES,
@@ -47,10 +49,8 @@ from megatron.checkpoint.stages import (
     free_bytes,
 )
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.durable import replace_file
-from megatron.errors import CheckpointError, DamagedError, TrainingError
+from megatron.parallel.ranks import Ranks, Work
 from megatron.parallel.shard import TensorShard
-from megatron.plural import format_count
 
 _ITEM = 4
 """Bytes of an fp32 number."""

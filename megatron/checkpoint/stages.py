@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.byte_size import format_bytes
+from megatron.base.byte_size import format_bytes
 from megatron.checkpoint.contents import CheckpointContents, write_small_files
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import remove
@@ -25,13 +25,13 @@ from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, verify_file
 from megatron.checkpoint.publish import Published, Publisher
-from megatron.checkpoint.ranks import Ranks, Work
 from megatron.checkpoint.shard_file import (
     ShardsByKey,
     WrittenFile,
     copy_to_host,
     write_shard_file,
 )
+from megatron.parallel.ranks import Ranks, Work
 
 SMALL_FILES = 1 << 20
 """Bytes that must be free in addition to the tensors, for index, manifest and metadata."""

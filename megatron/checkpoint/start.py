@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.folder import (
     LATEST,
     Pointer,
@@ -27,9 +28,8 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.lineage import Lineage, find_lineage_before
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, manifest_of_text
-from megatron.checkpoint.ranks import Ranks
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.errors import CheckpointError, DamagedError
+from megatron.parallel.ranks import Ranks
 
 _ATTEMPTS = 5
 """Attempts to find a checkpoint while another run may be removing old ones in the same folder."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest, digest_of_block
-from megatron.errors import CheckpointError, DamagedError
 
 _ITEM = 4
 """Bytes of an fp32."""

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest
 from megatron.checkpoint.finite import values_not_finite
 from megatron.checkpoint.folder import parse_iteration
@@ -30,7 +31,6 @@ from megatron.checkpoint.manifest import (
     read_manifest,
 )
 from megatron.checkpoint.tensor_file import TensorSlice, intersect
-from megatron.errors import CheckpointError, DamagedError
 
 _ITEM = 4
 """Bytes of an fp32."""

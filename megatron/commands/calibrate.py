@@ -24,18 +24,22 @@ from typing import Annotated
 import tyro
 import yaml
 
+from megatron.base.durable import replace_file
+from megatron.base.errors import ConfigError, DataError
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_source import read_source
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
-from megatron.cost.calibration import Measured, build_measured_hardware, fit_gemm_share
-from megatron.cost.hardware import Hardware, load_hardware
-from megatron.durable import replace_file
-from megatron.errors import ConfigError, DataError
+from megatron.extras.planner.cost.calibration import (
+    Measured,
+    build_measured_hardware,
+    fit_gemm_share,
+)
+from megatron.extras.planner.cost.hardware import Hardware, load_hardware
+from megatron.extras.planner.prediction import describe_software, predict_plan
 from megatron.observe.chronicle import iterate_objects
-from megatron.plan import resolve
-from megatron.plan_prediction import describe_software, predict_plan
+from megatron.plan.plan import resolve
 
 _SKIPPED = 10
 """First steps of a run that are left out: they compile and allocate."""
@@ -208,7 +212,7 @@ def read_median_seconds(run: Path, batch_size: int) -> float:
 def _measure_device(base: Hardware | None, name: str) -> Hardware:
     """Return the hardware that a micro-benchmark finds on this device."""
     # torch is slow to import, and a fit to a run does not need it.
-    from megatron.operations.slurm.device_benchmark import measure_device
+    from megatron.extras.operations.slurm.device_benchmark import measure_device
 
     measured: Measured = measure_device()
     for label, value, unit in (

@@ -14,14 +14,14 @@ from typing import Annotated
 
 import tyro
 
+from megatron.base.errors import DataError
+from megatron.base.plain_text import make_plain
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.errors import DataError
+from megatron.extras.operations.chronicle.history import RunHistory, read_history
+from megatron.extras.operations.chronicle.page import write_page
+from megatron.extras.operations.chronicle.summary import format_text
 from megatron.observe.chronicle import CHRONICLE, append_event
-from megatron.operations.chronicle.history import RunHistory, read_history
-from megatron.operations.chronicle.page import write_page
-from megatron.operations.chronicle.summary import format_text
-from megatron.plain_text import make_plain
 
 _SHOWN_DAMAGED = 10
 """Messages about damaged lines that are printed for each run."""

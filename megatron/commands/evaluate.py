@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.base.durable import replace_file
+from megatron.base.errors import ConfigError
 from megatron.commands.generate import GenerateArguments, load
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
-from megatron.durable import replace_file
-from megatron.errors import ConfigError
-from megatron.generate.load import choose_checkpoint, join_ranks
-from megatron.generate.staged_model import StagedModel
+from megatron.extras.generate.load import choose_checkpoint, join_ranks
+from megatron.extras.generate.staged_model import StagedModel
+from megatron.extras.preprocess.flags import TokenizerPath, TokenizerTypeName
+from megatron.extras.scoring.likelihood import Scorer, TextLoss
+from megatron.extras.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.parallel.mesh import Mesh
-from megatron.preprocess.flags import TokenizerPath, TokenizerTypeName
-from megatron.scoring.likelihood import Scorer, TextLoss
-from megatron.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.tokenizer import Tokenizer
 
 
@@ -213,7 +213,7 @@ def run_tasks(
     """Run the tasks of the harness, and add their results to `found`."""
     from lm_eval import simple_evaluate
 
-    from megatron.scoring.harness import CheckpointLM
+    from megatron.extras.scoring.harness import CheckpointLM
 
     harden_manager(manager)
     results = simple_evaluate(

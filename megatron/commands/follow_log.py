@@ -21,11 +21,11 @@ from typing import BinaryIO
 
 import tyro
 
+from megatron.base.errors import ConfigError, MegatronError
+from megatron.base.plain_text import make_plain
 from megatron.commands.parse import parse_arguments
-from megatron.errors import ConfigError, MegatronError
-from megatron.operations.hub.client import Hub, HubUnavailableError
-from megatron.operations.hub.follow import Follower
-from megatron.plain_text import make_plain
+from megatron.extras.operations.hub.client import Hub, HubUnavailableError
+from megatron.extras.operations.hub.follow import Follower
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import tyro
 
+from megatron.base.errors import OperationsError
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.errors import OperationsError
-from megatron.operations.monitor.alerts import Outlets, deliver
-from megatron.operations.monitor.disk_watch import check_disks, parse_watch
+from megatron.extras.operations.monitor.alerts import Outlets, deliver
+from megatron.extras.operations.monitor.disk_watch import check_disks, parse_watch
 
 
 @dataclass(frozen=True)

@@ -17,36 +17,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from megatron.base.errors import ConfigError
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.ranks import Work, build_ranks
 from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
-from megatron.errors import ConfigError
-from megatron.generate.generation import (
+from megatron.extras.generate.generation import (
     CONTEXT_LENGTH,
     Continuation,
     GenerationOptions,
     check_prompt,
     generate,
 )
-from megatron.generate.load import (
+from megatron.extras.generate.load import (
     DTYPES,
     choose_checkpoint,
     join_ranks,
     load_part,
     store_for_single_prompts,
 )
-from megatron.generate.prompts import check_text, prepare_input, read_line, read_prompts
-from megatron.generate.sampling import SamplingOptions
-from megatron.generate.staged_model import StagedModel
+from megatron.extras.generate.prompts import check_text, prepare_input, read_line, read_prompts
+from megatron.extras.generate.sampling import SamplingOptions
+from megatron.extras.generate.staged_model import StagedModel
+from megatron.extras.preprocess.flags import (
+    TokenizerPath,
+    TokenizerTypeName,
+    resolve_tokenizer_type,
+)
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
-from megatron.preprocess.flags import TokenizerPath, TokenizerTypeName, resolve_tokenizer_type
+from megatron.parallel.ranks import Work, build_ranks
+from megatron.run.start.resume import check_tokenizer
+from megatron.run.state import TrainState
 from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
-from megatron.training.resume import check_tokenizer
-from megatron.training.state import TrainState
 
 _BETWEEN_TEXTS = "---"
 _ROUND_SECONDS = 0.2

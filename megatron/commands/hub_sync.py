@@ -31,12 +31,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.byte_size import format_bytes
+from megatron.base.byte_size import format_bytes
+from megatron.base.errors import ConfigError, MegatronError, OperationsError
+from megatron.base.plain_text import make_plain
+from megatron.base.standard_streams import protect_standard_streams
 from megatron.commands.parse import parse_arguments
-from megatron.errors import ConfigError, MegatronError, OperationsError
-from megatron.operations.hub.checkpoints import push_checkpoints
-from megatron.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
-from megatron.operations.hub.push import (
+from megatron.extras.operations.hub.checkpoints import push_checkpoints
+from megatron.extras.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
+from megatron.extras.operations.hub.push import (
     FolderSync,
     SyncInProgressError,
     SyncRequest,
@@ -44,9 +46,7 @@ from megatron.operations.hub.push import (
     get_default_state_path,
     hold_sync_lock,
 )
-from megatron.operations.monitor.alerts import Alert, Outlets, deliver
-from megatron.plain_text import make_plain
-from megatron.standard_streams import protect_standard_streams
+from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 
 
 @dataclass(frozen=True)

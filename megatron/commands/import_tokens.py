@@ -9,10 +9,10 @@ file is one document. The ids stay as they are.
 
 import sys
 
+from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.plural import format_count
-from megatron.preprocess.token_files import TokenFiles, TokenType, import_token_files
+from megatron.extras.preprocess.token_files import TokenFiles, TokenType, import_token_files
 
 
 def import_tokens(

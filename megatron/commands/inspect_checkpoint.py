@@ -25,7 +25,9 @@ from typing import Any
 
 import tyro
 
-from megatron.byte_size import format_bytes
+from megatron.base.byte_size import format_bytes
+from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
+from megatron.base.plain_text import make_plain, make_plain_lines
 from megatron.checkpoint.comparison import (
     CheckpointComparison,
     TensorStatistics,
@@ -48,11 +50,9 @@ from megatron.checkpoint.load import Checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.verification import Verification, ensure_undisturbed, format_shape, verify
 from megatron.commands.parse import parse_arguments
-from megatron.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.model.shape import ModelShape
-from megatron.plain_text import make_plain, make_plain_lines
+from megatron.run.state import TrainState
 from megatron.schedule.lr import LRSchedule
-from megatron.training.state import TrainState
 
 _ITEM = 4
 """Bytes of an fp32 number. Checkpoints store every tensor in fp32."""

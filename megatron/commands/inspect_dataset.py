@@ -16,12 +16,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron.base.errors import ConfigError
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.errors import ConfigError
-from megatron.preprocess.flags import TokenizerFlags
-from megatron.preprocess.inspection import inspect_dataset, plot_lengths, report
-from megatron.preprocess.row_inspection import format_rows_report, inspect_rows
+from megatron.extras.preprocess.flags import TokenizerFlags
+from megatron.extras.preprocess.inspection import inspect_dataset, plot_lengths, report
+from megatron.extras.preprocess.row_inspection import format_rows_report, inspect_rows
 from megatron.tokenizer import Tokenizer, build_tokenizer, list_special_token_ids
 
 

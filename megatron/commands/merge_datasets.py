@@ -10,7 +10,7 @@ import sys
 
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.preprocess.merge import merge_datasets
+from megatron.extras.preprocess.merge import merge_datasets
 
 
 def merge(input: tuple[str, ...], output_prefix: str, overwrite: bool = False) -> int:

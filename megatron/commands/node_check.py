@@ -15,9 +15,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.base.errors import MegatronError
 from megatron.commands.parse import parse_arguments
-from megatron.errors import MegatronError
-from megatron.operations.slurm.node_report import NodeLimits, NodeReport, write
+from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport, write
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     watch.daemon = True
     watch.start()
     # This imports torch, which may hang on a bad node. So the timer is started first.
-    from megatron.operations.slurm.node_probe import probe
+    from megatron.extras.operations.slurm.node_probe import probe
 
     try:
         report = probe(options, keep)

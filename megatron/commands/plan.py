@@ -26,6 +26,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.base.errors import ConfigError, MegatronError
+from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_config import write_config
 from megatron.commands.plan_cost import (
@@ -53,20 +55,18 @@ from megatron.commands.plan_source import (
     split_arguments,
     write_documents,
 )
+from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import combine_errors, load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.cost.goodput import FAILURES_PER_1000_NODE_DAYS
-from megatron.cost.hardware import Hardware, load_hardware
-from megatron.cost.step import StepPrediction
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
-from megatron.errors import ConfigError, MegatronError
-from megatron.plan import Plan, resolve
-from megatron.plan_prediction import predict_plan
-from megatron.plan_rules import replace_wrong_values
-from megatron.plural import format_count
-from megatron.preset_table import format_preset_table, wants_preset_list
+from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
+from megatron.extras.planner.cost.hardware import Hardware, load_hardware
+from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.prediction import predict_plan
+from megatron.plan.plan import Plan, resolve
+from megatron.plan.rules import replace_wrong_values
 from megatron.schedule.progress import ForecastPoint
 
 _ASSUMED = {

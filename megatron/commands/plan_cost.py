@@ -1,7 +1,7 @@
 """The predicted cost of a planned run: memory, time, energy, goodput.
 
-`megatron/cost/` has the model. This module takes what it needs from a plan, and formats what it
-predicts.
+`megatron/extras/planner/cost/` has the model. This module takes what it needs from a plan, and
+formats what it predicts.
 """
 
 import json
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.cost.goodput import (
+from megatron.base.durable import replace_file
+from megatron.base.errors import ConfigError
+from megatron.base.figure import make_figure, save_figure
+from megatron.extras.planner.cost.goodput import (
     FAILURES_PER_1000_NODE_DAYS,
     Footprint,
     PlannedGoodput,
@@ -19,17 +22,14 @@ from megatron.cost.goodput import (
     estimate_goodput,
     estimate_mean_hours_to_failure,
 )
-from megatron.cost.hardware import Hardware
-from megatron.cost.layers import Seconds
-from megatron.cost.memory import Verdict
-from megatron.cost.pipeline import SimulatedPipeline, simulate_pipeline
-from megatron.cost.step import StepPrediction
-from megatron.cost.trace import build_trace
-from megatron.durable import replace_file
-from megatron.errors import ConfigError
-from megatron.figure import make_figure, save_figure
-from megatron.plan import Plan
-from megatron.plan_prediction import can_be_predicted, predict_plan
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.layers import Seconds
+from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.cost.pipeline import SimulatedPipeline, simulate_pipeline
+from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.trace import build_trace
+from megatron.extras.planner.prediction import can_be_predicted, predict_plan
+from megatron.plan.plan import Plan
 
 _BAR = 50
 """Characters of the bar that shows where the time goes."""

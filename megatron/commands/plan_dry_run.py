@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron.byte_size import format_bytes
-from megatron.dry_run.process import choose_microbatches, list_rank_kinds, run_ranks
-from megatron.dry_run.record import RankReport
-from megatron.errors import ConfigError
-from megatron.plan import Plan
+from megatron.base.byte_size import format_bytes
+from megatron.base.errors import ConfigError
+from megatron.extras.planner.dry_run.process import choose_microbatches, list_rank_kinds, run_ranks
+from megatron.extras.planner.dry_run.record import RankReport
+from megatron.plan.plan import Plan
 
 
 def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:

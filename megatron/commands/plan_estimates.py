@@ -7,10 +7,10 @@ adds what the layout and the pipeline schedule decide.
 from fractions import Fraction
 from typing import Any
 
+from megatron.extras.planner.prediction import get_recomputed_share
 from megatron.model import flops
 from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
-from megatron.plan import Plan
-from megatron.plan_prediction import get_recomputed_share
+from megatron.plan.plan import Plan
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 
 

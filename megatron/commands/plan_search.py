@@ -7,24 +7,24 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.base.errors import ConfigError
+from megatron.base.figure import make_figure, save_figure
+from megatron.base.plural import format_count
 from megatron.commands.plan_cost import build_verdict_json, format_days, predict_days
 from megatron.config.fields import all_fields, flatten
-from megatron.cost.hardware import Hardware
-from megatron.cost.layers import Seconds
-from megatron.cost.layout import RankLayout
-from megatron.cost.memory import Verdict
-from megatron.cost.search import (
+from megatron.engine.support import list_unsupported
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.layers import Seconds
+from megatron.extras.planner.cost.layout import RankLayout
+from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.cost.search import (
     SearchResult,
     find_enough_devices,
     find_pareto_front,
     search_layouts,
 )
-from megatron.cost.step import StepPrediction
-from megatron.engine.support import list_unsupported
-from megatron.errors import ConfigError
-from megatron.figure import make_figure, save_figure
-from megatron.plan import Plan, resolve
-from megatron.plan_prediction import (
+from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.prediction import (
     build_layout_rules,
     build_search_space,
     change_layout,
@@ -32,7 +32,7 @@ from megatron.plan_prediction import (
     describe_software,
     predict_plan,
 )
-from megatron.plural import format_count
+from megatron.plan.plan import Plan, resolve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
 
+from megatron.base.errors import ConfigError
 from megatron.commands.double_dash import split_at_double_dash
-from megatron.errors import ConfigError
-from megatron.launch_script import (
+from megatron.extras.translators.launch_script import (
     SCRIPT_SUFFIXES,
     LaunchScript,
     expand_launch_script,

@@ -2,17 +2,17 @@
 
 The formulas are those of `megatron/schedule/communication.py`. docs/sharding.md explains them. They
 are estimates: the padding of rows is left out. The step and its memory are those of
-`megatron/cost`.
+`megatron/extras/planner/cost`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.cost.hardware import Hardware
-from megatron.cost.memory import Verdict
-from megatron.cost.step import StepPrediction, count_step_traffic
-from megatron.plan import Plan
-from megatron.plan_prediction import predict_plan
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.cost.step import StepPrediction, count_step_traffic
+from megatron.extras.planner.prediction import predict_plan
+from megatron.plan.plan import Plan
 from megatron.schedule.communication import CommunicationTime, estimate_time
 
 

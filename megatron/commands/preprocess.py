@@ -18,11 +18,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.plural import format_count
-from megatron.preprocess.flags import TokenizerFlags
-from megatron.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
+from megatron.extras.preprocess.flags import TokenizerFlags
+from megatron.extras.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Every flag, with its unit and source:
     megatron-pretrain --help
 
 In a checkout, `pretrain_gpt.py` does the same. The work of a rank is in
-`megatron/training/pretrain.py`.
+`megatron/run/pretrain.py`.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ import os
 import signal
 import sys
 
+from megatron.base.errors import ConfigError, MegatronError, describe_os_error
+from megatron.base.standard_streams import end_without_reader, protect_standard_streams
+from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.config.cli import LoadedConfig, load_config
-from megatron.errors import ConfigError, MegatronError, describe_os_error
 from megatron.parallel.launcher import read_launcher_world
-from megatron.preset_table import format_preset_table, wants_preset_list
-from megatron.standard_streams import end_without_reader, protect_standard_streams
-from megatron.training.leaving import leave_with_error
-from megatron.training.orphans import die_with_launcher
-from megatron.training.refusals import check_before_torch
+from megatron.run.leaving import leave_with_error
+from megatron.run.start.orphans import die_with_launcher
+from megatron.run.start.refusals import check_before_torch
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def _train(argv: list[str]) -> None:
         faulthandler.enable()
     loaded = _load(argv)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
-    from megatron.training.pretrain import run_loaded
+    from megatron.run.pretrain import run_loaded
 
     run_loaded(loaded)
 

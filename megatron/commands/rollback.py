@@ -18,10 +18,10 @@ from typing import Annotated
 
 import tyro
 
+from megatron.base.errors import MegatronError
 from megatron.commands.parse import parse_arguments
-from megatron.errors import MegatronError
-from megatron.operations.rollback.execution import roll_back
-from megatron.operations.rollback.plan import RollbackRequest
+from megatron.extras.operations.rollback.execution import roll_back
+from megatron.extras.operations.rollback.plan import RollbackRequest
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.commands.run_tool import prepare_output, run_tool
-from megatron.errors import ConfigError, MegatronError, describe_os_error
 from megatron.parallel.launcher import read_launcher_world
-from megatron.training.leaving import leave_after_crash, leave_with_error
-from megatron.training.orphans import die_with_launcher
+from megatron.run.leaving import leave_after_crash, leave_with_error
+from megatron.run.start.orphans import die_with_launcher
 
 
 def run_on_ranks(work: Callable[[], None]) -> int:

@@ -6,8 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from megatron.errors import MegatronError, describe_os_error
-from megatron.plain_text import make_plain_lines
+from megatron.base.errors import MegatronError, describe_os_error
+from megatron.base.plain_text import make_plain_lines
 
 
 def prepare_output() -> None:

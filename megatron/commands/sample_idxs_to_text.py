@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
@@ -27,13 +28,12 @@ from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources
 from megatron.data.segments import History
 from megatron.data.source import BatchSlice, GPTTrainSource
-from megatron.errors import ConfigError, DataError
-from megatron.plan import Plan, resolve
+from megatron.plan.plan import Plan, resolve
+from megatron.run.start.job import build_starting_state
+from megatron.run.start.refusals import check_plan
+from megatron.run.start.resume import read_bare_thresholds
 from megatron.schedule.skip import find_range
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.job import build_starting_state
-from megatron.training.refusals import check_plan
-from megatron.training.resume import read_bare_thresholds
 
 
 @dataclass(frozen=True)

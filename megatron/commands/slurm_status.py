@@ -25,8 +25,8 @@ import tyro
 
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.operations.monitor.alerts import Outlets, deliver
-from megatron.operations.monitor.status import StatusLimits, WatchedRun, check_run
+from megatron.extras.operations.monitor.alerts import Outlets, deliver
+from megatron.extras.operations.monitor.status import StatusLimits, WatchedRun, check_run
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import ConfigError
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -37,9 +38,12 @@ from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, build_config
 from megatron.config.tree import Config
-from megatron.errors import ConfigError
-from megatron.launch_script import SCRIPT_SUFFIXES, parse_command, read_launch_script
-from megatron.plan import Plan, resolve
+from megatron.extras.translators.launch_script import (
+    SCRIPT_SUFFIXES,
+    parse_command,
+    read_launch_script,
+)
+from megatron.plan.plan import Plan, resolve
 
 NO_END = 10**15
 """A number of iterations that no run reaches."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.preprocess.bpe_training import train_bpe
+from megatron.extras.preprocess.bpe_training import train_bpe
 
 
 def train(

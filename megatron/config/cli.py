@@ -11,16 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import ConfigError
 from megatron.config.compare import compute_config_digest, list_config_differences
-from megatron.config.compat_derived import (
-    derive_values,
-    describe_dropped_defaults,
-    find_defaults,
-)
-from megatron.config.compat_neox import NEOX
-from megatron.config.deepspeed_json import merge_json
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
-from megatron.config.foreign_file import read_foreign_files
 from megatron.config.help import print_help
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.normalise import CommandLine, read_argv
@@ -33,7 +26,14 @@ from megatron.config.yaml_file import (
     read_file,
     read_text,
 )
-from megatron.errors import ConfigError
+from megatron.extras.translators.compat_derived import (
+    derive_values,
+    describe_dropped_defaults,
+    find_defaults,
+)
+from megatron.extras.translators.compat_neox import NEOX
+from megatron.extras.translators.deepspeed_json import merge_json
+from megatron.extras.translators.foreign_file import read_foreign_files
 
 __all__ = [
     "LoadedConfig",

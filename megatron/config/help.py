@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.base.errors import ConfigError
 from megatron.config.fields import Field, all_fields, list_groups
-from megatron.errors import ConfigError
 
 DESCRIPTION = """Pretrain a GPT or Llama model.
 

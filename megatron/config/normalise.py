@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.compat import find_row, find_rows
-from megatron.config.compat_row import Row
 from megatron.config.fields import Arity, Field, ValueWithOrigin, all_fields
 from megatron.config.presets import read_preset
+from megatron.extras.translators.compat import find_row, find_rows
+from megatron.extras.translators.compat_row import Row
 
 
 @dataclasses.dataclass

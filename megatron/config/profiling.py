@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from megatron.base.errors import ConfigError
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.tree import Config
-from megatron.errors import ConfigError
 from megatron.schedule.skip import parse_range
 
 ALL_RANKS = -1

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from megatron.base.errors import ConfigError
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.errors import ConfigError
 from megatron.schedule.clock import parse_duration
 
 _TIMES = ("batch.train_time", "batch.eval_interval_time", "checkpoint.save_interval_time")

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from megatron.config.compat import find_rows
+from megatron.base.errors import ConfigError
+from megatron.base.plain_text import make_plain
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
-from megatron.errors import ConfigError
-from megatron.plain_text import make_plain
+from megatron.extras.translators.compat import find_rows
 
 # YAML resolves plain scalars to these tags by itself. Any other tag was written by the user.
 _PLAIN_TAGS = {

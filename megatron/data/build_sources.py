@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.building import Say
 from megatron.data.cache import WAIT_SECONDS, say_to_stderr
@@ -21,8 +22,7 @@ from megatron.data.source import (
     check_vocabulary,
 )
 from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
-from megatron.data.stream.build import StreamTools, build_stream_sources, find_stream_mixtures
-from megatron.errors import ConfigError, DataError
+from megatron.extras.stream.build import StreamTools, build_stream_sources, find_stream_mixtures
 
 
 def count_evaluation_samples(

@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from megatron.errors import DataError
-from megatron.file_lock import LockResult, is_at, try_lock
+from megatron.base.errors import DataError
+from megatron.base.file_lock import LockResult, is_at, try_lock
 
 Say = Callable[[str], None]
 """Receives a line of text for the user."""

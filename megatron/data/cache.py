@@ -27,6 +27,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatron.base.durable import sync_folder
+from megatron.base.errors import DataError
 from megatron.data.array_file import (
     MappedArray,
     create_array,
@@ -36,8 +38,6 @@ from megatron.data.array_file import (
 )
 from megatron.data.background import Background
 from megatron.data.building import Say, Temporaries, only_builder, remove_abandoned
-from megatron.durable import sync_folder
-from megatron.errors import DataError
 
 Arrays = dict[str, NDArray]
 Shapes = Mapping[str, tuple[type, tuple[int, ...]]]

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import DataError
 
 # Of each data set at the start. One document with the right end is enough to accept the tokenizer.
 _CHECKED_DOCUMENTS = 1000

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.gpt_dataset import count_tokens
 from megatron.data.indexed import IndexedDataset
 from megatron.data.phases import PlannedPhase, find_phase_mixture
 from megatron.data.splits import NamedMixture, find_train_mixture
-from megatron.errors import DataError
 
 MANY_EPOCHS = 4
 """Up to this number, repeated data are almost as good as new data.

@@ -30,8 +30,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.durable import sync_folder
-from megatron.errors import ConfigError, DataError
+from megatron.base.durable import sync_folder
+from megatron.base.errors import ConfigError, DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.base.errors import DataError
 from megatron.data.background import Background
 from megatron.data.building import Say
 from megatron.data.cache import WAIT_SECONDS, IndexCache, discard_entry, say_to_stderr
 from megatron.data.content import FileSet
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import DataError
 
 
 class DatasetRegistry:

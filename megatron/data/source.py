@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
 from megatron.data.documents import DocumentRules
 from megatron.data.indexed import IndexedDataset
 from megatron.data.prefetch import Prefetcher
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import History, RequestedData, Segment, make_first_segment
-from megatron.errors import ConfigError, DataError
 
 # Number of tokens of each data set whose ids are checked at the start. The ids of all tokens are
 # checked when their batch is read.

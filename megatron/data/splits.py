@@ -14,8 +14,8 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
-from megatron.errors import ConfigError
 
 GRAMMAR = (
     "'NAME: WEIGHT START:END PATH, WEIGHT START:END PATH, ...', "

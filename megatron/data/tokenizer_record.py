@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.base.durable import replace_file
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import get_bin_path, get_idx_path
-from megatron.durable import replace_file
-from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import (
     compute_digest_of_ids,
     compute_tokenizer_digests,

@@ -9,7 +9,7 @@ from megatron.engine.loss_scale import LossScale
 from megatron.model.execution import Execution
 from megatron.model.norm import describe_norm
 from megatron.parallel.mesh import Mesh
-from megatron.plan import Plan
+from megatron.plan.plan import Plan
 
 Row = tuple[str, str, str]
 """What is described, which implementation is in use, and why."""

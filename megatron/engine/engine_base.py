@@ -27,7 +27,7 @@ from megatron.model.packed_attention import require_packed_attention
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
-from megatron.plan import Plan
+from megatron.plan.plan import Plan
 
 
 class EngineBase(ABC):

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
-from megatron.errors import ConfigError
 from megatron.parallel.shard import Kind
 
 _BLOCK = 256

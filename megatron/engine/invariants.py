@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.errors import TrainingError
+from megatron.base.errors import TrainingError
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import gather_json
 from megatron.parallel.shard import Kind

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.base.plural import format_count
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
     Accept,
@@ -39,8 +40,7 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind, TensorShard
-from megatron.plan import Plan
-from megatron.plural import format_count
+from megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from megatron import apex
+from megatron.base import apex
 from megatron.config.optimizer import OptimizerConfig
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.parallel.layers import ParameterSpec

@@ -16,7 +16,7 @@ from megatron.model.recompute import Recomputation
 from megatron.parallel.layers import ColumnParallelLinear, ParameterSpec, RowParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import RandomStreams
-from megatron.plan import Plan
+from megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from megatron.engine.sharding import ShardedModel

@@ -5,9 +5,9 @@ This module imports neither torch nor DeepSpeed, because the planning tool uses 
 
 from pathlib import Path
 
-from megatron.config.deepspeed_json import read_accumulation_steps, read_json
-from megatron.errors import ConfigError
-from megatron.plan import Plan
+from megatron.base.errors import ConfigError
+from megatron.extras.translators.deepspeed_json import read_accumulation_steps, read_json
+from megatron.plan.plan import Plan
 
 
 def list_unsupported(plan: Plan) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.model.shape import ModelShape
 
 _BACKENDS = {

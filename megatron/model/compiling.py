@@ -6,7 +6,7 @@ middle of the first step.
 
 import torch
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 
 def require_compiler(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron import apex
+from megatron.base import apex
 from megatron.config.model import ModelConfig
 from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megatron.parallel.layers import (

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.model.inputs import Documents
 
 _OLDEST_GPU = (8, 0)

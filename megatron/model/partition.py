@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
-from megatron.errors import ConfigError
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.durable import append_lines
+from megatron.base.durable import append_lines
 
 CHRONICLE = "chronicle.jsonl"
 """File name of the chronicle, in the run's --save folder."""

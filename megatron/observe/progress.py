@@ -9,7 +9,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from megatron.plain_text import make_plain_lines
+from megatron.base.plain_text import make_plain_lines
 
 
 class ProgressBar:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.base.errors import ConfigError
 from megatron.config.logging import LoggingConfig
-from megatron.errors import ConfigError
 from megatron.observe.log_line import compute_perplexity
 from megatron.observe.report import Axes, IterationReport
 

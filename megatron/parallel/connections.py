@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.errors import LayoutError
+from megatron.base.errors import LayoutError
 from megatron.parallel.progress import Phase, RankProgress
 from megatron.parallel.waiting import wait_for
 

@@ -8,7 +8,7 @@ tensor-parallel group are neighbours on a node, where communication is fastest
 
 from dataclasses import dataclass
 
-from megatron.errors import LayoutError
+from megatron.base.errors import LayoutError
 
 
 @dataclass(frozen=True)

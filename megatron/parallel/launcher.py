@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from megatron.errors import LayoutError
+from megatron.base.errors import LayoutError
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # Linux gives clients ports from 32,768 on. A rendezvous port among them could be taken already.

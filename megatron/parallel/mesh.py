@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.errors import LayoutError
+from megatron.base.errors import LayoutError
 from megatron.parallel.connections import connect_group, connect_ranks
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json

@@ -32,7 +32,7 @@ class RankState:
     """What a rank does. It is sent as JSON through the store."""
 
     at: str
-    """The line of this package, like `training/loop.py:102 train_iteration`."""
+    """The line of this package, like `run/loop.py:102 train_iteration`."""
     waits: bool
     """Whether it waits for other ranks in a collective."""
     phase: str
@@ -47,7 +47,7 @@ class RankState:
 
 
 def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost frame of this package, like `training/loop.py:102 train_iteration`.
+    """Return the innermost frame of this package, like `run/loop.py:102 train_iteration`.
 
     Args:
         frames: Frames and their line numbers, the outermost first.

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.errors import LOST_EXIT_CODE, LayoutError, LostRanksError
+from megatron.base.errors import LOST_EXIT_CODE, LayoutError, LostRanksError
 from megatron.parallel.hang_verdict import describe_places
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_state import find_location, locate_thread

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron.durable import replace_file
-from megatron.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
+from megatron.base.durable import replace_file
+from megatron.base.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
 from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.progress import RankProgress, Stopwatch

@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 Unit = Literal["samples", "tokens"]
 

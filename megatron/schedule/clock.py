@@ -1,7 +1,7 @@
 """The schedule of a run whose length is a time, and of what happens at intervals of time.
 
 `TimeBudget` decides before each step whether it is the last one, and where the learning rate is.
-Everything here is a function of its arguments. `training/clock.py` reads the clock.
+Everything here is a function of its arguments. `extras/clock/clock.py` reads the clock.
 
 Invariant: the last step has the position of the end, so that a learning rate that decays has
 reached its minimum. Its save and its evaluation fit into the time, as far as their cost is known.
@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 """Unit of a duration -> its length in seconds."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, assert_never
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 CurriculumStyle = Literal["fixed_linear", "fixed_root", "fixed_discrete"]
 

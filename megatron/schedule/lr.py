@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, assert_never
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 DecayStyle = Literal["constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]

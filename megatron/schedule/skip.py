@@ -7,7 +7,7 @@ at most one of them.
 import re
 from collections.abc import Sequence
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 SkipRange = tuple[int, int]
 

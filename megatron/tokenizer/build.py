@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig, TokenizerType
-from megatron.errors import ConfigError
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
 from megatron.tokenizer.sentencepiece_model import (
     FILE,

@@ -8,7 +8,7 @@ one is complete.
 import re
 from pathlib import Path
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 _SMALL_FILES = (
     "tokenizer_config.json",

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError, DataError
+from megatron.base.errors import ConfigError, DataError
 
 FILE = "tokenizer.model"
 _REQUIRED_PARTS = {1, 2, 3}

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import assert_never
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError
 from megatron.tokenizer.build import (
     build_tokenizer,
     find_sentencepiece_model,

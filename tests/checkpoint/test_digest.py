@@ -12,9 +12,9 @@ import xxhash
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron.base.errors import DamagedError
 from megatron.checkpoint.digest import BLOCK, Digester, digest_of_block, digest_of_file
 from megatron.checkpoint.tensor_file import TensorReader, iterate_runs, write_tensors
-from megatron.errors import DamagedError
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])

@@ -7,13 +7,13 @@ import pytest
 import torch
 from checkpoint_damage import poison
 
+from megatron.base.errors import CheckpointError, TrainingError
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.errors import CheckpointError, TrainingError
+from megatron.parallel.ranks import Ranks
 from megatron.parallel.shard import Kind, TensorShard
 
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from failing_calls import FailingCalls
 
+from megatron.base.durable import replace_file
+from megatron.base.errors import CheckpointError
 from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
@@ -32,8 +34,6 @@ from megatron.checkpoint.save import CheckpointContents, Saver, check_writable
 from megatron.checkpoint.start import find_start
 from megatron.checkpoint.verification import verify
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.durable import replace_file
-from megatron.errors import CheckpointError
 from megatron.parallel.shard import TensorShard
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import CheckpointError
 from megatron.checkpoint.lease import FILE, RESTART_VARIABLE, Lease, read_holder
-from megatron.errors import CheckpointError
 
 
 @pytest.fixture

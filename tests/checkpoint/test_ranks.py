@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from megatron.checkpoint import ranks
-from megatron.checkpoint.ranks import Ranks, Work
-from megatron.errors import CheckpointError
+from megatron.base.errors import CheckpointError
+from megatron.parallel import ranks
+from megatron.parallel.ranks import Ranks, Work
 
 
 def test_a_single_process_waits_until_the_work_is_done() -> None:

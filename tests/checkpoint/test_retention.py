@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_damage import make_format_2
 
+from megatron.base.errors import TrainingError
 from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, list_saved_iterations, set_aside
 from megatron.checkpoint.lineage import (
     Lineage,
@@ -19,7 +20,6 @@ from megatron.checkpoint.lineage import (
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.errors import TrainingError
 from megatron.parallel.shard import TensorShard
 
 

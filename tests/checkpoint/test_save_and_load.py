@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron.base.errors import CheckpointError
 from megatron.checkpoint.digest import digest_of_file, digest_of_text
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import _compare_models, open_checkpoint
@@ -19,7 +20,6 @@ from megatron.checkpoint.start import find_start
 from megatron.checkpoint.tensor_file import intersect, write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
-from megatron.errors import CheckpointError
 from megatron.parallel.shard import TensorShard
 
 TENSORS = {"a.weight": torch.arange(35.0).reshape(7, 5), "b": torch.arange(4.0) + 100}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.base.errors import CheckpointError
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.errors import CheckpointError
 from megatron.parallel.shard import TensorShard
 
 

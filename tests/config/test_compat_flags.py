@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from config.minimal import REQUIRED
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import LoadedConfig, dump_yaml, load_config, load_yaml
-from megatron.config.compat import SYSTEMS, TABLE, find_row, find_rows
-from megatron.config.compat_row import Row
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
 from megatron.config.rules import check_rules
-from megatron.data.stream.flags import parse_shares
-from megatron.errors import ConfigError
-from megatron.plan import resolve
+from megatron.extras.stream.flags import parse_shares
+from megatron.extras.translators.compat import SYSTEMS, TABLE, find_row, find_rows
+from megatron.extras.translators.compat_row import Row
+from megatron.plan.plan import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
 SOURCES = (

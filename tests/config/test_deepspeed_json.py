@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config import deepspeed_keys as keys
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
-from megatron.config.deepspeed_json import read_json, select_passed_on
-from megatron.errors import ConfigError
+from megatron.extras.translators import deepspeed_keys as keys
+from megatron.extras.translators.deepspeed_json import read_json, select_passed_on
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 WITHOUT_DEEPSPEED = f"{SHAPE} --train-iters 10 --lr 1e-3"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.commands.plan import main
 from megatron.config.cli import LoadedConfig, load_config
-from megatron.errors import ConfigError
-from megatron.plan import Plan, resolve
+from megatron.plan.plan import Plan, resolve
 
 COMPLETE = (
     "--model_variant=llama3_194m_4k --ckpt_load_path=runs/a --ckpt_save_path=runs/a "

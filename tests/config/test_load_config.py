@@ -9,13 +9,13 @@ import pytest
 import tyro
 from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, published_arguments
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
-from megatron.config.compat import find_rows
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.rules import check_rules
 from megatron.config.tree import Config
-from megatron.errors import ConfigError
+from megatron.extras.translators.compat import find_rows
 
 
 def load(*flags: str) -> Config:

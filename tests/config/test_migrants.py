@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from shared_data import shared_dir
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
-from megatron.config.without_effect import split_off_flags_without_effect
-from megatron.errors import ConfigError
-from megatron.plan import resolve
+from megatron.extras.translators.without_effect import split_off_flags_without_effect
+from megatron.plan.plan import resolve
 
 COUNT = 53
 COUNT_IN_SCOPE = 38

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from config.neox_texts import MODEL, SETUP
 
+from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
-from megatron.plan import Plan, resolve
+from megatron.plan.plan import Plan, resolve
 
 SMALL = """
 pipe_parallel_size: 0

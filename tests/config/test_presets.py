@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from config.minimal import published_arguments
 
+from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
+from megatron.commands.preset_table import build_preset_shape, format_preset_table
 from megatron.config.cli import LoadedConfig, dump_yaml, load_config, load_yaml
 from megatron.config.fields import all_fields, find_missing
 from megatron.config.presets import list_preset_names, read_preset
-from megatron.errors import ConfigError
-from megatron.plan import Plan, resolve
-from megatron.preset_table import build_preset_shape, format_preset_table
+from megatron.plan.plan import Plan, resolve
 
 BATCH = ["--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-3"]
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"

@@ -2,7 +2,7 @@
 
 They are written after the published sources: bigscience-workshop/Megatron-DeepSpeed
 (megatron/checkpointing.py, megatron/model/gpt_model.py), NVIDIA/Megatron-LM
-(megatron/training/checkpointing.py) and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py,
+(megatron/run/checkpointing.py) and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py,
 checkpoint/ds_to_universal.py). They are no output of these programs. The tests with output of
 DeepSpeed and of Megatron core are in test_from_megatron_real.py.
 """
@@ -31,7 +31,7 @@ from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.model import ModelConfig
-from megatron.convert.megatron_names import list_megatron_tensors
+from megatron.extras.convert.megatron_names import list_megatron_tensors
 from megatron.model.shape import ModelShape
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

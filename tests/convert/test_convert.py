@@ -14,19 +14,19 @@ from model.builders import tiny_config
 from model.reference_models import FAMILIES
 from safetensors.torch import load_file, save_file
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig
-from megatron.convert import architectures
-from megatron.convert.architectures import (
+from megatron.extras.convert import architectures
+from megatron.extras.convert.architectures import (
     ARCHITECTURES,
     choose_architecture,
     find_architecture,
 )
-from megatron.convert.export import ExportOptions, export_checkpoint
-from megatron.convert.fields import NOT_ARCHITECTURE
-from megatron.convert.importing import import_model
-from megatron.errors import CheckpointError, ConfigError
+from megatron.extras.convert.export import ExportOptions, export_checkpoint
+from megatron.extras.convert.fields import NOT_ARCHITECTURE
+from megatron.extras.convert.importing import import_model
 from megatron.model.positions import make_scaled_rotary_table, scale_rotary_frequencies
 from megatron.model.shape import ModelShape
 

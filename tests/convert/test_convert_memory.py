@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.convert.writing import FILE_BYTES
+from megatron.extras.convert.writing import FILE_BYTES
 
 transformers = pytest.importorskip("transformers")
 HIDDEN = 1024

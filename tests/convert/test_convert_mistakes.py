@@ -13,17 +13,17 @@ from model.builders import tiny_config
 from model.reference_models import FAMILIES, HEADS
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.batch import BatchConfig
 from megatron.config.tree import Config
-from megatron.convert import architectures, export
-from megatron.convert.architectures import ARCHITECTURES, find_architecture
-from megatron.convert.export import ExportOptions, export_checkpoint
-from megatron.convert.fields import Cases, Needed, Training
-from megatron.convert.importing import import_model
-from megatron.convert.tensors import TensorPair
-from megatron.convert.tokenizer_files import SpecialIds
-from megatron.errors import CheckpointError, ConfigError
+from megatron.extras.convert import architectures, export
+from megatron.extras.convert.architectures import ARCHITECTURES, find_architecture
+from megatron.extras.convert.export import ExportOptions, export_checkpoint
+from megatron.extras.convert.fields import Cases, Needed, Training
+from megatron.extras.convert.importing import import_model
+from megatron.extras.convert.tensors import TensorPair
+from megatron.extras.convert.tokenizer_files import SpecialIds
 
 pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint
-from megatron.convert.trainer_names import find_fms_parts
+from megatron.extras.convert.trainer_names import find_fms_parts
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "fms-fsdp"
 MODEL = (

@@ -22,8 +22,8 @@ from tiny_corpus import MERGES, VOCAB
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint
-from megatron.convert.fields import normalise_model
-from megatron.convert.megatron_args import SavedRun, load_run_config
+from megatron.extras.convert.fields import normalise_model
+from megatron.extras.convert.megatron_args import SavedRun, load_run_config
 from megatron.observe.metrics import read_metrics
 
 SIZES = (

@@ -38,9 +38,9 @@ from megatron.checkpoint.folder import list_saved_iterations
 from megatron.checkpoint.load import open_checkpoint
 from megatron.commands import convert_checkpoint, import_tokens, plan
 from megatron.config.cli import load_config
-from megatron.convert.fields import normalise_model
-from megatron.convert.from_trainer import write_nanogpt_words
 from megatron.data.indexed import IndexedDatasetWriter
+from megatron.extras.convert.fields import normalise_model
+from megatron.extras.convert.from_trainer import write_nanogpt_words
 
 PAGE = tiny_corpus.ROOT / "docs" / "migrating.md"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)

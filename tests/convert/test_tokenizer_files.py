@@ -13,11 +13,11 @@ from sentencepiece_models import LLAMA, UNIGRAM, train_model
 from tiny_corpus import GPT2
 from tokenizers import AddedToken
 
+from megatron.base.errors import ConfigError
 from megatron.commands import convert_checkpoint, evaluate, generate
 from megatron.config.data import TokenizerConfig
-from megatron.convert.tokenizer_files import SpecialIds, write_tokenizer
-from megatron.errors import ConfigError
-from megatron.preprocess.encoders import AWKWARD
+from megatron.extras.convert.tokenizer_files import SpecialIds, write_tokenizer
+from megatron.extras.preprocess.encoders import AWKWARD
 from megatron.tokenizer import HFTokenizer, build_tokenizer
 
 transformers = pytest.importorskip("transformers")

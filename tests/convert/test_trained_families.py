@@ -12,13 +12,13 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 from torch import Tensor
 
+from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint
 from megatron.config.cli import load_config
 from megatron.config.presets import list_preset_names
-from megatron.convert.architectures import choose_architecture
-from megatron.errors import ConfigError
+from megatron.extras.convert.architectures import choose_architecture
 from megatron.model.inputs import Inputs
 
 transformers = pytest.importorskip("transformers")

@@ -18,8 +18,8 @@ import torch
 from convert.megatron_writers import PositionEmbeddingType, fragment_address, their_modules
 from torch.distributed import checkpoint as dcp
 
-from megatron.convert.unpickle import DroppedBytes, StandIn, load_metadata, load_pickle_file
-from megatron.errors import CheckpointError
+from megatron.base.errors import CheckpointError
+from megatron.extras.convert.unpickle import DroppedBytes, StandIn, load_metadata, load_pickle_file
 
 
 class Call:

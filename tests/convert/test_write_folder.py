@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.writing import write_folder
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
+from megatron.extras.convert.writing import write_folder
 
 
 def list_names(folder: Path) -> list[str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.commands import calibrate, plan
-from megatron.cost.calibration import Measured, build_measured_hardware
-from megatron.cost.hardware import find_hardware, load_hardware
-from megatron.errors import ConfigError
-from megatron.operations.slurm.device_benchmark import measure_device
+from megatron.extras.operations.slurm.device_benchmark import measure_device
+from megatron.extras.planner.cost.calibration import Measured, build_measured_hardware
+from megatron.extras.planner.cost.hardware import find_hardware, load_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = shlex.split(
@@ -159,15 +159,17 @@ def test_devices_are_found_by_their_names():
 
 def test_the_cost_model_imports_no_torch():
     code = (
-        "import sys, megatron.cost.search, megatron.cost.goodput, megatron.cost.trace, "
-        "megatron.cost.calibration; sys.exit('torch' in sys.modules)"
+        "import sys; from megatron.extras.planner.cost import calibration, goodput, search, trace; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_the_file_of_a_measured_device_can_be_loaded(tmp_path, monkeypatch, capsys):
     short = measure_device(seconds=0.05)
-    monkeypatch.setattr("megatron.operations.slurm.device_benchmark.measure_device", lambda: short)
+    monkeypatch.setattr(
+        "megatron.extras.operations.slurm.device_benchmark.measure_device", lambda: short
+    )
     path = tmp_path / "here.yaml"
     assert calibrate.main([str(path)]) == 0
     assert "matrix product:" in capsys.readouterr().out

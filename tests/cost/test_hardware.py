@@ -7,23 +7,27 @@ from dataclasses import replace
 import pytest
 from cost.published import make_gpt
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
-from megatron.cost.collectives import estimate_collective_seconds
-from megatron.cost.goodput import (
+from megatron.extras.planner.cost.collectives import estimate_collective_seconds
+from megatron.extras.planner.cost.goodput import (
     Reliability,
     choose_save_interval,
     estimate_footprint,
     estimate_goodput,
 )
-from megatron.cost.hardware import find_hardware, list_hardware, load_hardware
-from megatron.cost.kernels import Gemm, compute_gemm_utilisation, estimate_gemm_seconds
-from megatron.cost.layers import LayerTimes
-from megatron.cost.layout import TRAINER, RankLayout
-from megatron.cost.step import StepJob, StepPrediction
-from megatron.cost.tensors import choose_kernel
-from megatron.errors import ConfigError
-from megatron.plan import resolve
-from megatron.plan_prediction import predict_plan
+from megatron.extras.planner.cost.hardware import find_hardware, list_hardware, load_hardware
+from megatron.extras.planner.cost.kernels import (
+    Gemm,
+    compute_gemm_utilisation,
+    estimate_gemm_seconds,
+)
+from megatron.extras.planner.cost.layers import LayerTimes
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout
+from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.tensors import choose_kernel
+from megatron.extras.planner.prediction import predict_plan
+from megatron.plan.plan import resolve
 
 A100 = load_hardware("a100-80g")
 SMALL = (

@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 from cost.published import make_llama
 
-from megatron.cost.collectives import estimate_added_seconds, estimate_collective_seconds
-from megatron.cost.hardware import Hardware, load_hardware
-from megatron.cost.kernels import Gemm, estimate_gemm_seconds
-from megatron.cost.layers import LayerTimes
-from megatron.cost.layout import TRAINER, RankLayout, Software
+from megatron.extras.planner.cost.collectives import (
+    estimate_added_seconds,
+    estimate_collective_seconds,
+)
+from megatron.extras.planner.cost.hardware import Hardware, load_hardware
+from megatron.extras.planner.cost.kernels import Gemm, estimate_gemm_seconds
+from megatron.extras.planner.cost.layers import LayerTimes
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout, Software
 
 SHAPE = make_llama(8192, 48, 64, 8, 22016, 4096, 32000)
 A100 = load_hardware("a100-80g")

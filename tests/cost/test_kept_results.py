@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from cost.published import make_gpt, make_llama
 
-from megatron.cost.layout import TRAINER, RankLayout, Software
-from megatron.cost.memory import estimate_memory
-from megatron.cost.tensors import TensorSizes, measure_tensors
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout, Software
+from megatron.extras.planner.cost.memory import estimate_memory
+from megatron.extras.planner.cost.tensors import TensorSizes, measure_tensors
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 

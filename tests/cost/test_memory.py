@@ -6,8 +6,8 @@ import pytest
 from cost.published import make_gpt, make_llama, read_rows
 from shared_data import shared_dir
 
-from megatron.cost.layout import SOFTWARE, Overhead, RankLayout
-from megatron.cost.memory import estimate_memory
+from megatron.extras.planner.cost.layout import SOFTWARE, Overhead, RankLayout
+from megatron.extras.planner.cost.memory import estimate_memory
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 

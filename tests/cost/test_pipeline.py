@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.cost.pipeline import (
+from megatron.extras.planner.cost.pipeline import (
     StageTimes,
     estimate_pipeline_seconds,
     list_visits,

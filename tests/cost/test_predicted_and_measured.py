@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.cli import load_config
+from megatron.extras.operations.chronicle.history import read_history
+from megatron.extras.operations.chronicle.summary import format_text, list_facts
 from megatron.observe.chronicle import CHRONICLE
-from megatron.operations.chronicle.history import read_history
-from megatron.operations.chronicle.summary import format_text, list_facts
-from megatron.plan import Plan, resolve
-from megatron.training.launch_record import describe_prediction
+from megatron.plan.plan import Plan, resolve
+from megatron.run.start.launch_record import describe_prediction
 
 
 def make_plan(*more: str) -> Plan:

@@ -12,16 +12,16 @@ from cost.published import make_gpt
 from megatron.commands.plan_cost import list_breakdown
 from megatron.commands.plan_search import format_flags, predict_explained, search_plan
 from megatron.config.cli import load_config
-from megatron.cost.hardware import list_hardware, load_hardware
-from megatron.cost.layout import TRAINER, RankLayout
-from megatron.cost.memory import estimate_memory
-from megatron.cost.pipeline import simulate_pipeline
-from megatron.cost.search import SearchSpace, list_divisors, search_layouts
-from megatron.cost.step import StepJob, StepPrediction
-from megatron.cost.trace import build_trace
 from megatron.engine.support import list_unsupported
-from megatron.plan import Plan, resolve
-from megatron.plan_prediction import predict_plan
+from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout
+from megatron.extras.planner.cost.memory import estimate_memory
+from megatron.extras.planner.cost.pipeline import simulate_pipeline
+from megatron.extras.planner.cost.search import SearchSpace, list_divisors, search_layouts
+from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.trace import build_trace
+from megatron.extras.planner.prediction import predict_plan
+from megatron.plan.plan import Plan, resolve
 
 BASE = (
     "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "

@@ -21,9 +21,9 @@ from cost.published import (
 )
 from shared_data import shared_dir
 
-from megatron.cost.goodput import estimate_mean_hours_to_failure
-from megatron.cost.hardware import load_hardware
-from megatron.cost.layout import RankLayout, Recompute
+from megatron.extras.planner.cost.goodput import estimate_mean_hours_to_failure
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.layout import RankLayout, Recompute
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 TIMES = ("s", "TFLOPs", "tokens/s")

@@ -8,18 +8,18 @@ from itertools import pairwise
 import pytest
 from cost.published import make_gpt
 
-from megatron.cost.hardware import load_hardware
-from megatron.cost.layout import SOFTWARE, TRAINER, RankLayout
-from megatron.cost.memory import BALANCED_ENDS, Verdict, build_stages
-from megatron.cost.search import (
+from megatron.base.errors import ConfigError
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.layout import SOFTWARE, TRAINER, RankLayout
+from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
+from megatron.extras.planner.cost.search import (
     SearchSpace,
     find_enough_devices,
     find_pareto_front,
     iterate_layouts,
     search_layouts,
 )
-from megatron.cost.step import StepJob, StepPrediction
-from megatron.errors import ConfigError
+from megatron.extras.planner.cost.step import StepJob, StepPrediction
 
 BLOOM = make_gpt(14336, 70, 112, 2048, 250880, position_embedding_type="alibi")
 CHOSEN = RankLayout(

@@ -7,13 +7,13 @@ import pytest
 from cost.published import make_gpt
 
 from megatron.config.cli import load_config
-from megatron.cost.hardware import load_hardware
-from megatron.cost.layout import TRAINER
-from megatron.cost.memory import Verdict, judge_peak
-from megatron.cost.search import SearchResult, SearchSpace, search_layouts
-from megatron.cost.step import StepPrediction
-from megatron.plan import resolve
-from megatron.plan_prediction import predict_plan
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.layout import TRAINER
+from megatron.extras.planner.cost.memory import Verdict, judge_peak
+from megatron.extras.planner.cost.search import SearchResult, SearchSpace, search_layouts
+from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.prediction import predict_plan
+from megatron.plan.plan import resolve
 
 GIB = 2**30
 SEVEN = "--preset llama2-7b --bf16 --micro-batch-size 1 --train-iters 10 --lr 1e-4"

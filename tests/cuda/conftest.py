@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.dry_run.cuda_guard import find_compiler
+from megatron.extras.planner.dry_run.cuda_guard import find_compiler
 
 Call = Callable[..., Any]
 """Takes a function and its arguments. Returns its result in the process with the fake GPU."""
@@ -17,7 +17,7 @@ def on_fake_gpu() -> Iterator[Call]:
     if find_compiler() is None:
         pytest.skip("the fake GPU needs a C++ compiler, and there is none")
     # Imported here, because the functions of `fake_ranks` import torch when they run, not before.
-    from megatron.dry_run.process import call_in_pool, open_pool
+    from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
 
     with open_pool(1) as pool:
         yield lambda function, *arguments: call_in_pool(pool, function, *arguments)

@@ -12,7 +12,7 @@ from unittest import mock
 from cuda.fake_ranks import train
 from process_pool import find_free_port
 
-from megatron.dry_run.record import StepTrace
+from megatron.extras.planner.dry_run.record import StepTrace
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def train_worlds(world_size: int, runs: list[list[str]]) -> list[list[RankRun]]:
     # Imported once. The ranks are forks of this process.
     import megatron.engine.pipeline
     import megatron.engine.sharding
-    import megatron.training.pretrain  # noqa: F401
-    from megatron.dry_run.step import get_gpu
+    import megatron.run.pretrain  # noqa: F401
+    from megatron.extras.planner.dry_run.step import get_gpu
 
     # It installs the stand-ins, which DeepSpeed's import needs.
     get_gpu()
@@ -56,7 +56,7 @@ def _import_deepspeed() -> None:
 
     ZeRO 3 compares lists of modules with those of rank 0, which come in a message between GPUs.
     """
-    from megatron.engine.deepspeed import import_deepspeed
+    from megatron.extras.deepspeed.deepspeed import import_deepspeed
 
     import_deepspeed("cuda")
     from deepspeed.runtime.zero import partitioned_param_coordinator
@@ -116,7 +116,7 @@ def _train_rank(pipe: Connection, environment: dict[str, str], arguments: list[s
     """Train on one rank, and send its `RankRun`, or the error as text."""
     import torch
 
-    from megatron.training.exits import Exits
+    from megatron.run.exits import Exits
 
     os.environ.update(environment)
     torch.set_num_threads(1)

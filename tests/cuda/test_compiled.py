@@ -10,7 +10,7 @@ from cuda.fake_ranks import Case, run_case
 from cuda.formulas import predict
 from cuda.test_steps import FORMULAS, OTHERS, check_waits, count_messages
 
-from megatron.dry_run.record import RankReport
+from megatron.extras.planner.dry_run.record import RankReport
 
 GRAPHS = [*["backward"] * 2, *["forward"] * 2, "forward"]
 """The two halves of a layer, which all layers share, and the small function that the start compiles
@@ -26,7 +26,7 @@ def run_compiled(case: Case) -> tuple[RankReport, list[str]]:
     """
     import torch
 
-    from megatron.dry_run import compiler
+    from megatron.extras.planner.dry_run import compiler
 
     lowered: list[str] = []
     lower = compiler._lower

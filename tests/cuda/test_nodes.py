@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 from cuda.conftest import Call
 
-from megatron.cost.calibration import Measured
-from megatron.dry_run.record import StepTrace
-from megatron.operations.slurm.node_report import NodeLimits, NodeReport
+from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport
+from megatron.extras.planner.cost.calibration import Measured
+from megatron.extras.planner.dry_run.record import StepTrace
 
 
 def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrace, list[int]]:
@@ -21,9 +21,9 @@ def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrac
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron.dry_run.stand_ins import GPU
-    from megatron.dry_run.step import get_gpu
-    from megatron.operations.slurm import node_probe
+    from megatron.extras.operations.slurm import node_probe
+    from megatron.extras.planner.dry_run.stand_ins import GPU
+    from megatron.extras.planner.dry_run.step import get_gpu
 
     gpu = get_gpu()
     gpu.forget_memory()
@@ -53,8 +53,8 @@ def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrac
 
 def measure_with_local_rank(local_rank: int, folder: str) -> tuple[NodeReport, Measured]:
     """Probe the node of a task that sees one GPU, and measure the GPU."""
-    from megatron.dry_run.step import get_gpu
-    from megatron.operations.slurm import device_benchmark, node_probe
+    from megatron.extras.operations.slurm import device_benchmark, node_probe
+    from megatron.extras.planner.dry_run.step import get_gpu
 
     gpu = get_gpu()
     gpu.forget_memory()

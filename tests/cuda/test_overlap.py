@@ -29,7 +29,7 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
     """
     import torch
 
-    from megatron.dry_run.fake_gpu import FakeGpu
+    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
     from megatron.parallel import collectives, entered_linear
 
     found: list[tuple[str, ...]] = []

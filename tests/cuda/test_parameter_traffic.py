@@ -6,14 +6,14 @@ import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import Case, count_parameter_bytes, plan_case
 
-from megatron.cost.hardware import load_hardware
-from megatron.cost.parameter_traffic import (
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.parameter_traffic import (
     count_gather_bytes,
     count_product_bytes,
     count_sum_bytes,
 )
+from megatron.extras.planner.prediction import predict_plan
 from megatron.model import flops
-from megatron.plan_prediction import predict_plan
 
 LLAMA = (
     "--num-layers 1 --num-attention-heads 2 --micro-batch-size 3 --seq-length 40 "

@@ -15,7 +15,7 @@ from cuda.fake_ranks import GPT, Case, plan_case, run_case
 
 from megatron.commands import plan
 from megatron.commands.plan_dry_run import format_dry_run
-from megatron.dry_run.process import choose_microbatches, list_rank_kinds
+from megatron.extras.planner.dry_run.process import choose_microbatches, list_rank_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_STAGE = shlex.split(GPT + "--num-layers 4 --bf16 --global-batch-size 32")
@@ -133,7 +133,7 @@ OWNER = """
 import os
 import time
 
-from megatron.dry_run.process import open_pool
+from megatron.extras.planner.dry_run.process import open_pool
 
 if __name__ == "__main__":
     print(open_pool(1).submit(os.getpid).result(), flush=True)
@@ -187,7 +187,7 @@ def test_a_home_that_cannot_be_written_leaves_no_folder(tmp_path: Path):
     compiler = write_compiler(tmp_path / "compiler")
     (tmp_path / "temporary").mkdir()
     code = (
-        "import tempfile; from megatron.dry_run.cuda_guard import build_guard; "
+        "import tempfile; from megatron.extras.planner.dry_run.cuda_guard import build_guard; "
         "path = build_guard(); print(path, path.read_text(), tempfile.gettempdir())"
     )
     environment = {

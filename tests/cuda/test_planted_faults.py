@@ -8,7 +8,7 @@ from cuda.fake_ranks import Case, run_case
 from cuda.formulas import Layout, predict
 from cuda.test_steps import BF16, check_waits, count_messages
 
-from megatron.errors import TrainingError
+from megatron.base.errors import TrainingError
 
 ONE_GPU = Case(BF16 + "--global-batch-size 4")
 TP = Case(BF16 + "--tensor-model-parallel-size 2 --global-batch-size 4", 2)

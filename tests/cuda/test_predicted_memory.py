@@ -1,7 +1,7 @@
 """The planner's memory of each stage against steps on fake GPUs, which run here.
 
 Nothing is recorded, so a change of the trainer that needs more memory fails here until the formulas
-of `megatron.cost.tensors` follow it.
+of `megatron.extras.planner.cost.tensors` follow it.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from cuda.conftest import Call
 from cuda.fake_ranks import measure_peaks
 
 from megatron.config.cli import load_config
-from megatron.cost.hardware import load_hardware
-from megatron.cost.tensors import LOGIT_CHUNK_BYTES
-from megatron.plan import resolve
-from megatron.plan_prediction import predict_plan
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.tensors import LOGIT_CHUNK_BYTES
+from megatron.extras.planner.prediction import predict_plan
+from megatron.plan.plan import resolve
 
 RUN = "--train-iters 10 --lr 1e-4 --global-batch-size 64 "
 LLAMA = (

@@ -16,8 +16,8 @@ from cuda.fake_ranks import (
 )
 from cuda.test_steps import BF16
 
-from megatron.dry_run.process import call_in_pool, open_pool
-from megatron.dry_run.record import StepTrace
+from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
+from megatron.extras.planner.dry_run.record import StepTrace
 
 
 def make_arguments(corpus: str, folder: Path, *flags: str) -> list[str]:
@@ -126,7 +126,7 @@ def test_deepspeed_trains_on_one_process(corpus, tmp_path):
     # A dropped update has no loss. What is read from a fake GPU is 2.
     assert [each["lm_loss"] for each in steps] == [2.0, 2.0]
     # It waits more than once a step. The native engine does not.
-    assert count_waits(step, "engine/deepspeed.py") > 2
+    assert count_waits(step, "extras/deepspeed/deepspeed.py") > 2
 
 
 @pytest.mark.parametrize(

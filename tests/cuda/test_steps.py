@@ -8,8 +8,8 @@ from cuda.conftest import Call
 from cuda.fake_ranks import Case, count_attention, count_operators, run_case
 from cuda.formulas import Layout, Messages, predict
 
-from megatron.dry_run.record import RankReport
-from megatron.errors import TrainingError
+from megatron.base.errors import TrainingError
+from megatron.extras.planner.dry_run.record import RankReport
 
 BF16 = "--bf16 "
 LLAMA = (

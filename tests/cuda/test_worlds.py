@@ -15,9 +15,9 @@ from cuda.formulas import FFN, H, S
 from cuda.test_runs import count_waits, sum_copies
 
 from megatron.checkpoint.verification import verify
-from megatron.dry_run.cuda_guard import find_compiler
-from megatron.dry_run.process import call_in_pool, open_pool
-from megatron.dry_run.record import StepTrace
+from megatron.extras.planner.dry_run.cuda_guard import find_compiler
+from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
+from megatron.extras.planner.dry_run.record import StepTrace
 
 VOCAB = 5000
 PADDED_VOCAB = 5120

@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.data import array_file, building
 from megatron.data.background import Background
 from megatron.data.cache import IndexCache
-from megatron.errors import DataError
 
 SHAPES = {"a": (np.int32, (1000,)), "b": (np.int64, (3, 2))}
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from data.corpora import write_numbered
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data import index_helpers, index_numpy
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
-from megatron.errors import DataError
 
 
 @pytest.fixture(params=["C++", "NumPy"])

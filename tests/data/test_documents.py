@@ -10,6 +10,7 @@ from data.corpora import HUNDRED, write_numbered
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.base.errors import DataError
 from megatron.data.documents import (
     check_documents_end,
     find_document_bounds,
@@ -17,7 +18,6 @@ from megatron.data.documents import (
     make_position_ids,
 )
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.errors import DataError
 
 EOD = 0
 SAMPLES = npst.arrays(

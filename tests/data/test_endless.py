@@ -9,11 +9,11 @@ import pytest
 from data.corpora import write_numbered
 from numpy.typing import NDArray
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.phases import DataPhase, PlannedPhase
 from megatron.data.source import BatchSlice, GPTTrainSource, Sources
-from megatron.errors import DataError
 
 SEQ_LENGTH = 10
 DOCUMENTS = 12

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.epochs import describe_epochs, measure_training_data, warn_of_many_epochs
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import DataError
 
 
 def test_epochs_are_tokens_asked_by_tokens_there(corpus: str) -> None:

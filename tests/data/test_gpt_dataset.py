@@ -5,11 +5,11 @@ import pytest
 from data.corpora import HUNDRED, THOUSAND_IDX, golden, short_hash, write_numbered
 from shared_data import shared_dir
 
+from megatron.base.errors import DataError
 from megatron.data import index_numpy
 from megatron.data.cache import IndexCache
 from megatron.data.gpt_dataset import GPTDataset, IndexShape, choose_signed_type
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import DataError
 
 ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 

@@ -10,8 +10,8 @@ from data.corpora import HUNDRED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.base.errors import DataError
 from megatron.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, choose_dtype
-from megatron.errors import DataError
 
 HEADER = 34
 

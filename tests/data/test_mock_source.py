@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice, Sources
-from megatron.errors import ConfigError, DataError
 
 VOCABULARY = 50
 LENGTH = 16

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from data.corpora import write_numbered
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.phases import (
@@ -17,7 +18,6 @@ from megatron.data.phases import (
     read_phases,
 )
 from megatron.data.source import BatchSlice, Sources
-from megatron.errors import ConfigError
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule

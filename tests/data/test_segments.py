@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from data.corpora import write_numbered
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.segments import Segment
 from megatron.data.source import BatchSlice
-from megatron.errors import DataError
 
 # 300 tokens, which give 29 samples in each epoch.
 SEQ = 10

@@ -13,13 +13,13 @@ from data.corpora import HUNDRED, write_numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.batches import compute_sample_positions
 from megatron.data.build_sources import build_sources, count_evaluation_samples
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice, check_vocabulary
-from megatron.errors import ConfigError, DataError
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
 from megatron.data.splits import (
     compute_split_bounds,
@@ -11,7 +12,6 @@ from megatron.data.splits import (
     parse_range_bounds,
     parse_weighted_split_paths,
 )
-from megatron.errors import ConfigError
 
 TRAIN = "train: 0.7 0:0.95 data/en, 0.3 0.5:1 data/fr"
 

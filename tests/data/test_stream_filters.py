@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.data.stream.filters import (
+from megatron.base.errors import DataError
+from megatron.extras.stream.filters import (
     DUPLICATE,
     KEPT,
     NGRAM,
@@ -23,11 +24,10 @@ from megatron.data.stream.filters import (
     Filters,
     compute_ngram_repetition,
 )
-from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.rank_group import OneRank
-from megatron.data.stream.reader import Cursor, ShardReader
-from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
-from megatron.errors import DataError
+from megatron.extras.stream.listing import list_dataset
+from megatron.extras.stream.rank_group import OneRank
+from megatron.extras.stream.reader import Cursor, ShardReader
+from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 
 ALL = Filters(max_document_tokens=60, max_ngram_repetition=0.3, drop_duplicates=True)
 CHOICES = [

@@ -13,10 +13,10 @@ import pytest
 from data.row_files import make_documents, write_dataset, write_rows
 from data.test_stream_remote import read_all
 
-from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader
-from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
-from megatron.errors import DataError
+from megatron.base.errors import DataError
+from megatron.extras.stream.listing import list_dataset
+from megatron.extras.stream.reader import Cursor, ShardReader
+from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 
 
 def test_carriage_returns_and_blank_lines_of_jsonl(tmp_path: Path) -> None:

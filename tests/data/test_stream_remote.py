@@ -10,12 +10,12 @@ from data.file_server import FailingServer, serve
 from data.row_files import make_documents, write_dataset, write_rows
 from data.test_stream_formats import TEXTS, TOKENS
 
+from megatron.base.errors import DataError
 from megatron.config.url import has_secret, redact
-from megatron.data.stream import remote
-from megatron.data.stream.block_cache import BlockCache
-from megatron.data.stream.formats import FORMATS
-from megatron.data.stream.listing import Listing, list_dataset
-from megatron.errors import DataError
+from megatron.extras.stream import remote
+from megatron.extras.stream.block_cache import BlockCache
+from megatron.extras.stream.formats import FORMATS
+from megatron.extras.stream.listing import Listing, list_dataset
 
 Served = tuple[Path, str, type[FailingServer]]
 

@@ -15,17 +15,17 @@ from data.row_files import make_documents, write_dataset, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.base.errors import DataError
 from megatron.data.documents import DocumentRules
 from megatron.data.source import BatchSlice
-from megatron.data.stream.filters import Filters
-from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.open_shard import OpenShard
-from megatron.data.stream.rank_group import OneRank, RankGroup
-from megatron.data.stream.reader import Cursor, ShardReader
-from megatron.data.stream.shard_order import MixturePhase
-from megatron.data.stream.source import StreamSource
-from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
-from megatron.errors import DataError
+from megatron.extras.stream.filters import Filters
+from megatron.extras.stream.listing import list_dataset
+from megatron.extras.stream.open_shard import OpenShard
+from megatron.extras.stream.rank_group import OneRank, RankGroup
+from megatron.extras.stream.reader import Cursor, ShardReader
+from megatron.extras.stream.shard_order import MixturePhase
+from megatron.extras.stream.source import StreamSource
+from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 
 SHARDS = 12
 LENGTH = 32

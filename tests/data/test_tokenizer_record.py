@@ -11,6 +11,7 @@ from process_pool import ProcessPool
 from tiny_corpus import GPT2, MERGES, VOCAB, data_files
 from training.runs import Runner
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.tokenizer_record import (
@@ -20,8 +21,7 @@ from megatron.data.tokenizer_record import (
     read_record,
     write_record,
 )
-from megatron.errors import ConfigError, DataError
-from megatron.preprocess.merge import merge_datasets
+from megatron.extras.preprocess.merge import merge_datasets
 from megatron.tokenizer import HFTokenizer, build_tokenizer
 
 

@@ -18,9 +18,9 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     from megatron.data.batches import Microbatch
     from megatron.engine.base import Engine
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.plan import resolve
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_engine, build_timers, divide_ranks
+    from megatron.plan.plan import resolve
+    from megatron.run.start.join import join_ranks
+    from megatron.run.start.setup import build_engine, build_timers, divide_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])

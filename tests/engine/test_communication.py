@@ -40,7 +40,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
     """Train two steps. Return what the second one sent, and the shapes of blocks and root."""
     import torch.distributed as dist
 
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 

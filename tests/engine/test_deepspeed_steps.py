@@ -44,7 +44,7 @@ def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], li
         For each step whether it was applied, and for each step whether the weights changed.
     """
     from megatron.engine.base import StepResult
-    from megatron.engine.deepspeed import DeepSpeedEngine
+    from megatron.extras.deepspeed.deepspeed import DeepSpeedEngine
 
     applied: list[bool] = []
     changed: list[bool] = []

@@ -116,9 +116,9 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     from megatron.data.batches import Microbatch
     from megatron.engine.native import NativeEngine
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.plan import resolve
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks
+    from megatron.plan.plan import resolve
+    from megatron.run.start.join import join_ranks
+    from megatron.run.start.setup import build_timers, divide_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])

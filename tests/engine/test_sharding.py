@@ -20,7 +20,7 @@ def count_gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
 
     The first number is counted when the microbatch begins, the second one after its forward pass.
     """
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.engine.sharding import ShardedModel
     from megatron.model.gpt import GPT

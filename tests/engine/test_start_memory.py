@@ -11,7 +11,7 @@ from process_pool import ProcessPool, succeed
 
 from megatron.config.cli import load_config
 from megatron.engine.native import NativeEngine
-from megatron.plan import Plan, resolve
+from megatron.plan.plan import Plan, resolve
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 2 --data-path none"
 # 53 million parameters, of which no block has more than 3.2 million.
@@ -37,8 +37,8 @@ Weights = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 def build_engine(argv: list[str]) -> tuple[Plan, NativeEngine]:
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks
+    from megatron.run.start.join import join_ranks
+    from megatron.run.start.setup import build_timers, divide_ranks
 
     world = read_launcher_world(None)
     loaded = load_config(argv)

@@ -6,7 +6,7 @@ from process_pool import ProcessPool, succeed
 
 from megatron.commands.plan_estimates import estimate_memory
 from megatron.config.cli import load_config
-from megatron.plan import resolve
+from megatron.plan.plan import resolve
 
 # No number is padded or divided unevenly. Two stages have the same number of layers.
 ARGV = (
@@ -27,8 +27,8 @@ def measure_states(argv: list[str]) -> tuple[int, int]:
     """Return this rank's pipeline rank and the bytes of its optimizer's states."""
     from megatron.engine.native import NativeEngine
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks
+    from megatron.run.start.join import join_ranks
+    from megatron.run.start.setup import build_timers, divide_ranks
 
     world = read_launcher_world(None)
     loaded = load_config(argv)

@@ -20,19 +20,19 @@ from equivalence.test_published_runs_train import write_hf_tokenizer
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, REFERENCE_PREFIX
 
+from megatron.base.errors import ConfigError
 from megatron.commands.plan_report import build_json
 from megatron.config.cli import LoadedConfig, load_config
-from megatron.config.without_effect import split_off_flags_without_effect
-from megatron.cost.hardware import load_hardware
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
-from megatron.errors import ConfigError
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.translators.without_effect import split_off_flags_without_effect
 from megatron.observe.metrics import read_metrics
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh
-from megatron.plan import resolve
-from megatron.training.setup import open_data
-from megatron.training.state import TrainState
+from megatron.plan.plan import resolve
+from megatron.run.start.setup import open_data
+from megatron.run.state import TrainState
 
 RUNS = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs"
 PUBLISHED: list[str] = json.loads((RUNS / "modern.json").read_text())["apertus-8b"]["arguments"]

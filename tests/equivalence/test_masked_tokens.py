@@ -18,7 +18,7 @@ from megatron.observe.metrics import read_metrics
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
-    from megatron.training.run import Run
+    from megatron.run.run import Run
 
 BOUND = 1e-5
 BATCH = 8
@@ -57,9 +57,9 @@ def train_cases(flags: Sequence[str], micro_batch_size: int, cases: Sequence[str
     """Train every case on this rank. Return for each case the steps and the validation loss."""
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.training.job import agree_on_job
-    from megatron.training.join import join_ranks
-    from megatron.training.setup import build_timers, divide_ranks, start_run
+    from megatron.run.start.job import agree_on_job
+    from megatron.run.start.join import join_ranks
+    from megatron.run.start.setup import build_timers, divide_ranks, start_run
 
     world = read_launcher_world()
     ranks = None

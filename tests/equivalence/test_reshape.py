@@ -81,9 +81,9 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     Returns:
         The number of shards, and the names of those that differ in any bit.
     """
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
-    from megatron.training import setup
+    from megatron.run.start import setup
 
     expected = read_global_tensors(Path(checkpoint))
     counts: list[int] = []

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import tiny_corpus
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
-from megatron.cost.hardware import load_hardware
-from megatron.cost.memory import Verdict
-from megatron.errors import ConfigError
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.prediction import predict_plan
 from megatron.observe.metrics import read_metrics
-from megatron.plan import Plan, resolve
-from megatron.plan_prediction import predict_plan
+from megatron.plan.plan import Plan, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from faults.launches import Job, NewJob, loaded_line
 
+from megatron.base.errors import DamagedError
 from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
@@ -19,7 +20,6 @@ from megatron.checkpoint.folder import (
     read_pointed_iteration,
 )
 from megatron.checkpoint.manifest import read_manifest
-from megatron.errors import DamagedError
 
 # Each of the two ranks has a file that only it writes and reads, of more than one block.
 FLAGS = (

@@ -21,7 +21,7 @@ Curves = Callable[..., dict[int, tuple[float, float]]]
 ENDLESS = "--train-iters 3000"
 ROOM = 1 << 20
 """Less than a checkpoint (about 2 MB) and the reserve that a save requires."""
-PAUSE = {"megatron.training.loop._PAUSE_SECONDS": 0.05}
+PAUSE = {"megatron.run.loop._PAUSE_SECONDS": 0.05}
 
 
 class Disk:

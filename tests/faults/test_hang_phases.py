@@ -30,7 +30,7 @@ from faults.test_hangs import (
     wait_for_verdict,
 )
 
-from megatron.error_report import FOLDER_VARIABLE, read_reports
+from megatron.base.error_report import FOLDER_VARIABLE, read_reports
 
 FULL = pytest.mark.full
 SILENT = ("stopped", "mapped file")
@@ -57,17 +57,17 @@ class Site:
 
 
 INDEX = Site("megatron.data.source._Source.prepare", "data/source.py")
-LOAD = Site("megatron.checkpoint.load.Checkpoint.load_into", "training/setup.py")
-AFTER_LOAD = Site("megatron.training.setup.agree_on_damage", "training/setup.py")
-FIRST_STEP = Site("megatron.training.loop.count_step", "training/loop.py")
-FIRST_DECISION = Site("megatron.training.loop.decide", "training/loop.py")
+LOAD = Site("megatron.checkpoint.load.Checkpoint.load_into", "run/start/setup.py")
+AFTER_LOAD = Site("megatron.run.start.setup.agree_on_damage", "run/start/setup.py")
+FIRST_STEP = Site("megatron.run.loop.count_step", "run/loop.py")
+FIRST_DECISION = Site("megatron.run.loop.decide", "run/loop.py")
 FIRST_READ = Site("megatron.data.source.compute_sample_positions", "data/")
-TRAIN = Site("megatron.training.loop.count_step", "training/loop.py", 3, is_long=False)
-DECISION = Site("megatron.training.loop.decide", "training/loop.py", 3, is_long=False)
+TRAIN = Site("megatron.run.loop.count_step", "run/loop.py", 3, is_long=False)
+DECISION = Site("megatron.run.loop.decide", "run/loop.py", 3, is_long=False)
 EVALUATE = Site(
-    "megatron.training.evaluate._sum_over_ranks", "training/", 3, is_long=False, result=[1.0] * 4
+    "megatron.run.evaluate._sum_over_ranks", "training/", 3, is_long=False, result=[1.0] * 4
 )
-EVALUATION = Site("megatron.training.loop.evaluate_validation", "training/", 3, is_long=False)
+EVALUATION = Site("megatron.run.loop.evaluate_validation", "training/", 3, is_long=False)
 SAVE = Site("megatron.checkpoint.save.Saver._agree", "checkpoint/save.py")
 WRITE = Site("megatron.checkpoint.shard_file.write_tensors", "checkpoint/")
 PUBLISH = Site("megatron.checkpoint.publish.Publisher.publish", "checkpoint/stages.py")

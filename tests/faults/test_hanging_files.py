@@ -19,7 +19,7 @@ from megatron.checkpoint.lease import FILE
 ROOT = Path(__file__).resolve().parents[2]
 SOON = {
     "megatron.checkpoint.lease.BEAT_SECONDS": 0.1,
-    "megatron.training.closing.CLOSING_SECONDS": 2.0,
+    "megatron.run.closing.CLOSING_SECONDS": 2.0,
 }
 ABANDONED = "could not be closed in 2 s"
 
@@ -65,7 +65,7 @@ def test_process_ends_although_a_read_of_data_hangs(tmp_path: Path) -> None:
     code = f"""
 from contextlib import ExitStack
 from megatron.data.prefetch import Prefetcher
-from megatron.training import closing, setup
+from megatron.run import closing, setup
 closing.CLOSING_SECONDS = 1.0
 def read(name):
     return open(name).read()

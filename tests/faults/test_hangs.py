@@ -14,10 +14,10 @@ import pytest
 from faults.launches import BOUND_SECONDS, Job, Launch, NewJob
 from faults.test_silent_ranks import children
 
+from megatron.base.error_report import FOLDER_VARIABLE, read_reports
 from megatron.data import source
-from megatron.error_report import FOLDER_VARIABLE, read_reports
-from megatron.training import evaluate, loop
-from megatron.training.exits import StopReason
+from megatron.run import evaluate, loop
+from megatron.run.exits import StopReason
 
 FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,12 +171,12 @@ def test_stopped_rank_is_named_with_its_last_line(victim: int, new_job: NewJob) 
 @pytest.mark.parametrize(
     ("what", "victim", "fault", "line"),
     [
-        pytest.param("train", 0, sleep_in_count_step, "training/loop.py", marks=FULL),
-        pytest.param("train", 2, sleep_in_count_step, "training/loop.py", marks=FULL),
+        pytest.param("train", 0, sleep_in_count_step, "run/loop.py", marks=FULL),
+        pytest.param("train", 2, sleep_in_count_step, "run/loop.py", marks=FULL),
         pytest.param("train", 0, skip_decide, "", marks=FULL),
         ("train", 2, skip_decide, ""),
-        pytest.param("evaluate", 0, sleep_in_sum, "training/evaluate.py", marks=FULL),
-        pytest.param("evaluate", 3, sleep_in_sum, "training/evaluate.py", marks=FULL),
+        pytest.param("evaluate", 0, sleep_in_sum, "run/evaluate.py", marks=FULL),
+        pytest.param("evaluate", 3, sleep_in_sum, "run/evaluate.py", marks=FULL),
         pytest.param("evaluate", 0, skip_validation, "", marks=FULL),
         pytest.param("evaluate", 3, skip_validation, "", marks=FULL),
         pytest.param("first step", 0, hang_in_train_read, "data/", marks=FULL),
@@ -198,10 +198,10 @@ def test_rank_that_sleeps_or_skips_a_collective_is_named(
     The array task reads the verdict from every rank's file.
     """
     names = {
-        "count_step": "megatron.training.loop.count_step",
-        "decide": "megatron.training.loop.decide",
-        "sum": "megatron.training.evaluate._sum_over_ranks",
-        "validation": "megatron.training.loop.evaluate_validation",
+        "count_step": "megatron.run.loop.count_step",
+        "decide": "megatron.run.loop.decide",
+        "sum": "megatron.run.evaluate._sum_over_ranks",
+        "validation": "megatron.run.loop.evaluate_validation",
         "read": "megatron.data.source.compute_sample_positions",
     }
     replaced = next(name for key, name in names.items() if fault.__name__.endswith(key))
@@ -270,13 +270,13 @@ def test_sleeping_rank_is_named_if_data_parallel_ranks_wait_for_shards(
     ]
     job = new_job("job", flags, 4)
     launch = job.launch(
-        constants={**CONSTANTS, "megatron.training.loop.count_step": sleep_in_count_step},
+        constants={**CONSTANTS, "megatron.run.loop.count_step": sleep_in_count_step},
         environment={VICTIM: str(victim)},
     )
     launch.wait_for(lambda: STARTED in launch.output(victim), "the fault")
     output = wait_for_verdict(launch, -1, HANG_SECONDS, time.monotonic())
     line = find_line(output, victim, coordinates)
-    assert "is at training/loop.py" in line
+    assert "is at run/loop.py" in line
     assert "in no collective, and others wait for it in one" in line or "has started" in line
 
 
@@ -285,12 +285,12 @@ def test_hang_of_a_single_process_is_named(new_job: NewJob) -> None:
     """A process without other ranks has no store, and its watchdog still ends it."""
     job = new_job("job", f"--hang-timeout {HANG_SECONDS:g} --train-iters 1000000")
     launch = job.launch(
-        constants={**CONSTANTS, "megatron.training.loop.count_step": sleep_in_count_step},
+        constants={**CONSTANTS, "megatron.run.loop.count_step": sleep_in_count_step},
         environment={VICTIM: "0"},
     )
     launch.wait_for(lambda: STARTED in launch.output(), "the fault")
     output = wait_for_verdict(launch, -1, HANG_SECONDS, time.monotonic())
-    assert "is at training/loop.py" in find_line(output, 0)
+    assert "is at run/loop.py" in find_line(output, 0)
     (folder,) = (job.folder / "hangs").iterdir()
     assert "File" in (folder / "rank_000000_stacks.txt").read_text()
 

@@ -11,7 +11,7 @@ import pytest
 from faults.launches import Job
 from faults.test_disk import Disk, disk, new_disk  # noqa: F401
 
-from megatron.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
+from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +60,7 @@ def test_error_at_the_end_of_a_run_is_reported(errors: Path) -> None:
     """The files of a run are closed after its last iteration, which may fail too."""
     code = """
 import errno
-from megatron.training import pretrain
+from megatron.run import pretrain
 def train(loaded, closing):
     def fail():
         raise OSError(errno.EIO, "Input/output error")

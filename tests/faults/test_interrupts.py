@@ -75,7 +75,7 @@ def test_second_interrupt_aborts_a_save_that_hangs(new_job: NewJob) -> None:
 
 def test_interrupt_before_training_prints_no_traceback(new_job: NewJob) -> None:
     job = new_job("job", ENDLESS)
-    launch = job.launch(delays={0: {"megatron.training.pretrain.agree_on_job": 600.0}})
+    launch = job.launch(delays={0: {"megatron.run.pretrain.agree_on_job": 600.0}})
     launch.wait_for_line("takes 600 s")
     interrupt(launch)
     assert launch.codes() == [128 + signal.SIGINT]

@@ -16,8 +16,8 @@ from faults.launches import Job, Launch, NewJob
 from faults.test_disk import Disk, disk, new_disk  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.extras.operations.rollback.cutting import find_events_cut
 from megatron.observe.report import Axes
-from megatron.operations.rollback.cutting import find_events_cut
 
 ROOT = Path(__file__).resolve().parents[2]
 Curves = Callable[..., dict[int, tuple[float, float]]]

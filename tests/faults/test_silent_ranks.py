@@ -191,8 +191,8 @@ def test_waiting_for_a_folder_does_not_end_a_healthy_run(new_job: NewJob) -> Non
 def test_rank_whose_write_never_ends_is_named(mode: str, new_job: NewJob) -> None:
     """A write that never ends is reported while ranks wait, and ends the run at its own limit."""
     constants = {
-        "megatron.checkpoint.ranks.PATIENCE_SECONDS": 4.0,
-        "megatron.checkpoint.ranks._REPORT_SECONDS": 1.0,
+        "megatron.parallel.ranks.PATIENCE_SECONDS": 4.0,
+        "megatron.parallel.ranks._REPORT_SECONDS": 1.0,
     }
     job = new_job("job", f"--train-iters 2 --save-interval 2 {LIMIT} {mode}", 2)
     launch = job.launch(delays={1: {"os.fsync": 1000.0}}, constants=constants)

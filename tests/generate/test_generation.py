@@ -10,22 +10,22 @@ from model.builders import VOCAB, build, tiny_config
 from model.reference_models import FAMILIES
 from process_pool import ProcessPool, succeed
 
+from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.load import open_checkpoint
-from megatron.convert.importing import import_model
-from megatron.errors import ConfigError, LayoutError
-from megatron.generate.generation import (
+from megatron.extras.convert.importing import import_model
+from megatron.extras.generate.generation import (
     Continuation,
     GenerationOptions,
     check_prompt,
     generate,
 )
-from megatron.generate.load import (
+from megatron.extras.generate.load import (
     join_ranks,
     load_part,
     store_for_single_prompts,
 )
-from megatron.generate.sampling import SamplingOptions
-from megatron.generate.staged_model import StagedModel
+from megatron.extras.generate.sampling import SamplingOptions
+from megatron.extras.generate.staged_model import StagedModel
 
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8], [97, 93, 23, 84, 62, 64, 33, 8, 32], [50, 28]]
 GREEDY = GenerationOptions(50)

@@ -11,8 +11,8 @@ from faults.launches import Launch
 from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
-from megatron.errors import ConfigError
-from megatron.generate.load import join_ranks
+from megatron.base.errors import ConfigError
+from megatron.extras.generate.load import join_ranks
 
 SIZES = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "

@@ -13,14 +13,14 @@ from model.builders import VOCAB
 from model.reference_models import FAMILIES
 from process_pool import ProcessPool, succeed
 
+from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.load import open_checkpoint
-from megatron.convert.importing import import_model
-from megatron.errors import ConfigError, LayoutError
-from megatron.generate import token_positions
-from megatron.generate.generation import GenerationOptions, generate
-from megatron.generate.load import join_ranks, load_part, store_for_single_prompts
-from megatron.generate.sampling import SamplingOptions
-from megatron.scoring.likelihood import Scorer
+from megatron.extras.convert.importing import import_model
+from megatron.extras.generate import token_positions
+from megatron.extras.generate.generation import GenerationOptions, generate
+from megatron.extras.generate.load import join_ranks, load_part, store_for_single_prompts
+from megatron.extras.generate.sampling import SamplingOptions
+from megatron.extras.scoring.likelihood import Scorer
 
 LAYERS = 5
 CONTEXT = 64

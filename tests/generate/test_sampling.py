@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.errors import ConfigError
-from megatron.generate.sampling import Sampler, SamplingOptions, filter_logits
+from megatron.base.errors import ConfigError
+from megatron.extras.generate.sampling import Sampler, SamplingOptions, filter_logits
 
 VOCAB = 50
 LOGITS = 3 * torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(4))

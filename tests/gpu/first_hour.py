@@ -256,7 +256,7 @@ def find_base() -> str | None:
     """Return the name of the hardware file that describes the first GPU."""
     names = query_gpus()
     try:
-        from megatron.cost.hardware import find_hardware
+        from megatron.extras.planner.cost.hardware import find_hardware
     except ImportError:
         # The report shows which package is missing, because its steps fail.
         return None

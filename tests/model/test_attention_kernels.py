@@ -14,8 +14,8 @@ from model.builders import VOCAB, build, some_tokens, tiny_config
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.base.errors import ConfigError
 from megatron.engine.parallelize import choose_attention_kernels, recompute_blocks
-from megatron.errors import ConfigError
 from megatron.model.attention_kernels import require_attention_kernels
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT

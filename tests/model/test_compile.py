@@ -14,16 +14,16 @@ import torch
 from model.builders import build, some_tokens, tiny_config
 from torch._dynamo.utils import counters
 
+from megatron.base.errors import ConfigError
+from megatron.commands.preset_table import build_preset_shape
 from megatron.config.model import ModelConfig
 from megatron.config.presets import list_preset_names, read_preset
 from megatron.engine.parallelize import compile_blocks, recompute_blocks
-from megatron.errors import ConfigError
 from megatron.model import compiling
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Documents, Inputs
 from megatron.parallel.rng import DropoutKey, RandomStreams
-from megatron.preset_table import build_preset_shape
 
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rotary",

@@ -13,10 +13,10 @@ import torch
 from model.builders import VOCAB, some_tokens, tiny_config
 from torch import Tensor
 
+from megatron.base.errors import ConfigError
 from megatron.data.batches import Microbatch
 from megatron.data.documents import DocumentRules
 from megatron.engine.parallelize import recompute_blocks
-from megatron.errors import ConfigError
 from megatron.model import packed_attention
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT

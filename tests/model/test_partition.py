@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.errors import ConfigError
 from megatron.model.partition import (
     Stage,
     count_layers_per_rank,

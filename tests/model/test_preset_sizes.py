@@ -12,9 +12,9 @@ import transformers
 from model.builders import tiny_config
 from model.reference_models import FAMILIES
 
+from megatron.commands.preset_table import build_preset_shape
 from megatron.config.presets import list_preset_names, read_preset
 from megatron.model.flops import count_parameters
-from megatron.preset_table import build_preset_shape
 
 GPT2: dict[str, Any] = {
     "vocab_size": 50257,

@@ -9,8 +9,8 @@ import pytest
 from observe.reports import full_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.base.errors import ConfigError
 from megatron.config.logging import LoggingConfig
-from megatron.errors import ConfigError
 from megatron.observe import tensorboard
 from megatron.observe.tensorboard import TensorBoard
 

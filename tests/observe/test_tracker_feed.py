@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import megatron.observe.tracking.feed as feed_module
+import megatron.extras.trackers.feed as feed_module
+from megatron.extras.trackers.feed import WORKS_AGAIN, Feed, FeedRequest, hide_secrets
+from megatron.extras.trackers.process import TrackerProcess
+from megatron.extras.trackers.records import flatten_record
+from megatron.extras.trackers.state import FeedState
+from megatron.extras.trackers.trackers import TrackedRun
 from megatron.observe.chronicle import append_event
-from megatron.observe.tracking.feed import WORKS_AGAIN, Feed, FeedRequest, hide_secrets
-from megatron.observe.tracking.process import TrackerProcess
-from megatron.observe.tracking.records import flatten_record
-from megatron.observe.tracking.state import FeedState
-from megatron.observe.tracking.trackers import TrackedRun
 
 
 class MemoryTracker:

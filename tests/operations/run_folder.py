@@ -26,7 +26,7 @@ from megatron.observe.log_line import (
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.report import IterationReport
 from megatron.observe.tensorboard import TensorBoard
-from megatron.training.state import TrainState
+from megatron.run.state import TrainState
 
 STARTED = datetime(2026, 1, 31, 12, tzinfo=UTC)
 """Iteration i is done i minutes later."""

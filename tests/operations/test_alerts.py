@@ -23,18 +23,18 @@ from operations.receivers import (
     webhook_server,
 )
 
-from megatron.observe.log_line import (
-    format_training_line,
-    parse_log_line,
-    parse_validation_log_line,
-)
-from megatron.operations.monitor import alerts
-from megatron.operations.monitor.alerts import (
+from megatron.extras.operations.monitor import alerts
+from megatron.extras.operations.monitor.alerts import (
     Alert,
     Outlets,
     deliver,
     log_line,
     parse_own_line_time,
+)
+from megatron.observe.log_line import (
+    format_training_line,
+    parse_log_line,
+    parse_validation_log_line,
 )
 
 NOON = 1_800_000_000.0

@@ -12,12 +12,9 @@ from operations.run_folder import STARTED, FakeRun, charts, report
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
+from megatron.base.errors import OperationsError
 from megatron.config.logging import LoggingConfig
-from megatron.errors import OperationsError
-from megatron.observe.log_line import format_training_line
-from megatron.observe.metrics import read_metrics
-from megatron.observe.tensorboard import TensorBoard
-from megatron.operations.rollback.cutting import (
+from megatron.extras.operations.rollback.cutting import (
     CutSpans,
     cut_out,
     find_emissions_cut,
@@ -26,6 +23,9 @@ from megatron.operations.rollback.cutting import (
     find_metrics_cut,
     find_when_passed,
 )
+from megatron.observe.log_line import format_training_line
+from megatron.observe.metrics import read_metrics
+from megatron.observe.tensorboard import TensorBoard
 
 TEMPORARY = ".cutting"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from operations.receivers import mail_server
 
-from megatron.byte_size import format_bytes
+from megatron.base.byte_size import format_bytes
+from megatron.base.errors import OperationsError
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.commands import fs_watchdog
-from megatron.errors import OperationsError
-from megatron.operations.monitor.disk_watch import (
+from megatron.extras.operations.monitor.disk_watch import (
     DiskReport,
     DiskWatch,
     check_disks,
@@ -225,7 +225,7 @@ def test_folder_that_cannot_be_read_is_reported(folder: Path, tmp_path: Path) ->
     code = f"""
 import os
 from pathlib import Path
-from megatron.operations.monitor.disk_watch import check_disks, parse_watch
+from megatron.extras.operations.monitor.disk_watch import check_disks, parse_watch
 os.chdir({str(tmp_path)!r})
 os.seteuid(65534)
 report = check_disks([parse_watch("work=20MB")], [], Path("/tmp/gone/h.json"), days_left=3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.error_report import (
+from megatron.base.error_report import (
     FOLDER_VARIABLE,
     ErrorReport,
     build_report,
@@ -17,7 +17,7 @@ from megatron.error_report import (
     hosts_at_fault,
     read_reports,
 )
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.base.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 150
@@ -27,8 +27,8 @@ LONG = "a message of many words " * 1_000
 RANKS_THAT_END = """
 import os, sys
 from pathlib import Path
-from megatron.error_report import build_report, write_report
-from megatron.errors import ConfigError
+from megatron.base.error_report import build_report, write_report
+from megatron.base.errors import ConfigError
 
 folder, ranks, long = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 ready, start = os.pipe()

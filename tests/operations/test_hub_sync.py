@@ -37,8 +37,8 @@ from operations.hub_server import TOKEN, HubServer, Stored, wait_for
 
 from megatron.checkpoint.digest import digest_of_file
 from megatron.checkpoint.manifest import Manifest
-from megatron.operations.hub import push as hub_push
-from megatron.operations.hub import queue as hub_queue
+from megatron.extras.operations.hub import push as hub_push
+from megatron.extras.operations.hub import queue as hub_queue
 
 LOG = "logs/main_log.txt"
 EVENTS = "tensorboard/events.out.tfevents.1.n1.0"
@@ -1058,7 +1058,7 @@ def test_each_finished_checkpoint_is_pushed_to_its_own_branch(
         save_checkpoint(root, iteration)
     (save_checkpoint(root, 30) / "manifest.json").unlink()
     os.truncate(save_checkpoint(root, 40) / "model.safetensors", 5)
-    monkeypatch.setattr("megatron.operations.hub.checkpoints.IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr("megatron.extras.operations.hub.checkpoints.IN_MEMORY_BYTES", 100)
     options = ("--checkpoints", str(root), "--every", "10")
     assert sync(*options, "--dry-run") == 1
     assert hub.repositories[REPO].branches.keys() == {"main"}
@@ -1122,7 +1122,7 @@ def test_a_checkpoint_that_is_deleted_during_its_push_is_left_out(
     root = run / "checkpoints"
     folder = save_checkpoint(root, 10)
     save_checkpoint(root, 20)
-    monkeypatch.setattr("megatron.operations.hub.checkpoints.IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr("megatron.extras.operations.hub.checkpoints.IN_MEMORY_BYTES", 10)
     create_branch = hub_push.Hub.create_branch
 
     def create_then_delete(self: hub_push.Hub, branch: str) -> None:

@@ -27,17 +27,17 @@ from operations.hub_server import HubServer
 from operations.run_folder import FakeRun
 from operations.test_hub_sync import describe_file, save_checkpoint
 
+from megatron.base.durable import replace_file
+from megatron.base.errors import DamagedError
 from megatron.checkpoint.folder import point_to
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.manifest import Manifest, collect_digests, is_plain_name, read_manifest
 from megatron.checkpoint.verification import verify
-from megatron.durable import replace_file
-from megatron.errors import DamagedError
-from megatron.operations.hub import push as hub_push
-from megatron.operations.hub import queue as hub_queue
-from megatron.operations.hub.inside import OutsideError, open_inside
-from megatron.operations.rollback.execution import roll_back
-from megatron.operations.rollback.plan import RollbackPlan, RollbackRequest, make_plan
+from megatron.extras.operations.hub import push as hub_push
+from megatron.extras.operations.hub import queue as hub_queue
+from megatron.extras.operations.hub.inside import OutsideError, open_inside
+from megatron.extras.operations.rollback.execution import roll_back
+from megatron.extras.operations.rollback.plan import RollbackPlan, RollbackRequest, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
@@ -304,7 +304,7 @@ def test_large_files_are_sent_from_the_file_that_was_opened(
     root = run / "checkpoints"
     folder = save_checkpoint(root, 10, b"weights" * 100)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr("megatron.operations.hub.checkpoints.IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr("megatron.extras.operations.hub.checkpoints.IN_MEMORY_BYTES", 100)
     upload = hub_push.Hub.upload
 
     def replace_then_upload(self: hub_push.Hub, branch: str, additions: list) -> frozenset[str]:
@@ -336,7 +336,7 @@ def test_large_files_are_closed_after_their_upload(
     )
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
-        "from megatron.operations.hub import checkpoints; checkpoints.IN_MEMORY_BYTES = 1\n"
+        "from megatron.extras.operations.hub import checkpoints; checkpoints.IN_MEMORY_BYTES = 1\n"
         "from megatron.commands import hub_sync; sys.exit(hub_sync.main(sys.argv[1:]))"
     )
     command = [

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operations.slurm.node_probe import probe
-from megatron.operations.slurm.node_report import NodeLimits, NodeReport
+from megatron.extras.operations.slurm.node_probe import probe
+from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operations.slurm import attempts
-from megatron.operations.slurm.node_report import (
+from megatron.extras.operations.slurm import attempts
+from megatron.extras.operations.slurm.node_report import (
     NodeLimits,
     NodeReport,
     find_bad_hosts,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operations.slurm import client
-from megatron.operations.slurm.array_task import run_array_task
-from megatron.operations.slurm.task import ArrayTask, TaskOutcome
+from megatron.extras.operations.slurm import client
+from megatron.extras.operations.slurm.array_task import run_array_task
+from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
 
 SRUN = """#!/bin/sh
 echo '{"rank": 2, "host": "n2", "kind": "DataError", "message": "m", "io_error": 5}' \\

@@ -19,11 +19,26 @@ import pytest
 from observe.reports import full_report
 from operations.receivers import mail_server
 
+from megatron.base.durable import append_lines
+from megatron.base.errors import OperationsError
 from megatron.checkpoint.folder import point_to, step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.commands import slurm_status
-from megatron.durable import append_lines
-from megatron.errors import OperationsError
+from megatron.extras.operations.monitor.alerts import log_line
+from megatron.extras.operations.monitor.queue import (
+    QueuedJob,
+    find_idle_reason,
+    format_duration,
+    format_pulse,
+    read_answer,
+)
+from megatron.extras.operations.monitor.status import (
+    StatusLimits,
+    StatusMemory,
+    WatchedRun,
+    check_run,
+    read_tail,
+)
 from megatron.observe.log_line import (
     format_kill_switch_line,
     format_loaded_checkpoint_line,
@@ -32,21 +47,6 @@ from megatron.observe.log_line import (
     format_training_complete_line,
     format_training_line,
     format_validation_line,
-)
-from megatron.operations.monitor.alerts import log_line
-from megatron.operations.monitor.queue import (
-    QueuedJob,
-    find_idle_reason,
-    format_duration,
-    format_pulse,
-    read_answer,
-)
-from megatron.operations.monitor.status import (
-    StatusLimits,
-    StatusMemory,
-    WatchedRun,
-    check_run,
-    read_tail,
 )
 
 HOUR = 3600.0
@@ -427,7 +427,7 @@ def test_only_the_end_of_a_long_log_is_read(log: Path, monkeypatch: pytest.Monke
     size = log.stat().st_size
     line = len(format_training_line(full_report())) + 1
     for tail in (10 * line, 10 * line - 1, 10 * line + 1):
-        monkeypatch.setattr("megatron.operations.monitor.status._TAIL_BYTES", tail)
+        monkeypatch.setattr("megatron.extras.operations.monitor.status._TAIL_BYTES", tail)
         read = read_tail(log, StatusMemory(read_bytes=size - 3 * line))
         assert [report["iteration"] for report in read.reports] == list(
             range(101 - tail // line, 101)

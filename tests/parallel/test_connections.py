@@ -19,8 +19,8 @@ import pytest
 from process_pool import ProcessPool, find_free_port, succeed
 from training.runs import Runner
 
-from megatron.errors import LayoutError
-from megatron.open_files import allow_open_files
+from megatron.base.errors import LayoutError
+from megatron.base.open_files import allow_open_files
 from megatron.parallel.rendezvous import _meet
 
 
@@ -113,7 +113,7 @@ def test_many_ranks_are_connected_when_they_first_exchange_a_message(pool: Proce
 def test_an_error_names_the_interface() -> None:
     """It is a process of its own, because torch counts a group that could not be made."""
     code = """
-from megatron.errors import LayoutError
+from megatron.base.errors import LayoutError
 from megatron.parallel.rendezvous import start_process_group
 try:
     start_process_group("gloo", 1)
@@ -341,7 +341,7 @@ def train_without_rank_3(argv: list[str]) -> None:
     """Train, and let rank 3 end before it connects to its tensor-parallel group."""
     import torch.distributed as dist
 
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.parallel import connections
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.errors import LayoutError
+from megatron.base.errors import LayoutError
 from megatron.parallel.launcher import (
     LaunchedWorld,
     parse_first_host,

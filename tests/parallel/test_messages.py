@@ -45,7 +45,7 @@ def unpickled() -> Iterator[list[str]]:
 
 def pretrain_and_count(argv: list[str]) -> tuple[list[str], str]:
     """Train, and return where anything was unpickled and the error of a refused layout."""
-    from megatron.errors import LayoutError
+    from megatron.base.errors import LayoutError
 
     with unpickled() as found:
         try:

@@ -18,7 +18,7 @@ from megatron.parallel.store_values import (
 
 STATE = asdict(
     RankState(
-        at="training/loop.py:102 train_iteration",
+        at="run/loop.py:102 train_iteration",
         waits=True,
         phase="training iteration 5",
         sequence=7,

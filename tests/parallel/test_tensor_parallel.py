@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from process_pool import ProcessPool, succeed
 
-from megatron.errors import LayoutError
+from megatron.base.errors import LayoutError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.rendezvous import choose_device, start_process_group
 from megatron.parallel.rng import mix

@@ -17,7 +17,7 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
     import torch
     import torch.distributed as dist
 
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
 
     pretrain_module.pretrain(load_config(argv))

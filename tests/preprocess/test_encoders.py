@@ -19,8 +19,8 @@ from preprocess.test_preprocess import JSONL, SMALL, job, write_lines
 from tiny_corpus import GPT2, REFERENCE_PREFIX, data_files
 from tokenizers import models, normalizers, pre_tokenizers
 
-from megatron.preprocess import encoders, workers
-from megatron.preprocess.encoders import (
+from megatron.extras.preprocess import encoders, workers
+from megatron.extras.preprocess.encoders import (
     REFERENCE,
     Encoder,
     EncoderMismatchError,
@@ -28,9 +28,9 @@ from megatron.preprocess.encoders import (
     choose_encoder,
     make_encoder,
 )
-from megatron.preprocess.inputs import read_blocks
-from megatron.preprocess.pipeline import preprocess
-from megatron.preprocess.sampling import sample_texts
+from megatron.extras.preprocess.inputs import read_blocks
+from megatron.extras.preprocess.pipeline import preprocess
+from megatron.extras.preprocess.sampling import sample_texts
 from megatron.tokenizer import HFTokenizer, Tokenizer, build_tokenizer
 
 TINY = build_tokenizer(GPT2)

@@ -12,14 +12,14 @@ import tiny_corpus
 from preprocess.test_preprocess import SMALL, documents, flags, job, run, write_lines
 from tiny_corpus import EOD, GPT2, JSONL, REFERENCE_PREFIX, data_files
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError, DataError
-from megatron.preprocess.blocks import Position
-from megatron.preprocess.bpe_training import train_bpe
-from megatron.preprocess.input_files import expand_inputs
-from megatron.preprocess.inputs import read_blocks
-from megatron.preprocess.sampling import sample_texts
-from megatron.preprocess.texts import extract_texts
+from megatron.extras.preprocess.blocks import Position
+from megatron.extras.preprocess.bpe_training import train_bpe
+from megatron.extras.preprocess.input_files import expand_inputs
+from megatron.extras.preprocess.inputs import read_blocks
+from megatron.extras.preprocess.sampling import sample_texts
+from megatron.extras.preprocess.texts import extract_texts
 from megatron.tokenizer import build_tokenizer
 
 TEXTS = tiny_corpus.texts()
@@ -157,7 +157,7 @@ def test_plain_text_has_one_key_and_a_largest_size(
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(DataError, match="is plain text, which has one text"):
         run(job(tmp_path / "out", tmp_path / "a.txt", json_keys=("text", "title")))
-    monkeypatch.setattr("megatron.preprocess.inputs._LONGEST_TEXT_BYTES", 4)
+    monkeypatch.setattr("megatron.extras.preprocess.inputs._LONGEST_TEXT_BYTES", 4)
     with pytest.raises(DataError, match="is one document"):
         run(job(tmp_path / "out", tmp_path / "a.txt"))
 

@@ -16,15 +16,15 @@ import tiny_corpus
 from shared_data import shared_dir
 from tiny_corpus import EOD, GPT2, JSONL, MERGES, REFERENCE_PREFIX, VOCAB, data_files
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.commands import preprocess as preprocess_data
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import ConfigError, DataError
-from megatron.preprocess.blocks import InputBlock, Position
-from megatron.preprocess.encoders import REFERENCE
-from megatron.preprocess.journal import lock_output
-from megatron.preprocess.pipeline import PreprocessJob, Summary, preprocess
-from megatron.preprocess.texts import extract_texts
+from megatron.extras.preprocess.blocks import InputBlock, Position
+from megatron.extras.preprocess.encoders import REFERENCE
+from megatron.extras.preprocess.journal import lock_output
+from megatron.extras.preprocess.pipeline import PreprocessJob, Summary, preprocess
+from megatron.extras.preprocess.texts import extract_texts
 from megatron.tokenizer import build_tokenizer
 
 # Bytes of a block. The fixture has 29 blocks of this size.

@@ -20,18 +20,18 @@ import pytest
 from preprocess.test_preprocess import JSONL, SMALL, job, run, write_lines
 from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError, DataError
-from megatron.preprocess import pipeline, resumable
-from megatron.preprocess.blocks import InputBlock
-from megatron.preprocess.inputs import read_blocks
-from megatron.preprocess.journal import Journal
+from megatron.extras.preprocess import pipeline, resumable
+from megatron.extras.preprocess.blocks import InputBlock
+from megatron.extras.preprocess.inputs import read_blocks
+from megatron.extras.preprocess.journal import Journal
 
 SLOW_RUN = """
 import sys, time
 from megatron.config.data import TokenizerConfig
-from megatron.preprocess.journal import Journal
-from megatron.preprocess.pipeline import PreprocessJob, preprocess
+from megatron.extras.preprocess.journal import Journal
+from megatron.extras.preprocess.pipeline import PreprocessJob, preprocess
 save = Journal.save
 def save_slowly(journal, progress):
     save(journal, progress)

@@ -8,7 +8,7 @@ import tiny_corpus
 
 from megatron.commands import import_tokens as tool
 from megatron.data.indexed import IndexedDataset
-from megatron.preprocess import token_files
+from megatron.extras.preprocess import token_files
 
 
 def run(out: Path, *inputs: Path, vocab_size: int, **flags: object) -> int:

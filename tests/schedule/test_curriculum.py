@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.schedule.curriculum import FOREVER, Curriculum
 
 LINEAR = Curriculum(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.schedule.batch_size import RampupBatchSize
 from megatron.schedule.lr import DecayStyle, LRSchedule, list_schedule_differences
 from megatron.schedule.progress import Forecast

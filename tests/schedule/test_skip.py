@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.schedule.skip import find_range, parse_ranges
 
 

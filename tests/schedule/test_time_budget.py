@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.schedule.clock import (
     ExpectedCosts,
     NextStep,

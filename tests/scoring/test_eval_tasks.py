@@ -17,15 +17,15 @@ from scoring.local_tasks import write_task_with_examples, write_tasks
 from tiny_corpus import MERGES, VOCAB
 from training.runs import Runner
 
+from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import evaluate
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError
-from megatron.generate.staged_model import StagedModel
+from megatron.extras.generate.staged_model import StagedModel
+from megatron.extras.scoring.likelihood import Scorer
+from megatron.extras.scoring.tasks import find_tasks
 from megatron.observe.metrics import read_metrics
-from megatron.scoring.likelihood import Scorer
-from megatron.scoring.tasks import find_tasks
 from megatron.tokenizer import build_tokenizer
 
 pytest.importorskip("lm_eval")
@@ -59,7 +59,7 @@ def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
     """Run a command line. Return the requests and likelihoods of each evaluation."""
     os.environ["HF_HOME"] = cache
     os.environ["HF_DATASETS_OFFLINE"] = "1"
-    from megatron.training.eval_tasks import EvalTasks
+    from megatron.extras.scoring.eval_tasks import EvalTasks
 
     seen: list[tuple[Any, Any]] = []
     compute = EvalTasks.compute_scores
@@ -357,7 +357,7 @@ def test_the_harness_leaves_the_random_numbers_of_training(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.scoring.fixed_tasks import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     random.seed(5)
@@ -379,7 +379,7 @@ def test_a_perplexity_that_is_too_large_is_infinite(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.scoring.fixed_tasks import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     built = FixedTasks(find(["read_locally"], tasks), ["read_locally"], tokenizer, 32)
@@ -393,7 +393,7 @@ def test_a_continuation_that_does_not_fit_is_refused(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.scoring.fixed_tasks import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     with pytest.raises(ConfigError, match=r"--eval-tasks choose_locally: .* does not fit"):

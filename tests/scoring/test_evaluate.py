@@ -12,12 +12,12 @@ from process_pool import ProcessPool, pretrain, succeed
 from scoring.local_tasks import read_texts, write_tasks
 from tiny_corpus import GPT2, MERGES, VOCAB
 
+from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint, evaluate
-from megatron.errors import ConfigError
-from megatron.generate.staged_model import StagedModel
-from megatron.scoring.likelihood import Scorer, TextLoss, iterate_windows
+from megatron.extras.generate.staged_model import StagedModel
+from megatron.extras.scoring.likelihood import Scorer, TextLoss, iterate_windows
 from megatron.tokenizer import build_tokenizer
 
 FLAGS = (
@@ -250,7 +250,7 @@ def test_wrong_settings_of_a_task_are_refused(
     settings: dict[str, Any], phrase: str, run: Path
 ) -> None:
     pytest.importorskip("lm_eval")
-    from megatron.scoring.harness import CheckpointLM
+    from megatron.extras.scoring.harness import CheckpointLM
 
     model = StagedModel(load_model(open_checkpoint(run, 6)))
     lm = CheckpointLM(model, build_tokenizer(GPT2), 1)

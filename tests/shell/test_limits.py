@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron import launch_script
-from megatron.errors import ConfigError
-from megatron.launch_script import read_launch_script
+from megatron.base.errors import ConfigError
+from megatron.extras.translators import launch_script
+from megatron.extras.translators.launch_script import read_launch_script
 
 TRAIN = "python pretrain_gpt.py --lr 1 $x\n"
 DOUBLING = {

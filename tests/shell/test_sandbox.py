@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import ConfigError
-from megatron.launch_script import expand_launch_script
-from megatron.shell import sandbox
-from megatron.shell.sandbox import trace_script
+from megatron.base.errors import ConfigError
+from megatron.extras.translators.launch_script import expand_launch_script
+from megatron.extras.translators.shell import sandbox
+from megatron.extras.translators.shell.sandbox import trace_script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 

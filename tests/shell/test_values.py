@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 
-from megatron.errors import ConfigError
-from megatron.shell.arithmetic import NotStaticError, evaluate_arithmetic
-from megatron.shell.syntax import Simple, parse_script
-from megatron.shell.values import Values
+from megatron.base.errors import ConfigError
+from megatron.extras.translators.shell.arithmetic import NotStaticError, evaluate_arithmetic
+from megatron.extras.translators.shell.syntax import Simple, parse_script
+from megatron.extras.translators.shell.values import Values
 
 BASH = shutil.which("bash")
 needs_bash = pytest.mark.skipif(BASH is None, reason="bash is not installed")

@@ -14,9 +14,9 @@ from datetime import datetime
 import pytest
 from slurm.test_array_task import SAVED, TinyRun, tiny  # noqa: F401
 
+from megatron.extras.operations.chronicle.history import read_history
 from megatron.observe.chronicle import CHRONICLE, Event, read_events
 from megatron.observe.metrics import read_metrics
-from megatron.operations.chronicle.history import read_history
 
 pytestmark = pytest.mark.full
 

@@ -13,7 +13,7 @@ import pytest
 from slurm.cluster import Cluster
 
 from megatron.config.cli import load_config
-from megatron.launch_script import read_launch_script
+from megatron.extras.translators.launch_script import read_launch_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(

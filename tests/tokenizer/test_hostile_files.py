@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 from tiny_corpus import MERGES, VOCAB
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
-from megatron.convert.tokenizer_files import write_tokenizer
-from megatron.errors import ConfigError
+from megatron.extras.convert.tokenizer_files import write_tokenizer
 from megatron.tokenizer import build_tokenizer
 
 END = {

@@ -13,10 +13,10 @@ from operations.hub_server import TOKEN, HubServer
 from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, GPT2, ROOT, command
 
+from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import ConfigError
 from megatron.tokenizer import (
     HFTokenizer,
     build_tokenizer,

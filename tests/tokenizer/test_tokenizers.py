@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tiny_corpus import EOD, GPT2, MERGES, VOCAB
 from tokenizers import AddedToken, processors
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import ConfigError
 from megatron.tokenizer import TransformersTokenizer, build_tokenizer, list_special_token_ids
 
 TINY = build_tokenizer(GPT2)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_tokenizers import folder_with, hf, slow_folder
 from tiny_corpus import GPT2, VOCAB
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError
 from megatron.tokenizer import (
     compute_padded_vocab_size,
     find_vocab_size,

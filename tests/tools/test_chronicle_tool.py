@@ -17,10 +17,9 @@ from tiny_corpus import ROOT, command
 from training.runs import SIZES
 
 from megatron.commands import chronicle, rollback
-from megatron.observe.chronicle import CHRONICLE, append_event, read_events
-from megatron.operations.chronicle.charts import POINTS, compute_running_mean, select_points
-from megatron.operations.chronicle.energy import read_energy
-from megatron.operations.chronicle.goodput import (
+from megatron.extras.operations.chronicle.charts import POINTS, compute_running_mean, select_points
+from megatron.extras.operations.chronicle.energy import read_energy
+from megatron.extras.operations.chronicle.goodput import (
     KEPT,
     SAVES,
     STARTS,
@@ -28,8 +27,9 @@ from megatron.operations.chronicle.goodput import (
     WAITING,
     compute_goodput,
 )
-from megatron.operations.chronicle.history import read_history
-from megatron.operations.monitor.alerts import Alert, Outlets, deliver
+from megatron.extras.operations.chronicle.history import read_history
+from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
+from megatron.observe.chronicle import CHRONICLE, append_event, read_events
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NOTE = '<script>document.title="owned"</script><img src="http://example.com/x.png">'

@@ -18,10 +18,10 @@ from megatron.commands.plan_strategies import (
     estimate_strategies,
 )
 from megatron.config.cli import load_config
-from megatron.cost.hardware import load_hardware
-from megatron.cost.memory import Verdict
-from megatron.plan import Plan, resolve
-from megatron.plan_prediction import predict_plan
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.prediction import predict_plan
+from megatron.plan.plan import Plan, resolve
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "hsdp_fsdp_or_tp.md"

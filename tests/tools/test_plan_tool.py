@@ -17,7 +17,7 @@ from megatron.commands import plan, plan_search
 from megatron.config.cli import compute_config_digest, load_config
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
-from megatron.cost.hardware import load_hardware
+from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
@@ -1166,7 +1166,7 @@ def test_an_output_that_cannot_be_written_leaves_nothing(
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("megatron.durable.os.fsync", fail)
+    monkeypatch.setattr("megatron.base.durable.os.fsync", fail)
     assert plan.main([*words, flag, str(out)]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert out.read_text() == "old"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.commands import plot_loss
-from megatron.errors import DataError
 from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.report import IterationReport

@@ -13,11 +13,11 @@ import pytest
 from tools.chromium import CHROMIUM, start_browser
 
 from megatron.commands import chronicle
+from megatron.extras.operations.chronicle.charts import Charts, Curve, build_charts, find_stretches
+from megatron.extras.operations.chronicle.events import describe_events
+from megatron.extras.operations.chronicle.history import RunHistory, read_history
+from megatron.extras.operations.chronicle.summary import describe_outcome, list_facts
 from megatron.observe.chronicle import CHRONICLE
-from megatron.operations.chronicle.charts import Charts, Curve, build_charts, find_stretches
-from megatron.operations.chronicle.events import describe_events
-from megatron.operations.chronicle.history import RunHistory, read_history
-from megatron.operations.chronicle.summary import describe_outcome, list_facts
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 SPIKE = 7.5

@@ -12,7 +12,7 @@ from megatron.commands import sample_idxs_to_text as tool
 from megatron.config.cli import dump_yaml, load_config
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
-from megatron.training.state import TrainState
+from megatron.run.state import TrainState
 
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.commands import to_curriculum
 from megatron.config.cli import load_config
-from megatron.plan import Plan, resolve
+from megatron.plan.plan import Plan, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "tests" / "fixtures" / "published_runs"

@@ -13,7 +13,7 @@ from training.runs import Runner
 
 from megatron.config.cli import load_config
 from megatron.observe.log_line import parse_log_line
-from megatron.plan import resolve
+from megatron.plan.plan import resolve
 
 BATCH = 4
 LENGTHS = [8, 16, 16, 24, 32, 32, 32, 32]
@@ -69,8 +69,8 @@ def compute_losses_of_truncated_samples(argv: list[str], lengths: list[int]) -> 
     from megatron.engine.native import NativeEngine
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
-    from megatron.training.setup import open_data
-    from megatron.training.state import TrainState
+    from megatron.run.start.setup import open_data
+    from megatron.run.state import TrainState
 
     plan = resolve(load_config(argv).config, 1)
     mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"))

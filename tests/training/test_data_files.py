@@ -19,17 +19,17 @@ from process_pool import Outcome, PerRank, pretrain
 from tiny_corpus import MERGES, VOCAB
 from training.runs import Runner
 
+from megatron.base.errors import DataError
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
-from megatron.checkpoint.ranks import Ranks
 from megatron.config.data import DataConfig
 from megatron.data import array_file, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.registry import DatasetRegistry
-from megatron.data.stream.build import list_streamed_datasets
-from megatron.errors import DataError
-from megatron.training.data_files import DataFiles
-from megatron.training.state import TrainState
+from megatron.extras.stream.build import list_streamed_datasets
+from megatron.parallel.ranks import Ranks
+from megatron.run.start.data_files import DataFiles
+from megatron.run.state import TrainState
 
 TOKENIZER = f"--vocab-file {VOCAB} --merge-file {MERGES}"
 

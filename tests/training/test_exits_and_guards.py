@@ -15,12 +15,12 @@ import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import Runner
 
+from megatron.base.errors import TrainingError
 from megatron.config.batch import BatchConfig
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.errors import TrainingError
 from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
 from megatron.parallel.mesh import Mesh
-from megatron.training.exits import Exits
+from megatron.run.exits import Exits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,7 +113,7 @@ def test_signals_that_the_parent_ignores_stay_ignored() -> None:
 def test_later_signal_ends_a_process_that_reaches_no_iteration() -> None:
     code = """
 import time
-from megatron.training import exits
+from megatron.run import exits
 exits._REPEATED_SECONDS = 0.5
 exits.Exits(None, None, print, saves=True).catch_signals()
 print("ready", flush=True)
@@ -229,7 +229,7 @@ def test_evaluation_continues_at_its_position_after_a_resume(run: Runner, other:
 
 def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     """Run the main job with a weight that is infinite during these iterations."""
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 

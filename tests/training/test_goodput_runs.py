@@ -15,7 +15,7 @@ from training.spiky_corpus import random_stretch, write_corpus
 from training.test_spike_guard_runs import ROLLBACK, make_argv
 
 from megatron.commands import rollback
-from megatron.operations.chronicle.goodput import (
+from megatron.extras.operations.chronicle.goodput import (
     HANGS,
     KEPT,
     OTHER,
@@ -27,10 +27,10 @@ from megatron.operations.chronicle.goodput import (
     compute_goodput,
     format_goodput,
 )
-from megatron.operations.chronicle.history import read_history
-from megatron.operations.monitor import status
-from megatron.operations.monitor.queue import QueuedJob
-from megatron.operations.monitor.status import WatchedRun, check_run
+from megatron.extras.operations.chronicle.history import read_history
+from megatron.extras.operations.monitor import status
+from megatron.extras.operations.monitor.queue import QueuedJob
+from megatron.extras.operations.monitor.status import WatchedRun, check_run
 
 LINE = re.compile(r"^goodput: (\d+\.\d)% of ([\d.]+ \w+(?: \d+ \w+)?)", re.MULTILINE)
 

@@ -11,9 +11,9 @@ from data.row_files import make_documents, write_rows
 from process_pool import ProcessPool, pretrain, succeed
 
 from megatron.config.cli import load_config
-from megatron.launch_script import read_launch_script
+from megatron.extras.translators.launch_script import read_launch_script
 from megatron.observe.metrics import read_metrics
-from megatron.plan import Plan, resolve
+from megatron.plan.plan import Plan, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "train" / "llama-7b-2T"

@@ -82,7 +82,7 @@ def pretrain_without_tokens(argv: list[str], empty: tuple[int, ...]) -> None:
     """Run the main job with data of which nothing counts in some iterations and in evaluations."""
     import torch
 
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from training.runs import Runner
 
-from megatron.observe.profiler import Profiler
+from megatron.extras.profiling.profiler import Profiler
 
 SUFFIX = ".pt.trace.json.gz"
 

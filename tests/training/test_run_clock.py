@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from megatron.config.cli import load_config
-from megatron.plan import Plan, resolve
-from megatron.training.clock import RunClock
-from megatron.training.state import TrainState
+from megatron.extras.clock.clock import RunClock
+from megatron.plan.plan import Plan, resolve
+from megatron.run.state import TrainState
 
 SIZES = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "

@@ -41,7 +41,7 @@ def train_with_slow_write(argv: list[str], fails: bool) -> Seen:
 
     from megatron.checkpoint import stages
     from megatron.checkpoint.save import Saver
-    from megatron.training import loop
+    from megatron.run import loop
 
     seen = Seen()
     uses: list[Use] = []

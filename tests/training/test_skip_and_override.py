@@ -7,7 +7,7 @@ import pytest
 from process_pool import ProcessPool, succeed
 from training.runs import Runner
 
-from megatron.training.state import TrainState
+from megatron.run.state import TrainState
 
 BATCH = 4
 
@@ -23,8 +23,8 @@ def train_only(argv: list[str], iterations: list[int]) -> list[float]:
     from megatron.engine.native import NativeEngine
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
-    from megatron.plan import resolve
-    from megatron.training.setup import open_data
+    from megatron.plan.plan import resolve
+    from megatron.run.start.setup import open_data
 
     loaded = load_config(argv)
     plan = resolve(loaded.config, 1)

@@ -9,24 +9,24 @@ from typing import cast
 
 import pytest
 
+from megatron.base.errors import CheckpointError, OperationsError
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.ranks import Ranks
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.config.tree import Config
 from megatron.engine.base import StepResult
-from megatron.errors import CheckpointError, OperationsError
-from megatron.training.interventions import (
+from megatron.extras.guard.interventions import (
     GuardRecords,
     build_record,
     find_guard_windows,
     finish_interrupted_rollback,
     read_guard_records,
 )
-from megatron.training.spike_estimator import LASTING
-from megatron.training.spike_guard import Response, Spike, SpikeGuard
+from megatron.extras.guard.spike_estimator import LASTING
+from megatron.extras.guard.spike_guard import Response, Spike, SpikeGuard
+from megatron.parallel.ranks import Ranks
 
 CONFIG = SpikeGuardConfig(
     spike_guard="rollback",

@@ -17,8 +17,8 @@ from training.spiky_corpus import (
     write_corpus,
 )
 
+from megatron.base.errors import ConfigError, TrainingError
 from megatron.checkpoint.folder import list_saved_iterations
-from megatron.errors import ConfigError, TrainingError
 from megatron.observe.metrics import read_metrics
 
 SIZES = (
@@ -41,7 +41,7 @@ def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import megatron.training.pretrain as pretrain_module
+    import megatron.run.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 

@@ -12,15 +12,15 @@ from training.runs import SIZES, Runner
 import megatron
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import load_config
-from megatron.training.job import Job, resolve_job, select_checkpoint_config
-from megatron.training.refusals import check_before_torch
+from megatron.run.start.job import Job, resolve_job, select_checkpoint_config
+from megatron.run.start.refusals import check_before_torch
 
 ARGV = [*SIZES.split(), "--data-path", "/nowhere/corpus"]
 
 
 def watch_start(argv: list[str]) -> list[str]:
     """Train, and return which steps of the start this rank has made itself."""
-    import megatron.training.job as job_module
+    import megatron.run.start.job as job_module
 
     names = ["find_start", "take_start", "resolve_job", "check_tokenizer"]
     made: list[str] = []
@@ -47,7 +47,7 @@ def watch_start(argv: list[str]) -> list[str]:
 
 def pretrain_with_lost_search(argv: list[str]) -> None:
     """Train with a search for the checkpoint that fails in a way that no check expects."""
-    import megatron.training.job as job_module
+    import megatron.run.start.job as job_module
 
     error = PermissionError(13, "Permission denied", "/nowhere/kill-switch")
     with mock.patch.object(job_module, "find_start", side_effect=error):
@@ -56,7 +56,7 @@ def pretrain_with_lost_search(argv: list[str]) -> None:
 
 def pretrain_as_version(argv: list[str], version: str) -> None:
     """Train with this rank's code version replaced."""
-    import megatron.training.agreement as agreement
+    import megatron.run.start.agreement as agreement
 
     with mock.patch.object(agreement, "get_code_version", return_value=version):
         pretrain(argv)
@@ -141,7 +141,7 @@ def test_a_rank_with_a_changed_file_is_named(
 
 def pretrain_from_package(argv: list[str], package: str) -> None:
     """Train as if the package were in another folder."""
-    from megatron.code_version import compute_file_digests
+    from megatron.base.code_version import compute_file_digests
 
     with mock.patch.object(compute_file_digests, "__defaults__", (Path(package),)):
         pretrain(argv)
@@ -170,7 +170,7 @@ def pretrain_with_file(argv: list[str], file: str) -> None:
     """Train with another path of the DeepSpeed JSON in this rank's agreement."""
     import dataclasses
 
-    import megatron.training.agreement as agreement
+    import megatron.run.start.agreement as agreement
 
     original = agreement._describe_deepspeed_settings
 

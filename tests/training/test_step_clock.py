@@ -10,7 +10,7 @@ import torch
 from process_pool import pretrain, succeed
 from training.runs import Runner
 
-from megatron.training.step_clock import StepClock
+from megatron.run.step_clock import StepClock
 
 
 class Clock:
@@ -65,7 +65,7 @@ def delay(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def pretrain_slowly(argv: list[str], name: str) -> None:
     """Train with a function of the loop that takes longer."""
-    import megatron.training.loop as loop
+    import megatron.run.loop as loop
 
     with mock.patch.object(loop, name, delay(getattr(loop, name))):
         pretrain(argv)

@@ -21,7 +21,7 @@ def pretrain_with_signal(argv: list[str], iteration: int, place: str) -> int:
         iteration: The iteration of the signal. 0: there is none.
         place: "step" or "evaluation", where it arrives.
     """
-    from megatron.training import exits, loop
+    from megatron.run import exits, loop
 
     messages = 0
     found: list[exits.Exits] = []

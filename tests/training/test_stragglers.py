@@ -11,12 +11,12 @@ import torch
 from process_pool import ProcessPool, pretrain, succeed
 from training.runs import Runner
 
+from megatron.extras.stragglers.stragglers import compare_times
 from megatron.model.block import Block
 from megatron.observe.block_timer import BlockTimer
 from megatron.observe.chronicle import CHRONICLE, read_events
 from megatron.observe.log_line import parse_slow_ranks_line
 from megatron.observe.timers import COMMUNICATION, Timers
-from megatron.training.stragglers import compare_times
 
 FULL = pytest.mark.full
 SECONDS = 0.01
@@ -135,7 +135,7 @@ def count_collectives(argv: list[str]) -> list[int]:
     """
     import torch.distributed as dist
 
-    from megatron.training import loop
+    from megatron.run import loop
 
     counts: list[int] = []
     decide = loop.decide
@@ -258,7 +258,7 @@ def test_collectives_still_count_as_communication() -> None:
 
 
 def test_hooks_exist_only_while_a_step_is_measured(tmp_path: Path) -> None:
-    from megatron.training.stragglers import MEASURED_STEPS, StragglerWatch
+    from megatron.extras.stragglers.stragglers import MEASURED_STEPS, StragglerWatch
 
     class Stage:
         block = torch.nn.Linear(1, 1)

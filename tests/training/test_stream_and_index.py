@@ -13,9 +13,9 @@ from training.runs import SIZES
 
 from megatron.commands import preprocess
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.stream.listing import list_dataset
-from megatron.data.stream.reader import Cursor, ShardReader
-from megatron.data.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.extras.stream.listing import list_dataset
+from megatron.extras.stream.reader import Cursor, ShardReader
+from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.observe.metrics import read_metrics
 from megatron.tokenizer import build_tokenizer
 

@@ -109,7 +109,7 @@ def test_filters_count_the_same_after_a_kill(
         run.argv(f"{flags} --save-interval 4"),
         3,
         tmp_path / "logs",
-        delays={rank: {"megatron.training.loop.save_at_end": 100.0} for rank in range(3)},
+        delays={rank: {"megatron.run.loop.save_at_end": 100.0} for rank in range(3)},
     )
     launch.wait_for_line("iteration       10/")
     assert launch.kill() == [0, 1, 2]

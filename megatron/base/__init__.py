@@ -1,0 +1,1 @@
+"""What every package may use: errors, files that survive a power cut, locks, sizes as text."""

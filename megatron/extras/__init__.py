@@ -1,0 +1,1 @@
+"""What surrounds the trainer. The core never imports it, and works without it."""

@@ -1,0 +1,1 @@
+"""Runs whose length is a time."""

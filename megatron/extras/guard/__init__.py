@@ -1,0 +1,1 @@
+"""The spike guard: it finds bad steps, drops them, or rolls the run back."""

@@ -1,0 +1,297 @@
+"""One start of the training in a Slurm job: the check of its nodes, the step, and how it ended.
+
+An array task may start the training several times, on the same nodes or on spare ones.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
+from megatron.base.errors import HungRanksError
+from megatron.checkpoint.lease import RESTART_VARIABLE
+from megatron.extras.operations.slurm import client, node_report
+from megatron.extras.operations.slurm.allocation import Allocation
+from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.step import Signals, run_step, say
+from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
+from megatron.observe.log_line import format_training_complete_line
+
+TAIL_BYTES = 1 << 16
+"""Number of bytes at the end of the log in which the last lines of the training are searched."""
+_TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .+)$", re.MULTILINE)
+"""Line of srun about a task that failed, such as "srun: error: n2: task 3: Killed"."""
+_MISTAKE_CODE = 2
+"""Exit code of a training that ends with an error that a person must fix."""
+
+
+@dataclass(frozen=True)
+class StartEnd:
+    """How a start of the training ended."""
+
+    outcome: TaskOutcome
+    reason: str = ""
+    """What happened, for people. Empty if the outcome says it all."""
+
+
+class TrainingStarts:
+    """Starts the training in this job. It keeps the hosts that turned out to be bad."""
+
+    def __init__(self, array_task: ArrayTask, signals: Signals, exclusion: HostExclusion) -> None:
+        """Store what to run.
+
+        Args:
+            array_task: What to run, and its limits.
+            signals: The signals that Slurm has sent.
+            exclusion: Records what happens to hosts, and excludes them.
+        """
+        self._task = array_task
+        self._signals = signals
+        self._exclusion = exclusion
+        self.allocation = Allocation(array_task.train_nodes)
+
+    def start(self, restart: int) -> StartEnd:
+        """Check the nodes and train until the training ends.
+
+        Args:
+            restart: Number of earlier starts in this allocation.
+
+        Raises:
+            OperationsError: Slurm's commands do not run, or the job has too few nodes.
+            OSError: A folder cannot be written.
+        """
+        if restart == 0:
+            self.allocation.read()
+        if self._task.nodes is not None:
+            end = self._check_nodes(self._task.nodes)
+            if end is not None:
+                return end
+        return self._train(restart)
+
+    def _check_nodes(self, limits: node_report.NodeLimits) -> StartEnd | None:
+        """Check all nodes that are not known to be bad, spares included.
+
+        Returns:
+            The end of this start, or None if enough nodes are good.
+        """
+        hosts = self.allocation.good_hosts
+        folder = self._task.save / f".nodes-{os.environ['SLURM_JOB_ID']}"
+        # A start that was killed may have left reports, which must not be taken for those of this
+        # start.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            program = [
+                "-m",
+                "megatron.commands.node_check",
+                "--report",
+                str(folder),
+                *limits.format_flags(),
+            ]
+            # A step that hangs is not an error here. The ranks that did not report show which hosts
+            # hang.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._run_step(
+                    hosts,
+                    # One bad rank must not end the others. All bad hosts have to be found in one
+                    # check.
+                    ["--kill-on-bad-exit=0", "--wait=0"],
+                    program,
+                    # The probe ends itself after `limits.seconds`. The additional minute is for
+                    # starting the step.
+                    timeout=limits.seconds + 60,
+                )
+            bad = node_report.find_bad_hosts(node_report.read(folder), hosts, limits)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._signals.received:
+            # Slurm ended the probe, so a missing report shows nothing about the node.
+            return StartEnd(TaskOutcome.ENDED_BY_SLURM)
+        # If more than half of the nodes fail the check, the check itself is assumed to be
+        # misconfigured. Excluding them would leave the job without nodes.
+        if len(hosts) > 1 and 2 * len(bad) > len(hosts):
+            host, reason = next(iter(bad.items()))
+            text = (
+                f"the node check failed on {len(bad)} of {len(hosts)} nodes, so the check itself "
+                f"is probably wrong ({host}: {reason}); "
+                "change --disk, --memory-gib or --seconds, or remove --check-nodes"
+            )
+            self._task.alert(text)
+            return StartEnd(TaskOutcome.NEEDS_PEOPLE, text)
+        self._remove_hosts(bad)
+        if self.allocation.is_large_enough:
+            return None
+        return StartEnd(TaskOutcome.BAD_NODES, "the node check found bad nodes")
+
+    def _train(self, restart: int) -> StartEnd:
+        """Run the training to its end."""
+        task = self._task
+        hosts = self.allocation.train_hosts
+        # The log also holds earlier launches. Only what follows this byte is from this one.
+        if task.main_log.exists():
+            where = task.main_log.stat().st_size
+        else:
+            where = 0
+        # Slurm's notation is shorter than the names of a thousand hosts.
+        if self.allocation.format_srun_options(hosts):
+            nodes = ",".join(hosts)
+        else:
+            nodes = os.environ["SLURM_JOB_NODELIST"]
+        self._say(f"array task {client.describe_job()} starts on {nodes}")
+        folder = task.save / f".errors-{os.environ['SLURM_JOB_ID']}"
+        # As for the node check, no reports of an earlier start may be read.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            variables = {
+                FOLDER_VARIABLE: str(folder.absolute()),
+                RESTART_VARIABLE: str(restart),
+            }
+            code = self._run_step(
+                hosts,
+                # Ranks that outlive a failed one would wait in a collective until its timeout, so
+                # srun ends them. Python's -u keeps the last lines of a killed rank from being lost
+                # in a buffer.
+                ["--kill-on-bad-exit=1"],
+                ["-u", *task.command],
+                variables=variables,
+            )
+            reports, unreadable = read_reports(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if unreadable:
+            self._say(
+                "error reports that cannot be read, probably because their ranks were killed: "
+                f"{', '.join(unreadable[:10])}"
+            )
+        hangs = [report for report in reports if report.kind == HungRanksError.__name__]
+        others = [report for report in reports if report.kind != HungRanksError.__name__]
+        # Reports come before the exit code. The code does not show which host failed, or why.
+        if others:
+            return self._follow_errors(others, hosts)
+        # Code 0 means complete, or saved and stopped. Only the log shows which of the two.
+        if code == 0:
+            if format_training_complete_line() in _read_log_end(task.main_log, where):
+                return StartEnd(TaskOutcome.COMPLETE)
+            stopped = task.kill_switch is not None and task.kill_switch.exists()
+            return StartEnd(TaskOutcome.KILL_SWITCH if stopped else TaskOutcome.LEFT)
+        # scancel may end the ranks some time before its signal reaches this script. A requeue would
+        # then bring the job back.
+        if self._signals.received or client.is_cancelled():
+            self._say(f"Slurm ended the job before the training could save (code {code})")
+            return StartEnd(TaskOutcome.ENDED_BY_SLURM)
+        if hangs:
+            return self._follow_hang(hangs, hosts)
+        return self._follow_crash(code, where)
+
+    def _follow_crash(self, code: int, where: int) -> StartEnd:
+        """Decide what follows from an exit code that no report explains.
+
+        Args:
+            code: The exit code of srun.
+            where: Size of the log at the start of the step, in bytes.
+        """
+        task = self._task
+        # srun returns the largest code, so no rank was killed and none crashed. An example is an
+        # error report that could not be written, or a script that does not exist.
+        if code == _MISTAKE_CODE:
+            text = f"the training ended with code {code}, which means a mistake to fix"
+            task.alert(f"{text}; {task.main_log} has the reason")
+            return StartEnd(TaskOutcome.NEEDS_PEOPLE, text)
+        text = f"the training ended with code {code}, and no rank reported an error"
+        # srun names the first task that ended before it ends the others.
+        died = _TASK_ENDED.search(_read_log_end(task.main_log, where))
+        if died is not None:
+            text += f" ({died[1]})"
+        self._say(text)
+        return StartEnd(TaskOutcome.CRASHED, text)
+
+    def _follow_errors(self, reports: Sequence[ErrorReport], hosts: Mapping[str, int]) -> StartEnd:
+        """Decide what follows from the errors that the ranks reported.
+
+        Hosts with I/O errors of their own are excluded. Every other error needs a person.
+
+        Args:
+            reports: The reports, at least one, and none of a hang.
+            hosts: The hosts of the training.
+        """
+        bad = hosts_at_fault(list(reports), len(hosts))
+        if not bad:
+            io_hosts = sorted({report.host for report in reports if report.io_error is not None})
+            if len(io_hosts) > 1:
+                shared = f" (I/O errors on {len(io_hosts)} hosts: {', '.join(io_hosts[:10])})"
+            else:
+                shared = ""
+            # An error that is not an I/O error is the one that needs a person, so it is reported
+            # first.
+            first = next((report for report in reports if report.io_error is None), reports[0])
+            described = first.describe()
+            if len(reports) > 1 and len({(report.kind, report.message) for report in reports}) == 1:
+                # All ranks met the same error, so no rank is named.
+                described = f"{first.kind}: {first.message}"
+            self._task.alert(
+                f"the training ended with an error that a person must fix: {described}{shared}"
+            )
+            return StartEnd(TaskOutcome.NEEDS_PEOPLE, described)
+        described = "; ".join(
+            f"node {host} had an I/O error: {reason}" for host, reason in bad.items()
+        )
+        if self._signals.received:
+            # The job is not requeued here. A requeue would bring back a job that somebody
+            # cancelled.
+            self._task.alert(f"Slurm ended the job, and {described}")
+            return StartEnd(TaskOutcome.ENDED_BY_SLURM, described)
+        self._remove_hosts(bad)
+        return StartEnd(TaskOutcome.BAD_NODES, described)
+
+    def _follow_hang(self, hangs: Sequence[ErrorReport], hosts: Mapping[str, int]) -> StartEnd:
+        """Count the hang for the hosts that it names, and exclude those that hung before.
+
+        No flag is wrong, and a new start may help.
+        """
+        # The ranks that only follow the verdict do not know its hosts.
+        verdict = next((report for report in hangs if report.hung_hosts), hangs[0])
+        self._say(verdict.message)
+        self._remove_hosts(self._exclusion.record_hang(verdict, hosts))
+        # The second line names the first of the ranks that the others wait for.
+        return StartEnd(TaskOutcome.CRASHED, " ".join(verdict.message.split("\n")[:2]))
+
+    def _remove_hosts(self, bad: Mapping[str, str]) -> None:
+        """Do not use these hosts any more, in this job and in later ones."""
+        if bad:
+            self.allocation.bad |= bad
+            self._exclusion.exclude(bad)
+
+    def _run_step(
+        self,
+        hosts: Mapping[str, int],
+        options: Sequence[str],
+        program: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Run a step on these hosts. See `run_step`."""
+        return run_step(
+            self._task.main_log,
+            [*options, *self.allocation.format_srun_options(hosts), *self._task.srun],
+            program,
+            variables=variables,
+            timeout=timeout,
+        )
+
+    def _say(self, text: str) -> None:
+        say(self._task.main_log, text)
+
+
+def _read_log_end(log: Path, where: int) -> str:
+    """Return the end of what was written to the log after byte `where`."""
+    with open(log, "rb") as file:
+        file.seek(max(where, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        # The first byte may be in the middle of a character, hence errors="replace".
+        return file.read().decode(errors="replace")

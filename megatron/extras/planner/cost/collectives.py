@@ -1,0 +1,42 @@
+"""The time of collectives and of messages between pipeline stages, by size and topology."""
+
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.schedule import communication
+from megatron.schedule.communication import Collectives
+
+
+def estimate_collective_seconds(
+    size: float, ranks: int, hardware: Hardware, *, stride: int = 1, passes: int = 1
+) -> float:
+    """Return the seconds of a ring collective of `size` bytes.
+
+    A reduce-scatter or an all-gather is one pass around the ring, and an all-reduce is two.
+    """
+    if ranks == 1:
+        return 0.0
+    return passes * communication.estimate_ring_seconds(
+        Collectives(1, size), ranks, stride, hardware.network
+    )
+
+
+def estimate_added_seconds(communication: float, hidden: float, contention: float) -> float:
+    """Return the seconds that communication adds to computation.
+
+    Args:
+        communication: Seconds of the communication.
+        hidden: Seconds of computation that run at the same time.
+        contention: Seconds that computation loses for each second of both.
+    """
+    # What is hidden is not free: it slows the computation.
+    covered = min(communication, hidden)
+    return communication - covered + contention * covered
+
+
+def estimate_message_seconds(size: float, stride: int, hardware: Hardware) -> float:
+    """Return the seconds in which rank r sends `size` bytes to rank r + `stride`."""
+    network = hardware.network
+    # Both ranks are on one node only if the node holds more ranks than lie between them.
+    bandwidth = network.node_bandwidth
+    if stride >= hardware.ranks_per_node:
+        bandwidth = network.network_bandwidth
+    return size / bandwidth + network.hop_seconds

@@ -1,0 +1,135 @@
+"""The time of one kernel, by the roofline of a device.
+
+A kernel takes as long as its computation or its memory traffic, whichever is longer, and at least
+the time of a launch. Matrix products also lose time at the edges of their tiles and in the last
+wave of tiles (NVIDIA, "Matrix Multiplication Background User's Guide").
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from megatron.extras.planner.cost.hardware import Hardware
+
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.78), (64, 128, 0.78))
+"""Rows and columns of a tile, and its speed relative to the largest. Small tiles reuse less."""
+_DEPTH = 192
+"""Length of the inner dimension that takes as long as filling and emptying a tile's pipeline."""
+_ALIGNED = 64
+"""Rows of a matrix that begin at multiples of this many elements are read at full speed.
+
+These are the 128 bytes of a cache line.
+"""
+_WAVE_LOSS = 0.5
+"""Part of the idle time in the last wave that is not filled by splitting tiles along k."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`batch` products of an m x k and a k x n matrix."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    value: int = 2
+    """Bytes of an element: 2 in half precision, and 4 in fp32."""
+    result: float | None = None
+    """Bytes that are read and written for an element of the result. Default: `value`."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs. A multiply-add counts as 2."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that are read and written at least once."""
+        factors = self.value * (self.m * self.k + self.k * self.n)
+        result = self.value if self.result is None else self.result
+        return self.batch * (factors + result * self.m * self.n)
+
+    def derive_backward(self, gradient: float | None = None) -> "tuple[Gemm, Gemm]":
+        """Return the products of the backward pass, for the input and for the weight.
+
+        Args:
+            gradient: Bytes that are read and written for an element of the weight's gradient.
+                Default: `value`.
+        """
+        return (
+            Gemm(self.m, self.k, self.n, self.batch, self.value),
+            Gemm(self.k, self.n, self.m, self.batch, self.value, gradient),
+        )
+
+
+@cache
+def compute_gemm_utilisation(gemm: Gemm, multiprocessors: int) -> float:
+    """Return the speed of a matrix product relative to a very large one, above 0 and at most 1.
+
+    The library chooses the best tile. Tiles at the edges are computed completely, and so is the
+    last wave, in which some multiprocessors have no tile.
+    """
+    best = 0.0
+    for rows, columns, speed in _TILES:
+        # Tiles at the edges are padded.
+        down = math.ceil(gemm.m / rows)
+        across = math.ceil(gemm.n / columns)
+        tiles = gemm.batch * down * across
+        edges = gemm.m * gemm.n / (down * rows * across * columns)
+        waves = tiles / multiprocessors
+        quantised = float(math.ceil(waves))
+        # With less than a wave there is nothing to split, and multiprocessors stay idle.
+        if quantised > 1:
+            quantised = waves + _WAVE_LOSS * (quantised - waves)
+        # The fastest tile is the one that cuBLAS chooses, or nearly so.
+        best = max(best, speed * edges * waves / quantised)
+    return best * _measure_alignment(gemm) * gemm.k / (gemm.k + _DEPTH)
+
+
+def _measure_alignment(gemm: Gemm) -> float:
+    """Return the part of full speed at which the rows of the matrices are read."""
+    if gemm.value == 4:
+        # Without Tensor Cores the computation takes much longer than the reads.
+        return 1.0
+    aligned = min(math.gcd(size, _ALIGNED) for size in (gemm.n, gemm.k))
+    if aligned >= _ALIGNED:
+        return 1.0
+    # Tensor Cores need multiples of 8 elements, which are 16 bytes. Below that they are not used
+    # well at all. In between, each row crosses more cache lines than it fills.
+    if aligned < 8:
+        return 0.4
+    return 0.55 + 0.45 * math.log2(aligned / 8) / 3
+
+
+def estimate_gemm_seconds(gemm: Gemm, hardware: Hardware) -> float:
+    """Return the seconds of a matrix product."""
+    rate = (
+        hardware.get_peak(half=gemm.value == 2)
+        * hardware.gemm_share
+        * compute_gemm_utilisation(gemm, hardware.multiprocessors)
+    )
+    # Tensors that fit in the cache are read faster. This matters for small kernels only.
+    memory = gemm.bytes / hardware.memory_rate
+    return max(gemm.flops / rate, memory, hardware.launch_seconds)
+
+
+def estimate_memory_seconds(traffic: float, hardware: Hardware, kernels: int = 1) -> float:
+    """Return the seconds of `kernels` pointwise kernels that move `traffic` bytes together."""
+    return max(traffic / hardware.memory_rate, kernels * hardware.launch_seconds)
+
+
+def estimate_flash_seconds(
+    flops: float, head_dim: int, hardware: Hardware, *, half: bool = True
+) -> float:
+    """Return the seconds of an attention kernel that keeps no scores in memory.
+
+    Args:
+        flops: FLOPs that it computes. Of a causal mask, they are half of the square.
+        head_dim: Width of a head. Narrow heads have short products, which are slower.
+        hardware: The device.
+        half: Whether it computes in half precision.
+    """
+    # A head of 128 has the share of the hardware file, and narrower ones less.
+    width = min(1.0, head_dim / (head_dim + 16) * 144 / 128)
+    rate = hardware.get_peak(half=half) * hardware.attention_share * width
+    return max(flops / rate, hardware.launch_seconds)

@@ -1,0 +1,405 @@
+"""The time of one transformer layer, of the embedding and of the output layer on one rank.
+
+Notation: T tokens of a microbatch on this rank, h hidden size, f feed-forward size, a heads of
+width d, g query groups, q = a d and k = g d widths of queries and keys, t tensor-parallel size.
+Widths are in elements. An element has 2 bytes, or 4 in fp32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.extras.planner.cost.collectives import (
+    estimate_added_seconds,
+    estimate_collective_seconds,
+)
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.kernels import (
+    Gemm,
+    estimate_flash_seconds,
+    estimate_gemm_seconds,
+    estimate_memory_seconds,
+)
+from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.tensors import Kernel, choose_kernel
+from megatron.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a device, by what it does."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0
+    tensor: float = 0.0
+    """Tensor-parallel and context-parallel communication that computation waits for."""
+    gaps: float = 0.0
+    """Time between kernels."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return self.gemm + self.attention + self.pointwise + self.tensor + self.gaps
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        """Return the sum by parts."""
+        return Seconds(
+            self.gemm + other.gemm,
+            self.attention + other.attention,
+            self.pointwise + other.pointwise,
+            self.tensor + other.tensor,
+            self.gaps + other.gaps,
+        )
+
+    def scale(self, factor: float) -> "Seconds":
+        """Return each part multiplied by `factor`."""
+        return Seconds(
+            factor * self.gemm,
+            factor * self.attention,
+            factor * self.pointwise,
+            factor * self.tensor,
+            factor * self.gaps,
+        )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forward pass, and the backward pass with what it recomputes."""
+
+    forward: Seconds
+    backward: Seconds
+
+    def __add__(self, other: "Passes") -> "Passes":
+        """Return the sum of both passes."""
+        return Passes(self.forward + other.forward, self.backward + other.backward)
+
+    def scale(self, factor: float) -> "Passes":
+        """Return both passes multiplied by `factor`."""
+        return Passes(self.forward.scale(factor), self.backward.scale(factor))
+
+
+# Kernels of a layer apart from those of its attention core. They only matter where there is a time
+# between kernels.
+_KERNELS = 40
+_CORE_KERNELS = 8
+
+
+class LayerTimes:
+    """The times of the parts of a model on one rank, for one microbatch."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: RankLayout,
+        software: Software,
+        hardware: Hardware,
+        seq_length: int | None = None,
+        gradient_bytes: float | None = None,
+    ) -> None:
+        """Take what determines the times.
+
+        Args:
+            shape: Sizes of the model.
+            layout: The layout.
+            software: The trainer.
+            hardware: The devices.
+            seq_length: Tokens of a sample. Default: that of `shape`.
+            gradient_bytes: Bytes that a product reads and writes for an element of a weight's
+                gradient. Default: those of an element.
+        """
+        self._shape = shape
+        self._layout = layout
+        self._software = software
+        self._hardware = hardware
+        self._length = seq_length or shape.config.seq_length
+        self._value = 2 if software.half else 4
+        self._gradient_bytes = gradient_bytes
+        self._tokens = self._length * layout.micro_batch // layout.context
+        config = shape.config
+        # Heads are divided over tensor-parallel ranks.
+        self._q = config.num_attention_heads * shape.head_dim // layout.tensor
+        # With fewer groups than ranks, each rank has one group.
+        self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
+        self._f = shape.ffn_hidden_size // layout.tensor
+        self._mlp_in = self._f * (2 if config.glu_activation else 1)
+
+    def estimate_layer(self, window: int | None = None) -> Passes:
+        """Estimate one layer without recomputation. `window` is that of its attention."""
+        # These run one after the other, so their times add up.
+        core = self._estimate_core(window)
+        projections = self._estimate_projections()
+        pointwise = self._estimate_pointwise()
+        return core + projections + pointwise + self._estimate_tensor_parallel()
+
+    def estimate_recomputed_layer(self, window: int | None = None) -> Passes:
+        """Estimate one layer with the recomputation of the layout."""
+        layer = self.estimate_layer(window)
+        if self._layout.recompute == "full":
+            return Passes(layer.forward, layer.backward + layer.forward)
+        # A flash kernel computes scores again in any case, which its backward pass contains. This
+        # trainer runs the kernel once more even so.
+        again = self._software.counts_tensors or not self._software.flash
+        if self._layout.recompute == "selective" and again:
+            core = self._estimate_core(window)
+            return Passes(layer.forward, layer.backward + core.forward)
+        if self._layout.recompute == "operators":
+            return Passes(layer.forward, layer.backward + self._estimate_operators())
+        return layer
+
+    def _estimate_operators(self) -> Seconds:
+        """Estimate the recomputation of a layer that keeps every second matrix product.
+
+        A layer has products for query, key, value, output, gate, up and down, in this order. The
+        first, third, fifth and seventh are kept, and so is the attention.
+        """
+        h = self._shape.config.hidden_size
+        again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
+        if self._shape.config.glu_activation:
+            again.append(self._make_gemm(self._f, h))
+        return Seconds(gemm=self._time_gemms(again)) + self._estimate_pointwise().forward
+
+    def estimate_embedding(self) -> Passes:
+        """Estimate the embedding: a lookup, and a scattered sum in the backward pass."""
+        h = self._shape.config.hidden_size
+        # A row of the table is read and written for each token.
+        row = self._value * self._tokens * h
+        lookup = estimate_memory_seconds(2 * row, self._hardware)
+        summed = estimate_memory_seconds(4 * row, self._hardware, 2)
+        reduced = 0.0
+        if self._layout.tensor > 1:
+            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
+        return Passes(Seconds(pointwise=lookup, tensor=reduced), Seconds(pointwise=summed))
+
+    def estimate_output(self) -> Passes:
+        """Estimate the final norm, the output layer and the loss."""
+        h = self._shape.config.hidden_size
+        # The vocabulary is sharded, and so are the logits and the loss.
+        vocabulary = self._shape.padded_vocab_size // self._layout.tensor
+        product = self._make_gemm(vocabulary, h)
+        traffic = self._software.logit_bytes * self._tokens * vocabulary
+        loss = estimate_memory_seconds(traffic, self._hardware, 12)
+        forward = Seconds(gemm=self._time_gemms([product]), pointwise=loss / 2)
+        backward = Seconds(gemm=self._time_gemms(product.derive_backward()), pointwise=loss / 2)
+        if self._layout.tensor > 1:
+            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
+            backward += Seconds(tensor=reduced * (1 - self._software.hidden_tensor))
+        return Passes(forward, backward)
+
+    def _time_gemms(self, products: Sequence[Gemm]) -> float:
+        return sum(estimate_gemm_seconds(product, self._hardware) for product in products)
+
+    def _list_projections(self) -> list[Gemm]:
+        h = self._shape.config.hidden_size
+        return [
+            self._make_gemm(self._q + 2 * self._k, h),
+            self._make_gemm(h, self._q),
+            self._make_gemm(self._mlp_in, h),
+            self._make_gemm(h, self._f),
+        ]
+
+    def _derive_backward(self, product: Gemm) -> tuple[Gemm, Gemm]:
+        """Return the products of the backward pass, for the input and for the weight."""
+        return product.derive_backward(self._gradient_bytes)
+
+    def _make_gemm(self, columns: int, inner: int) -> Gemm:
+        """Return the product of all tokens with a matrix."""
+        return Gemm(self._tokens, columns, inner, value=self._value)
+
+    def _estimate_projections(self) -> Passes:
+        products = self._list_projections()
+        gradients = [each for product in products for each in self._derive_backward(product)]
+        forward = Seconds(gemm=self._time_gemms(products), gaps=self._wait(_KERNELS))
+        # Without a product that adds to the fp32 sum by itself, the addition reads and writes the
+        # gradients once more.
+        accumulated = 0.0
+        if self._software.accumulation_bytes:
+            elements = sum(product.n * product.k for product in products)
+            accumulated = estimate_memory_seconds(
+                self._software.accumulation_bytes * elements, self._hardware, 4
+            )
+        backward = Seconds(
+            gemm=self._time_gemms(gradients),
+            pointwise=accumulated,
+            gaps=self._wait(2 * _KERNELS),
+        )
+        return Passes(forward, backward)
+
+    def _estimate_core(self, window: int | None) -> Passes:
+        """Estimate the scores, the softmax and the sum of values."""
+        heads = self._shape.config.num_attention_heads // self._layout.tensor
+        width = self._shape.head_dim
+        kernel = self._choose_kernel(window)
+        if kernel == "none":
+            return self._estimate_scores(heads, width)
+        # Half of the square is masked. A window masks all keys before it as well.
+        keys = min(self._length, window or self._length)
+        seen = keys - keys * keys / (2 * self._length)
+        bias = 0.0
+        if self._has_bias(window) and kernel == "efficient":
+            # A bias may have any values, so the kernel computes the complete square, and reads the
+            # bias once for each sample.
+            seen = self._length
+            read = self._value * self._tokens * heads * self._length
+            bias = estimate_memory_seconds(read, self._hardware)
+        flops = 4 * self._tokens * seen * heads * width
+        forward = estimate_flash_seconds(flops, width, self._hardware, half=self._software.half)
+        # Two products forward, five backward, which run at a lower share of the peak.
+        backward = 2.5 * forward * _FLASH_BACKWARD
+        return Passes(
+            Seconds(attention=forward + bias, gaps=self._wait(1)),
+            Seconds(attention=backward + bias, gaps=self._wait(2)),
+        )
+
+    def _has_bias(self, window: int | None) -> bool:
+        """Return whether a bias is added to the logits of a layer with this window."""
+        biased = self._shape.config.position_embedding_type == "alibi"
+        return biased or (window is not None and window < self._length)
+
+    def _choose_kernel(self, window: int | None) -> Kernel:
+        """Return the attention kernel of a layer with this window."""
+        if self._software.counts_tensors:
+            windowed = window is not None and window < self._length
+            return choose_kernel(
+                self._shape,
+                half=self._software.half,
+                flash=self._software.flash,
+                windowed=windowed,
+            )
+        return "flash" if self._software.flash else "none"
+
+    def _estimate_scores(self, heads: int, width: int) -> Passes:
+        """Estimate attention without a fused kernel, on this rank's heads of this width."""
+        batch = self._layout.micro_batch * heads
+        rows = self._length // self._layout.context
+        # Each head of each sample is one product of the batch.
+        scores = Gemm(rows, self._length, width, batch, self._value)
+        values = Gemm(rows, width, self._length, batch, self._value)
+        elements = batch * rows * self._length
+        # Softmax reads and writes; dropout does so again and writes a mask of one byte.
+        passed = self._value * elements
+        traffic = 2 * passed
+        traffic_backward = 3 * passed
+        if self._software.dropout:
+            traffic += 2 * passed + elements
+            traffic_backward += 2 * passed + elements
+        # ALiBi is added to the scores, which reads and writes them once more.
+        if self._shape.config.position_embedding_type == "alibi":
+            traffic += 2 * passed
+        gradients = [*scores.derive_backward(), *values.derive_backward()]
+        return Passes(
+            Seconds(
+                attention=self._time_gemms([scores, values])
+                + estimate_memory_seconds(traffic, self._hardware, 2),
+                gaps=self._wait(_CORE_KERNELS),
+            ),
+            Seconds(
+                attention=self._time_gemms(gradients)
+                + estimate_memory_seconds(traffic_backward, self._hardware, 2),
+                gaps=self._wait(2 * _CORE_KERNELS),
+            ),
+        )
+
+    def _estimate_pointwise(self) -> Passes:
+        """Estimate norms, residual sums, activation functions and copies by their traffic."""
+        config = self._shape.config
+        h = config.hidden_size
+        sharing = self._layout.tensor if self._layout.sequence_parallel else 1
+        mask = h / self._value if self._software.dropout else 0
+        # Forward: two norms (read, write) and two sums with the residual stream (2 reads, write).
+        # Backward: norms read three tensors and write one, and read two for their weights.
+        replicated = (10 * h + 2 * mask) / sharing
+        replicated_backward = (18 * h + 2 * mask) / sharing
+        activation = self._mlp_in + self._f
+        activation_backward = 2 * self._mlp_in + self._f
+        # Queries, keys and values are copied to the order that the kernel needs.
+        copies = 2 * (self._q + self._k)
+        if config.position_embedding_type == "rotary":
+            # The rotation reads and writes queries and keys once more.
+            copies *= 2
+        # The gradient of a bias is a sum over all tokens.
+        if self._shape.has_mlp_bias:
+            activation_backward += self._mlp_in + h
+        if self._shape.has_attention_bias:
+            activation_backward += self._q + h
+        scale = self._value * self._tokens * self._software.pointwise
+        return Passes(
+            Seconds(
+                pointwise=estimate_memory_seconds(
+                    scale * (replicated + activation + copies), self._hardware, 7
+                )
+            ),
+            Seconds(
+                pointwise=estimate_memory_seconds(
+                    scale * (replicated_backward + activation_backward + copies), self._hardware, 12
+                )
+            ),
+        )
+
+    def _estimate_tensor_parallel(self) -> Passes:
+        """Estimate the collectives of a layer: two all-reduces in each pass.
+
+        With sequence parallelism each is a reduce-scatter and an all-gather of the same bytes, and
+        the backward pass gathers two inputs again. These are ten messages. This trainer sends the
+        four at the entries of the backward pass during matrix products, and without sequence
+        parallelism both all-reduces.
+        """
+        forward = 0.0
+        backward = 0.0
+        h = self._shape.config.hidden_size
+        if self._layout.tensor > 1:
+            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
+            forward += 2 * reduced
+            if self._software.overlaps_entries:
+                backward += self._estimate_entries()
+            else:
+                backward += 2 * reduced
+            if self._layout.sequence_parallel:
+                backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
+        if self._layout.context > 1:
+            # Keys and values of the complete sequence.
+            gathered = 2 * self._value * self._k * self._tokens * self._layout.context
+            once = estimate_collective_seconds(
+                gathered,
+                self._layout.context,
+                self._hardware,
+                stride=self._layout.tensor,
+            )
+            forward += once
+            # Gathered again, and the gradients are reduced.
+            backward += 2 * once
+        # What overlaps costs nothing here. Its contention is part of the fitted shares.
+        waiting = 1 - self._software.hidden_tensor
+        return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
+
+    def _estimate_entries(self) -> float:
+        """Estimate what the messages at the entries add to the backward pass.
+
+        The entries are the projection to queries, keys and values, and that to the MLP. See
+        `parallel/entered_linear.py`.
+        """
+        size = self._value * self._tokens * self._shape.config.hidden_size
+        once = self._time_collective(size, passes=1)
+        added = 0.0
+        queries, _, mlp, _ = self._list_projections()
+        for product in (queries, mlp):
+            # The sum of the input's gradient needs the product of the input.
+            of_input, of_weight = (
+                self._time_gemms([each]) for each in self._derive_backward(product)
+            )
+            contention = self._software.contention
+            if self._layout.sequence_parallel:
+                added += estimate_added_seconds(once, of_input, contention)
+                added += estimate_added_seconds(once, of_weight, contention)
+            else:
+                added += estimate_added_seconds(2 * once, of_weight, contention)
+        return added
+
+    def _time_collective(self, size: float, passes: int) -> float:
+        return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)
+
+    def _wait(self, kernels: int) -> float:
+        return kernels * self._software.kernel_gap
+
+
+_FLASH_BACKWARD = 1.2
+"""Time of a FLOP of flash attention's backward pass relative to one of the forward pass."""

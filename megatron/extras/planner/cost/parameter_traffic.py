@@ -1,0 +1,127 @@
+"""Memory traffic of this trainer for its weights and gradients, outside of kernels that compute.
+
+A gradient is converted to fp32, added to that of earlier microbatches, and with several
+data-parallel ranks copied to the buffer that FSDP2 sends. FSDP2 also copies the weights that it has
+gathered. What it does on streams of its own is left out, because it overlaps with computation.
+"""
+
+from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.model import flops
+from megatron.model.partition import Stage
+from megatron.model.shape import ModelShape
+
+_CAST = 6
+"""Bytes moved to convert a gradient from 16 bits to fp32: a read and a write."""
+_ADD = 12
+"""Bytes that add an fp32 gradient to an fp32 sum: two reads and a write."""
+_ADD_ROUNDED = 10
+"""Bytes that add a gradient in 16 bits to an fp32 sum."""
+_COPY = 8
+"""Bytes that copy an fp32 gradient."""
+
+
+def uses_fsdp(layout: RankLayout) -> bool:
+    """Return whether FSDP2 holds the parameters. It does not with one data-parallel rank."""
+    return layout.data * layout.context > 1
+
+
+def reduces_each_microbatch(layout: RankLayout, microbatches: int) -> bool:
+    """Return whether gradients are sent after each microbatch, and not only after the last one."""
+    return uses_fsdp(layout) and (layout.zero_stage >= 2 or microbatches == 1)
+
+
+def count_outside_parameters(shape: ModelShape, tensor: int, stage: Stage) -> int:
+    """Return the parameters of a stage outside of its layers on one tensor-parallel rank."""
+    words = flops.count_word_embedding_parameters(shape, tensor)
+    size = 0
+    if stage.first:
+        size += words + flops.count_first_stage_extra_parameters(shape)
+    if stage.last:
+        size += flops.count_norm_parameters(shape)
+        # On one stage, a tied output matrix is the embedding.
+        if shape.config.untie_embeddings_and_output_weights or not stage.first:
+            size += words
+    return size
+
+
+def count_product_bytes(layout: RankLayout, software: Software, microbatches: int) -> float:
+    """Return the bytes that a product reads and writes for each element of a weight's gradient.
+
+    It is the mean over the microbatches of a step.
+    """
+    if not software.half:
+        return 4
+    if not software.fused_gradients:
+        return 2
+    if reduces_each_microbatch(layout, microbatches):
+        return 4
+    # The first product only writes the sum. The others read it as well.
+    return 8 - 4 / microbatches
+
+
+def count_gather_bytes(
+    shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
+) -> int:
+    """Return the bytes moved to copy the gathered weights of a stage in a step."""
+    if layout.shard_size == 1:
+        return 0
+    layers = len(stage.layers) * flops.count_layer_parameters(shape, layout.tensor)
+    outside = count_outside_parameters(shape, layout.tensor, stage)
+    # A read and a write of each weight.
+    copied = 2 * (2 if software.half else 4)
+    if layout.zero_stage < 3:
+        return copied * (layers + outside)
+    # Layers are gathered for both passes. What is outside of them is kept in between.
+    return copied * microbatches * (2 * layers + outside)
+
+
+def count_sum_bytes(
+    shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
+) -> float:
+    """Return the bytes that the sums of a stage's gradients move in a step."""
+    outside = count_outside_parameters(shape, layout.tensor, stage)
+    layers = len(stage.layers)
+    rounded = layers * flops.count_layer_parameters(shape, layout.tensor) + outside
+    fused = 0
+    exact = 0
+    if not software.half:
+        # No product is rounded to 16 bits.
+        exact = rounded
+    elif software.fused_gradients:
+        fused = layers * flops.count_layer_matrix_parameters(shape, layout.tensor)
+        # The gradient of the output matrix is computed in fp32, and then added.
+        if stage.last:
+            exact = flops.count_word_embedding_parameters(shape, layout.tensor)
+    rounded -= fused + exact
+    return (
+        rounded * _count_rounded(layout, software, microbatches)
+        + exact * (_count_added(layout, microbatches) + _count_copied(layout, microbatches))
+        + fused * _count_copied(layout, microbatches)
+    )
+
+
+def _count_rounded(layout: RankLayout, software: Software, microbatches: int) -> int:
+    """Return the bytes for a parameter whose gradient is computed in 16 bits."""
+    if not uses_fsdp(layout) or software.fused_gradients:
+        # Autograd converts each gradient to fp32.
+        summed = _CAST * microbatches + _count_added(layout, microbatches)
+        return summed + _count_copied(layout, microbatches)
+    if reduces_each_microbatch(layout, microbatches):
+        # The copy to the buffer converts it.
+        return _CAST * microbatches
+    # FSDP2 converts the first gradient, and adds the others to it in 16 bits.
+    return _CAST + _ADD_ROUNDED * (microbatches - 1) + _COPY
+
+
+def _count_added(layout: RankLayout, microbatches: int) -> int:
+    """Return the bytes that add up a parameter's gradients in fp32 before they are sent."""
+    if reduces_each_microbatch(layout, microbatches):
+        return 0
+    return _ADD * (microbatches - 1)
+
+
+def _count_copied(layout: RankLayout, microbatches: int) -> int:
+    """Return the bytes that copy a parameter's fp32 gradient to the buffer that is sent."""
+    if not uses_fsdp(layout):
+        return 0
+    return _COPY * (microbatches if reduces_each_microbatch(layout, microbatches) else 1)

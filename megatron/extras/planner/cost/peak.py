@@ -1,0 +1,332 @@
+"""The peak memory of a pipeline rank of this trainer: the largest of a few points of a step.
+
+A rank needs most memory at the loss, at the start of the backward pass of a stage, where all
+activations exist, or at its end, where all gradients exist. FSDP2 adds what it gathers and what it
+reduces (https://arxiv.org/abs/2304.11277). docs/dry_run.md has an example by hand.
+
+Notation: N parameters of the rank before they are sharded, S ranks that share a copy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameter_traffic import (
+    count_outside_parameters,
+    reduces_each_microbatch,
+    uses_fsdp,
+)
+from megatron.extras.planner.cost.tensors import TensorSizes, measure_tensors
+from megatron.model import flops
+from megatron.model.partition import Stage
+from megatron.model.shape import ModelShape
+from megatron.schedule.pipeline import PipelineSchedule
+
+_TOKEN_BYTES = 16
+"""A token and its label as int64. Those of all microbatches are on the device for the step."""
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """Bytes at one point of a step, without what a rank always holds."""
+
+    weights: float = 0.0
+    """Weights that the model computes with, unless they are the master weights."""
+    gradients: float = 0.0
+    activations: float = 0.0
+    """What microbatches in flight keep, apart from the layer that is computed."""
+    working: float = 0.0
+    """The layer whose backward pass runs: its activations and gradients, or those of the loss."""
+    buffers: float = 0.0
+    """What FSDP2 gathers and reduces."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return self.weights + self.gradients + self.activations + self.working + self.buffers
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A backward pass of one microbatch through one stage."""
+
+    stage: Stage
+    number: int
+    """Its number among the backward passes of the rank in a step, from 1."""
+    accumulated: bool
+    """Whether all gradients exist from earlier microbatches."""
+
+
+def find_peak(
+    shape: ModelShape,
+    layout: RankLayout,
+    software: Software,
+    stages: Sequence[Stage],
+    schedule: PipelineSchedule,
+    rank: int,
+) -> StepPoint:
+    """Return the point of a step at which pipeline rank `rank` needs most memory."""
+    peak = _RankPeak(shape, layout, software, stages, schedule, rank)
+    return max(peak.list_points(), key=lambda point: point.total)
+
+
+@lru_cache(maxsize=4096)
+def _find_kinds(shape: ModelShape, layers: range, share: Fraction) -> frozenset[int]:
+    """Return the last layer of each kind in a stage, as the number of layers after it.
+
+    Kinds differ in the window of attention, and in whether the layer is recomputed.
+    """
+    found: dict[tuple[int | None, bool], int] = {}
+    for after, layer in enumerate(reversed(layers)):
+        again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
+        found.setdefault((shape.describe_layer(layer).window, again), after)
+    return frozenset(found.values())
+
+
+class _RankPeak:
+    """The points of one pipeline rank."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: RankLayout,
+        software: Software,
+        stages: Sequence[Stage],
+        schedule: PipelineSchedule,
+        rank: int,
+    ) -> None:
+        self._shape = shape
+        self._layout = layout
+        self._stages = stages
+        self._schedule = schedule
+        self._visits = schedule.count_in_flight(rank)
+        self._passes = schedule.microbatches * len(stages)
+        """Backward passes of the step."""
+        self._value = 2 if software.half else 4
+        self._gradient_value = 4 if software.fused_gradients else self._value
+        """Bytes of an element of a gradient that FSDP2 holds."""
+        self._half = software.half
+        self._fsdp = uses_fsdp(layout)
+        self._s = layout.shard_size
+        self._gathers = layout.zero_stage == 3 and self._fsdp
+        """Whether weights are gathered for each layer, and dropped again."""
+        self._reduces_each = reduces_each_microbatch(layout, schedule.microbatches)
+        # A gradient in fp32 is added to the sum at once, if the sum is kept.
+        in_fp32 = not self._half or software.fused_gradients
+        self._holds = self._fsdp and (not in_fp32 or self._reduces_each)
+        """Whether FSDP2 holds gradients as autograd computes them."""
+        self._tensors = measure_tensors(shape, layout, software, holds=self._holds)
+        self._windowed = self._tensors
+        window = shape.config.sliding_window
+        if window is not None and window < shape.config.seq_length:
+            self._windowed = measure_tensors(
+                shape, layout, software, holds=self._holds, windowed=True
+            )
+        self._of_layer = flops.count_layer_parameters(shape, layout.tensor)
+        self._visit_bytes = {stage.index: self._sum_visit(stage) for stage in stages}
+
+    # -- sizes ------------------------------------------------------------------------------------
+
+    def _get_tensors(self, layer: int) -> TensorSizes:
+        windowed = self._shape.describe_layer(layer).window is not None
+        return self._windowed if windowed else self._tensors
+
+    def _is_recomputed(self, layer: int) -> bool:
+        share = self._layout.layers_recomputed
+        return flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
+
+    def _sum_layers(self, layers: range) -> float:
+        """Return what layers keep of one microbatch."""
+        again = flops.count_recomputed_layers(layers, self._layout.layers_recomputed)
+        if self._windowed is self._tensors:
+            tensors = self._tensors
+            return again * tensors.recomputed_layer + (len(layers) - again) * tensors.layer
+        return sum(map(self._measure_kept, layers))
+
+    def _measure_kept(self, layer: int) -> float:
+        tensors = self._get_tensors(layer)
+        return tensors.recomputed_layer if self._is_recomputed(layer) else tensors.layer
+
+    def _sum_visit(self, stage: Stage) -> float:
+        """Return what a microbatch keeps of a stage between its two passes."""
+        size = self._sum_layers(stage.layers)
+        if stage.first:
+            size += self._tensors.embedding
+        if stage.last:
+            # Its backward pass follows at once, unless all forward passes come first.
+            first = self._schedule.name in ("GPipe", "looped BFS")
+            return size + (self._tensors.loss_kept if first else 0.0)
+        # torch's schedule holds the output until its gradient arrives.
+        return size + self._tensors.stream
+
+    def _count_outside(self, stage: Stage) -> int:
+        """Return the parameters of a stage outside of its layers."""
+        return count_outside_parameters(self._shape, self._layout.tensor, stage)
+
+    def _count_parameters(self) -> int:
+        return sum(
+            len(stage.layers) * self._of_layer + self._count_outside(stage)
+            for stage in self._stages
+        )
+
+    def _sum_in_flight(self, number: int) -> float:
+        """Return what is kept during backward pass `number`, from 1, apart from its own visit."""
+        visits = min(self._visits, self._passes - number + 1)
+        # The stages of a rank may differ, so the mean of its visits counts.
+        mean = sum(self._visit_bytes.values()) / len(self._stages)
+        return visits * mean - mean + len(self._stages) * self._tensors.tables + self._inputs
+
+    @property
+    def _inputs(self) -> float:
+        config = self._shape.config
+        tokens = config.seq_length * self._layout.micro_batch
+        return _TOKEN_BYTES * tokens * self._schedule.microbatches
+
+    # -- points ----------------------------------------------------------------------------------
+
+    def list_points(self) -> Iterator[StepPoint]:
+        """Yield the points that may need most memory."""
+        # Before the backward pass `later`, every stage of the rank has had one.
+        bfs = self._schedule.name == "looped BFS"
+        round_size = self._schedule.microbatches if bfs else self._layout.pipeline
+        later = (len(self._stages) - 1) * round_size + 2
+        # The first backward pass is one of the last stage.
+        yield from self._list_backward(_Pass(self._stages[-1], 1, accumulated=False))
+        if self._passes >= later:
+            # Of virtual stages, the first may have the embedding, and the last one the loss.
+            for stage in self._stages[:: max(1, len(self._stages) - 1)]:
+                yield from self._list_backward(_Pass(stage, later, accumulated=True))
+        if self._fsdp and not self._reduces_each:
+            yield self._reduce_outside()
+
+    def _list_backward(self, each: _Pass) -> Iterator[StepPoint]:
+        """Yield the points of a backward pass."""
+        stage = each.stage
+        before = self._sum_in_flight(each.number)
+        if each.number > 1 and not stage.first:
+            # torch's schedule holds the last gradient that it sent to the stage before.
+            before += self._tensors.stream
+        own = before + self._sum_layers(stage.layers)
+        if stage.first:
+            own += self._tensors.embedding
+        if stage.last:
+            yield from self._list_loss(each, own)
+        else:
+            own += self._tensors.stream
+        for done in self._choose_layers(stage):
+            yield from self._list_layer(each, done, own)
+        yield from self._list_end(each, before)
+
+    def _choose_layers(self, stage: Stage) -> list[int]:
+        """Return how many layers have finished their backward passes when memory may be highest."""
+        count = len(stage.layers)
+        # From the second layer on, memory only rises or only falls among layers of a kind.
+        chosen = {0, min(1, count - 1), count - 1}
+        if 0 < self._layout.layers_recomputed < 1 or self._windowed is not self._tensors:
+            chosen |= _find_kinds(self._shape, stage.layers, self._layout.layers_recomputed)
+        return sorted(chosen)
+
+    def _list_loss(self, each: _Pass, kept: float) -> Iterator[StepPoint]:
+        """Yield the points of the loss."""
+        point = self._start_point(each, 0)
+        # The gradient of the output matrix is among what the loss needs.
+        point = replace(point, gradients=point.gradients - self._tensors.loss_gradient)
+        if self._fsdp and (self._gathers or not each.accumulated) and self._s > 1:
+            # FSDP2 frees what it gathered into when it gathers the next time.
+            point = replace(point, buffers=point.buffers + self._value * self._of_layer)
+        yield replace(point, activations=kept, working=self._tensors.loss_forward)
+        yield replace(point, activations=kept, working=self._tensors.loss_backward)
+
+    def _list_layer(self, each: _Pass, done: int, kept: float) -> Iterator[StepPoint]:
+        """Yield the points of a layer's backward pass, when `done` layers have finished theirs."""
+        stage = each.stage
+        point = self._start_point(each, done)
+        gathered = self._value * self._of_layer if self._gathers else 0
+        reduced = 4 * self._of_layer if self._reduces_each else 0
+        layer = stage.layers[-1 - done]
+        # The input of a recomputed layer is among what its backward pass needs.
+        left = kept - self._sum_layers(stage.layers[len(stage.layers) - 1 - done :])
+        if done and not stage.last:
+            # The gradient that the stage received is held until the end of its backward pass.
+            left += self._tensors.stream
+        tensors = self._get_tensors(layer)
+        unread = tensors.unread_result if self._is_recomputed(layer) else 0
+        yield replace(
+            point,
+            activations=left,
+            working=tensors.in_backward + unread,
+            # The weights of this layer, those of the next one as they arrive, and the gradients of
+            # the layer before as they are sent.
+            buffers=point.buffers + 2 * gathered + (reduced if done else 0),
+        )
+        # What is dropped after the backward pass is dropped before the gradients are sent.
+        yield replace(
+            point,
+            weights=self._start_point(each, done + 1).weights,
+            activations=left,
+            working=tensors.after_backward,
+            buffers=point.buffers + gathered + reduced,
+        )
+
+    def _list_end(self, each: _Pass, before: float) -> Iterator[StepPoint]:
+        """Yield the points at which only the parameters outside of the layers are left."""
+        stage = each.stage
+        point = self._start_point(each, len(stage.layers))
+        outside = self._count_outside(stage)
+        gradients = point.gradients - (self._tensors.loss_gradient if stage.last else 0)
+        if self._holds:
+            gradients += self._gradient_value * outside
+        if not each.accumulated and not self._reduces_each:
+            # The sum over microbatches starts here.
+            gradients += 4 * outside
+        working = 2 * self._tensors.stream
+        if stage.first:
+            before += self._tensors.embedding
+            working += self._tensors.embedding_backward
+            # The gradient of the table is the one that FSDP2 holds, unless it is added to that of
+            # the output matrix.
+            tied = not self._shape.config.untie_embeddings_and_output_weights
+            held = self._holds and self._gradient_value == self._value
+            if held and not (tied and stage.last):
+                working -= self._tensors.table_gradient
+            if not self._holds and self._half and each.accumulated:
+                # Autograd converts the gradient to fp32, which has twice the bytes.
+                working += 2 * self._tensors.table_gradient
+        yield replace(point, gradients=gradients, activations=before, working=working)
+        if self._reduces_each:
+            yield replace(point, gradients=gradients, activations=before, buffers=4 * outside)
+
+    def _start_point(self, each: _Pass, done: int) -> StepPoint:
+        """Return weights, gradients and gathered weights when `done` layers have finished."""
+        parameters = self._count_parameters()
+        finished = done * self._of_layer
+        gradients: float = 4 * (parameters if each.accumulated else finished)
+        if not self._fsdp:
+            return StepPoint(2 * parameters if self._half else 0, gradients)
+        if self._reduces_each:
+            gradients /= self._s
+        # Gradients of the parameters outside of the layers stay as autograd computed them.
+        if each.stage.last:
+            gradients += self._tensors.loss_gradient
+        if self._gathers:
+            outside = sum(map(self._count_outside, self._stages))
+            return StepPoint(0.0, gradients, buffers=self._value * outside)
+        # The last backward pass drops the weights of a layer that it has finished.
+        dropped = finished if each.number == self._passes else 0
+        return StepPoint(self._value * (parameters - dropped), gradients)
+
+    def _reduce_outside(self) -> StepPoint:
+        """Return the end of a step that reduces the gradients outside of the layers.
+
+        They exist in fp32 twice: as the sum over microbatches, and in the order in which they are
+        sent. Those of all layers are reduced already.
+        """
+        outside = sum(map(self._count_outside, self._stages))
+        layers = self._count_parameters() - outside
+        return StepPoint(
+            gradients=(4 + self._value) * outside + 4 * layers / self._s,
+            working=2 * self._tensors.stream,
+            buffers=4 * outside,
+        )

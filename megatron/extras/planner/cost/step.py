@@ -1,0 +1,428 @@
+"""The time of a training step: layers, pipeline, data-parallel communication, optimizer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from megatron.extras.planner.cost.collectives import (
+    estimate_added_seconds,
+    estimate_collective_seconds,
+    estimate_message_seconds,
+)
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.kernels import estimate_memory_seconds
+from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds
+from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.memory import (
+    RankMemory,
+    Verdict,
+    build_schedule,
+    build_stages,
+    estimate_memory,
+    judge_peak,
+)
+from megatron.extras.planner.cost.parameter_traffic import (
+    count_gather_bytes,
+    count_product_bytes,
+    count_sum_bytes,
+)
+from megatron.extras.planner.cost.pipeline import StageTimes, estimate_pipeline_seconds
+from megatron.model import flops
+from megatron.model.partition import Stage, count_layers_per_rank
+from megatron.model.shape import ModelShape
+from megatron.schedule.communication import (
+    Collectives,
+    StepTraffic,
+    count_traffic,
+    estimate_time,
+)
+from megatron.schedule.pipeline import PipelineSchedule
+
+_OPTIMIZER_BYTES = 32
+"""Memory traffic of an update of Adam for each parameter: the gradient twice (norm and update), the
+master weight and two moments read and written. The half-precision weight is written as well."""
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A step to predict."""
+
+    shape: ModelShape
+    layout: RankLayout
+    batch_size: int
+    """Samples of the global batch."""
+    software: Software
+    hardware: Hardware
+    seq_length: int | None = None
+    """Tokens of a sample. Default: that of `shape`."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_size * (self.seq_length or self.shape.config.seq_length)
+
+
+@dataclass(frozen=True)
+class DataParallelSeconds:
+    """Seconds of a step's data-parallel communication."""
+
+    total: float
+    waited: float
+    """The part that computation does not hide."""
+
+
+class StepPrediction:
+    """What a step is predicted to need."""
+
+    def __init__(self, job: StepJob) -> None:
+        """Predict the step of `job`.
+
+        Raises:
+            ConfigError: The layers cannot be divided into the stages.
+        """
+        self.job = job
+        self.stages: tuple[Stage, ...] = build_stages(job.shape, job.layout)
+        self.schedule: PipelineSchedule = build_schedule(job.layout, job.batch_size)
+        self.passes: tuple[Passes, ...] = _estimate_stages(
+            job, self.stages, self.schedule.microbatches
+        )
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Memory of each pipeline rank."""
+        job = self.job
+        return estimate_memory(
+            job.shape, job.layout, job.software, job.batch_size, stages=self.stages
+        )
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Memory of the rank that needs most.
+
+        Earlier ranks have at least as many microbatches in flight. So of ranks with the same
+        stages, the first one needs most.
+        """
+        job = self.job
+        first: dict[tuple[tuple[int, ...], ...], int] = {}
+        for rank in range(job.layout.pipeline):
+            first.setdefault(self._describe_stages(rank), rank)
+        ranks = estimate_memory(
+            job.shape,
+            job.layout,
+            job.software,
+            job.batch_size,
+            stages=self.stages,
+            ranks=list(first.values()),
+        )
+        return max(rank.total for rank in ranks)
+
+    def _describe_stages(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return what determines the memory of a pipeline rank, apart from its position."""
+        share = self.job.layout.layers_recomputed
+        return tuple(
+            (
+                len(stage.layers),
+                # Shares of the layers are not the same in all stages.
+                flops.count_recomputed_layers(stage.layers, share),
+                stage.first,
+                stage.last,
+            )
+            for stage in self.stages[rank :: self.job.layout.pipeline]
+        )
+
+    def count_recomputed_layers(self) -> tuple[int, ...]:
+        """Return the number of layers of each stage that are recomputed completely."""
+        share = self.job.layout.layers_recomputed
+        return tuple(flops.count_recomputed_layers(stage.layers, share) for stage in self.stages)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether each rank fits in its device."""
+        return judge_peak(self.peak_bytes, self.job.hardware)
+
+    @property
+    def stage_times(self) -> StageTimes:
+        """The times for the simulation of the pipeline."""
+        job = self.job
+        return StageTimes(
+            [each.forward.total for each in self.passes],
+            [each.backward.total for each in self.passes],
+            self._estimate_message(),
+            blocking=not job.software.hidden_pipeline,
+        )
+
+    def _estimate_message(self) -> float:
+        job = self.job
+        layout = job.layout
+        length = job.seq_length or job.shape.config.seq_length
+        # The hidden states, [s, b, h].
+        value = 2 if job.software.half else 4
+        size = value * length * layout.micro_batch // layout.context * job.shape.config.hidden_size
+        stride = layout.tensor * layout.context * layout.data
+        message = size / layout.tensor
+        seconds = estimate_message_seconds(message, stride, job.hardware)
+        # The receivers gather the parts of the others, unless they need only their own.
+        if layout.tensor > 1 and not layout.sequence_parallel:
+            seconds += estimate_collective_seconds(size, layout.tensor, job.hardware)
+        return seconds
+
+    @cached_property
+    def rank_seconds(self) -> tuple[Seconds, ...]:
+        """Computation of each pipeline rank in a step, by what it does."""
+        p = self.job.layout.pipeline
+        m = self.schedule.microbatches
+        sums = []
+        for rank in range(p):
+            total = Seconds()
+            for each in self.passes[rank::p]:
+                total += (each.forward + each.backward).scale(m)
+            sums.append(total)
+        return tuple(sums)
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Seconds that the step takes at least. It needs no simulation.
+
+        The busiest rank computes all its microbatches, and waits for the first one to reach it and
+        for the last one to come back.
+        """
+        # The bound is what the search sorts by, so it must be cheap.
+        p = self.job.layout.pipeline
+        busiest = max(range(p), key=lambda rank: self.rank_seconds[rank].total)
+        forward = sum(each.forward.total for each in self.passes[:busiest])
+        backward = sum(each.backward.total for each in self.passes[:busiest])
+        sent = 0.0
+        if p > 1 and not self.job.software.hidden_pipeline:
+            # Each visit sends its result, apart from those of the two ends.
+            visits = self.schedule.microbatches * (2 * self.job.layout.virtual - 1)
+            sent = visits * self._estimate_message()
+        return self.rank_seconds[busiest].total + sent + forward + backward + self._fixed_seconds
+
+    @cached_property
+    def pipeline_seconds(self) -> float:
+        """Seconds of all microbatches."""
+        return estimate_pipeline_seconds(self.schedule, self.stage_times)
+
+    @cached_property
+    def data_parallel(self) -> DataParallelSeconds:
+        """Data-parallel communication of the rank that waits longest."""
+        p = self.job.layout.pipeline
+        layers = count_layers_per_rank(self.stages, p)
+        # Other ranks send at most as much as one of these.
+        ranks = {0, p - 1, layers.index(max(layers))}
+        each = [
+            _estimate_data_parallel(
+                self.job,
+                count_step_traffic(self.job, self.stages, rank),
+                self.passes[rank::p],
+                self.schedule.microbatches,
+            )
+            for rank in ranks
+        ]
+        return max(each, key=lambda seconds: seconds.waited)
+
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the update of the rank with most parameters."""
+        layout = self.job.layout
+        layers = count_layers_per_rank(self.stages, layout.pipeline)
+        # Ranks update at the same time, so the one with most parameters decides.
+        parameters = max(flops.count_stage_parameters(self.job.shape, layout.tensor, layers))
+        if layout.zero_stage >= 1:
+            parameters = -(-parameters // layout.shard_size)
+        traffic = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
+        return estimate_memory_seconds(traffic * parameters, self.job.hardware, 20)
+
+    @property
+    def _fixed_seconds(self) -> float:
+        return self.data_parallel.waited + self.optimizer_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.pipeline_seconds + self._fixed_seconds
+
+    def compute_mfu(self, *, causal: bool) -> float:
+        """Return the model FLOPs relative to the peak of the precision, from 0 to 1."""
+        peak = self.job.hardware.get_peak(half=self.job.software.half)
+        return self.compute_tflops(hardware=False, causal=causal) * 1e12 / peak
+
+    def compute_tflops(self, *, hardware: bool, causal: bool = False) -> float:
+        """Return the TFLOPs of a device.
+
+        Args:
+            hardware: Count recomputed layers as well.
+            causal: Count only the half of attention that the mask leaves.
+        """
+        recompute = self.job.layout.layers_recomputed if hardware else 0
+        # The same function counts the FLOPs of the training log.
+        work = flops.count_iteration_flops(
+            self.job.shape,
+            self.job.batch_size,
+            self.job.seq_length,
+            recompute=recompute,
+            causal=causal,
+        )
+        return work / self.seconds / self.job.layout.ranks / 1e12
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of one device."""
+        return self.job.tokens / self.seconds / self.job.layout.ranks
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The times of the parts that stages are made of."""
+
+    plain: Mapping[int | None, Passes]
+    """Attention window -> a layer without recomputation."""
+    again: Mapping[int | None, Passes]
+    """Attention window -> a layer with the recomputation of the layout."""
+    embedding: Passes
+    output: Passes
+
+
+@lru_cache(maxsize=4096)
+def _estimate_parts(
+    shape: ModelShape,
+    layout: RankLayout,
+    software: Software,
+    hardware: Hardware,
+    seq_length: int | None,
+    gradient_bytes: float | None,
+) -> _Parts:
+    """Return the times of the parts of a model. Many layouts of a search have the same parts."""
+    times = LayerTimes(shape, layout, software, hardware, seq_length, gradient_bytes)
+    windows = {shape.describe_layer(index).window for index in range(shape.config.num_layers)}
+    return _Parts(
+        {window: times.estimate_layer(window) for window in windows},
+        {window: times.estimate_recomputed_layer(window) for window in windows},
+        times.estimate_embedding(),
+        times.estimate_output(),
+    )
+
+
+def _estimate_stages(
+    job: StepJob, stages: Sequence[Stage], microbatches: int
+) -> tuple[Passes, ...]:
+    """Return the times of each stage for one of the microbatches of a step."""
+    layout = job.layout
+    # Only these fields matter for the parts.
+    key = RankLayout(
+        tensor=layout.tensor,
+        context=layout.context,
+        micro_batch=layout.micro_batch,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    gradient_bytes = None
+    if job.software.counts_tensors:
+        gradient_bytes = count_product_bytes(layout, job.software, microbatches)
+    parts = _estimate_parts(
+        job.shape, key, job.software, job.hardware, job.seq_length, gradient_bytes
+    )
+    passes = tuple(_sum_stage(job.shape, layout, stage, parts) for stage in stages)
+    if not job.software.counts_tensors:
+        return passes
+    # A search has many stages of few kinds.
+    kinds = {(len(stage.layers), stage.first, stage.last): stage for stage in stages}
+    traffic = {
+        kind: _estimate_parameter_traffic(job, stage, microbatches) for kind, stage in kinds.items()
+    }
+    return tuple(
+        each + traffic[len(stage.layers), stage.first, stage.last]
+        for each, stage in zip(passes, stages, strict=True)
+    )
+
+
+def _estimate_parameter_traffic(job: StepJob, stage: Stage, microbatches: int) -> Passes:
+    """Return the mean time of one microbatch for gathered weights and sums of gradients."""
+    forward, backward = (
+        count(job.shape, job.layout, job.software, stage, microbatches) / microbatches
+        for count in (count_gather_bytes, count_sum_bytes)
+    )
+    return Passes(
+        Seconds(pointwise=forward / job.hardware.memory_rate),
+        Seconds(pointwise=backward / job.hardware.memory_rate),
+    )
+
+
+def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Parts) -> Passes:
+    """Return the time of one stage for one microbatch."""
+    recomputed = len(stage.layers)
+    if layout.recompute == "full":
+        recomputed = flops.count_recomputed_layers(stage.layers, layout.layers_recomputed)
+    passes = Passes(Seconds(), Seconds())
+    if shape.config.sliding_window is None:
+        passes += parts.again[None].scale(recomputed)
+        passes += parts.plain[None].scale(len(stage.layers) - recomputed)
+    else:
+        for number, layer in enumerate(stage.layers):
+            window = shape.describe_layer(layer).window
+            # Which layers of a stage are recomputed hardly changes their sum.
+            passes += (parts.again if number < recomputed else parts.plain)[window]
+    if stage.first:
+        passes += parts.embedding
+    if stage.last:
+        passes += parts.output
+    return passes
+
+
+def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> StepTraffic:
+    """Count what pipeline rank `rank` sends to other data-parallel ranks in a step."""
+    layout = job.layout
+    layers = count_layers_per_rank(stages, layout.pipeline)
+    parameters = flops.count_stage_parameters(job.shape, layout.tensor, layers)[rank]
+    of_layer = flops.count_layer_parameters(job.shape, layout.tensor)
+    return count_traffic(
+        [of_layer] * layers[rank],
+        parameters - layers[rank] * of_layer,
+        shard_size=layout.shard_size,
+        copies=layout.copies,
+        zero_stage=layout.zero_stage,
+        microbatches=build_schedule(layout, job.batch_size).microbatches,
+        weight_bytes=2 if job.software.half else 4,
+        gradient_bytes=job.software.gradient_bytes,
+    )
+
+
+def _estimate_data_parallel(
+    job: StepJob, traffic: StepTraffic, passes: Sequence[Passes], microbatches: int
+) -> DataParallelSeconds:
+    """Estimate the communication of a rank with this traffic and these stages."""
+    layout = job.layout
+    software = job.software
+
+    def estimate(part: StepTraffic) -> float:
+        return estimate_time(
+            part,
+            job.hardware.network,
+            shard_size=layout.shard_size,
+            copies=layout.copies,
+            inner_ranks=layout.tensor,
+        ).total
+
+    forward = sum(each.forward.total for each in passes)
+    backward = sum(each.backward.total for each in passes)
+    if layout.zero_stage == 3:
+        # Weights are gathered for each pass of each microbatch, and gradients reduced after it.
+        hidden = software.hidden_data * microbatches * (forward + backward)
+        return _hide(estimate(traffic), hidden, software)
+    nothing = Collectives()
+    gathered = estimate(StepTraffic(traffic.all_gather, nothing, nothing))
+    reduced = estimate(StepTraffic(nothing, traffic.reduce_scatter, traffic.all_reduce))
+    # Stage 2 reduces after each microbatch, and the others after the last one.
+    covered = microbatches if layout.zero_stage == 2 else 1
+    parts = [
+        _hide(gathered, software.hidden_data * forward, software),
+        _hide(reduced, software.hidden_data * covered * backward, software),
+    ]
+    return DataParallelSeconds(
+        sum(part.total for part in parts), sum(part.waited for part in parts)
+    )
+
+
+def _hide(total: float, hidden: float, software: Software) -> DataParallelSeconds:
+    """Return what is waited for if `hidden` seconds of computation run at the same time."""
+    return DataParallelSeconds(total, estimate_added_seconds(total, hidden, software.contention))

@@ -1,0 +1,504 @@
+"""The tensors that this trainer holds for one microbatch, counted from its modules.
+
+`megatron.extras.planner.cost.peak` adds them up to the peak of a step. The modules are those of
+`megatron.model`. Each formula here names what it counts, so that a change of a module has one place
+to follow. `tests/cuda/test_predicted_memory.py` compares the sums with steps on fake GPUs.
+
+Notation: T = s b tokens of a microbatch, h hidden size, f feed-forward size, a heads of width d, g
+query groups, q = a d and k = g d widths of queries and keys, v padded vocabulary, t tensor-parallel
+size. All results are bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, assert_never
+
+from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.model.shape import ModelShape
+
+LOGIT_CHUNK_BYTES = 256 << 20
+"""Largest size of the fp32 logits that the loss has at once on a GPU. See `megatron.model.loss`."""
+
+Kernel = Literal["flash", "efficient", "none"]
+"""flash takes 16 bits without a bias. The memory-efficient kernel takes a bias and fp32, but no
+grouped queries. Without a kernel, the probabilities are in memory."""
+
+
+def choose_kernel(
+    shape: ModelShape, *, half: bool, flash: bool = True, windowed: bool = False
+) -> Kernel:
+    """Return the attention kernel that torch chooses on a GPU.
+
+    Args:
+        shape: Sizes of the model.
+        half: Whether it computes in bf16 or fp16.
+        flash: Whether the GPU has a flash kernel.
+        windowed: Whether the layer has a sliding window that is shorter than the sequence.
+    """
+    biased = windowed or shape.config.position_embedding_type == "alibi"
+    if flash and half and not biased:
+        return "flash"
+    if shape.query_groups == shape.config.num_attention_heads:
+        return "efficient"
+    return "none"
+
+
+@dataclass(frozen=True)
+class TensorSizes:
+    """Bytes of the tensors of one microbatch on one rank."""
+
+    stream: float
+    """The hidden states between two layers, or this rank's slice of them."""
+    layer: float
+    """What a layer keeps for its backward pass, with its input."""
+    recomputed_layer: float
+    """What a recomputed layer keeps: its input, and results of operators."""
+    in_backward: float
+    """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
+    activations, and gradients of its weights that are not accumulated yet."""
+    unread_result: float
+    """What also exists in the backward pass of a recomputed layer: a result that it keeps and
+    does not read again."""
+    after_backward: float
+    """What of this is left at the end of the layer: the gradient of its input, and the gradients of
+    weights that FSDP2 has not accumulated yet."""
+    embedding: float
+    """What the embedding keeps."""
+    embedding_backward: float
+    """Most that the embedding's backward pass adds to what it keeps: hidden states, and the
+    gradient of the table."""
+    table_gradient: float
+    """Gradient of the table of words, as autograd computes it."""
+    tables: float
+    """Tables of positions, which all layers of a stage share."""
+    loss_kept: float
+    """What the final norm and the loss keep: the last hidden states, and two gradients."""
+    loss_forward: float
+    """Most that exists during the forward pass of the final norm and the loss."""
+    loss_backward: float
+    """The same during the backward pass of the loss."""
+    loss_gradient: float
+    """Gradient of the output matrix that stays until FSDP2 accumulates it at the end."""
+
+
+def measure_tensors(
+    shape: ModelShape,
+    layout: RankLayout,
+    software: Software,
+    *,
+    holds: bool,
+    windowed: bool = False,
+) -> TensorSizes:
+    """Return the sizes of the tensors of one microbatch.
+
+    Args:
+        shape: Sizes of the model.
+        layout: The layout.
+        software: The trainer. Only its precision, `kept_operators` and `fused_gradients` are used.
+        holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
+        windowed: Whether the layer has a sliding window that is shorter than the sequence.
+    """
+    # Only these fields matter, so many layouts of a search have the same sizes.
+    key = RankLayout(
+        tensor=layout.tensor,
+        micro_batch=layout.micro_batch,
+        recompute="selective" if layout.recompute == "selective" else "none",
+        sequence_parallel=layout.sequence_parallel,
+        partition_inputs=layout.partition_inputs,
+        host_inputs=layout.host_inputs,
+    )
+    return _measure(shape, key, software, holds, windowed)
+
+
+@lru_cache(maxsize=4096)
+def _measure(
+    shape: ModelShape, layout: RankLayout, software: Software, holds: bool, windowed: bool
+) -> TensorSizes:
+    tensors = _Tensors(shape, layout, software, holds, windowed)
+    return TensorSizes(
+        stream=tensors.x,
+        layer=tensors.layer,
+        recomputed_layer=_choose_input(tensors.x, layout) + tensors.kept_results,
+        in_backward=_find_highest(tensors.list_backward_steps()),
+        unread_result=tensors.unread_result,
+        after_backward=2 * tensors.x + tensors.pending_gradients,
+        embedding=tensors.embedding,
+        embedding_backward=2 * tensors.whole + tensors.value * tensors.output_matrix,
+        table_gradient=tensors.value * tensors.output_matrix,
+        tables=tensors.tables,
+        loss_kept=tensors.x + tensors.whole + tensors.output_gradient,
+        loss_forward=tensors.loss_forward,
+        loss_backward=tensors.loss_backward,
+        loss_gradient=tensors.gradient_value * tensors.output_matrix if tensors.holds else 0,
+    )
+
+
+def _choose_input(stream: float, layout: RankLayout) -> float:
+    """Return what a recomputed layer keeps of its input on the device."""
+    if layout.host_inputs:
+        return 0.0
+    return stream / layout.tensor if layout.partition_inputs else stream
+
+
+def _find_highest(steps: Iterable[tuple[float, float]]) -> float:
+    """Return the most bytes that exist during steps of (allocated bytes, bytes freed then)."""
+    held = 0.0
+    highest = 0.0
+    for allocated, freed in steps:
+        held += allocated
+        highest = max(highest, held)
+        held -= freed
+    return highest
+
+
+class _Tensors:
+    """The tensors of a layer, of the embedding and of the loss."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: RankLayout,
+        software: Software,
+        holds: bool,
+        windowed: bool,
+    ) -> None:
+        config = shape.config
+        self._shape = shape
+        self._config = config
+        self._fp16 = software.fp16
+        self._half = software.half
+        self._selective = layout.recompute == "selective"
+        self._kept_operators = software.kept_operators
+        self._fused = software.fused_gradients
+        # The projection to queries, keys and values has two weights if ranks share query groups.
+        self._fused_projection = self._fused and shape.query_groups >= layout.tensor
+        self._sequence_parallel = layout.sequence_parallel
+        self._t = layout.tensor
+        self._heads = config.num_attention_heads // layout.tensor
+        self._samples = layout.micro_batch
+        self._tokens = config.seq_length * layout.micro_batch
+        self.holds = holds
+        self.value = 2 if software.half else 4
+        self.gradient_value = 4 if software.fused_gradients else self.value
+        """Bytes of an element of a weight's gradient that FSDP2 holds."""
+        self._kernel = choose_kernel(
+            shape, half=software.half, flash=software.flash, windowed=windowed
+        )
+        # Several ranks share a query group if there are fewer groups than ranks.
+        groups = max(1, shape.query_groups // layout.tensor)
+        per_value = self.value * self._tokens
+        self._q = per_value * self._heads * shape.head_dim
+        self._k = per_value * groups * shape.head_dim
+        self._f = per_value * shape.ffn_hidden_size // layout.tensor
+        self.whole = per_value * config.hidden_size
+        """Hidden states of all tokens."""
+        share = layout.tensor if layout.sequence_parallel else 1
+        self._n = self.whole / share
+        # A residual stream in fp32 is cast by the norms.
+        self.x = self._n * (2 if software.fp32_residual and software.half else 1)
+        """The residual stream."""
+        self._gathered = self.whole if layout.sequence_parallel else 0.0
+        self._mask = self._tokens * config.hidden_size / share if config.hidden_dropout else 0.0
+        # A norm keeps one or two fp32 numbers of each token.
+        numbers = {"LayerNorm": 2, "RMSNorm": 1}[config.normalization]
+        self._statistics = 4 * numbers * self._tokens / share
+        self.output_matrix = shape.padded_vocab_size * config.hidden_size // layout.tensor
+        """Elements of the output matrix."""
+
+    # -- what is kept -----------------------------------------------------------------------------
+
+    @cached_property
+    def layer(self) -> float:
+        """What a layer keeps: two norms, attention, MLP and two dropouts."""
+        # The input of the layer and the sum after attention, and what the norms make of them.
+        streams = 2 * self.x + 2 * self._n + 2 * self._statistics
+        if self._config.parallel_residual:
+            # Both norms read the input of the layer.
+            streams -= self.x
+        return streams + self._attention + self._mlp + 2 * self._mask
+
+    @cached_property
+    def _projected(self) -> float:
+        """Queries, keys and values, and the forms of them that the kernel reads."""
+        copied = self._kernel == "none" and not self._selective
+        if copied and self._config.qk_norm is None:
+            # The core keeps copies of all three.
+            return 0.0
+        size: float = self._q + 2 * self._k
+        grouped = self._shape.query_groups < self._config.num_attention_heads
+        if self._config.qk_norm == "full":
+            # Computed in fp32: the input in fp32, and the input times the reciprocal of its norm.
+            size += 2 * (self._q + self._k) * 4 / self.value
+        if copied:
+            return size
+        # The rotation and the norms of heads write queries and keys to a new tensor.
+        if self._config.position_embedding_type == "rotary" or self._config.qk_norm is not None:
+            size += self._q + self._k
+        # Queries of several heads of a group are not in one piece, so they are copied.
+        return size + (self._q if grouped else 0.0)
+
+    @cached_property
+    def _core(self) -> float:
+        """What the attention core keeps beside queries, keys, values and its result."""
+        rows = self._heads * self._tokens
+        if self._kernel != "none":
+            # An fp32 number of each query and head.
+            return 4 * rows
+        # Without a kernel, torch computes in fp32 for half precision too.
+        square = rows * self._config.seq_length
+        probabilities = 4 * square
+        if self._config.attention_dropout:
+            # What dropout leaves of them, and its mask.
+            probabilities += 5 * square
+        # Scaled queries, and scaled keys and values of which each query head has a copy.
+        return probabilities + 3 * self._q * 4 / self.value
+
+    @cached_property
+    def _context_copies(self) -> float:
+        """The attention's result as the kernel keeps it, and as the next product reads it."""
+        # The memory-efficient kernel writes [b, s, n, d], and the product reads [s, b, n d]. The
+        # flash kernel writes the order of the queries, which is the one that the product reads.
+        if self._kernel == "efficient" and self._samples > 1 and not self._selective:
+            return 2 * self._q
+        return self._q
+
+    @cached_property
+    def _attention(self) -> float:
+        core = 0.0 if self._selective else self._core
+        return self._projected + core + self._context_copies
+
+    @cached_property
+    def _mlp(self) -> float:
+        """The inner activations of the MLP."""
+        if self._config.glu_activation is not None:
+            # The gate, its activation, the other half and their product. ReLU keeps only its
+            # result, and no activation keeps nothing.
+            kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3}
+            return kept[self._config.glu_activation] * self._f
+        match self._config.activation:
+            case "gelu" | "squared_relu":
+                # Input and result of GELU, or results of ReLU and of the square.
+                return 2 * self._f
+            case "xielu":
+                # The result. In fp32: the input, its square, the clamped exponential and a
+                # difference. And a condition of one byte.
+                return self._f + 17 * self._f / self.value
+            case _:
+                assert_never(self._config.activation)
+
+    @cached_property
+    def kept_results(self) -> float:
+        """Results of operators that a recomputed layer keeps. See `megatron.model.recompute`."""
+        size = 0.0
+        if "matmul" in self._kept_operators:
+            halves = 2 if self._config.glu_activation else 1
+            # The projections, and what both row-parallel products return before they are added up.
+            size += self._q + 2 * self._k + halves * self._f + 2 * self.whole
+        if "matmul" in self._kept_operators and self._kernel == "none":
+            # Logits and results of attention are products in fp32.
+            square = self._heads * self._tokens * self._config.seq_length
+            size += 4 * square + self._q * 4 / self.value
+        if "attention" in self._kept_operators and self._kernel != "none":
+            size += self._q + self._core
+        return size
+
+    @cached_property
+    def unread_result(self) -> float:
+        """The result of a layer's last product, if nothing after it keeps a tensor.
+
+        The recomputation ends before this product then, so torch drops its result only after the
+        backward pass of the layer. A fused product tells torch what it keeps after it has run.
+        """
+        read = self._fused or self._mask or self._config.norm_placement == "output"
+        if "matmul" not in self._kept_operators or read:
+            return 0.0
+        return self.whole
+
+    @cached_property
+    def embedding(self) -> float:
+        """What the embedding keeps."""
+        size = self._mask
+        if self._config.embed_layernorm:
+            size += self._n + self._statistics
+        if self._t > 1:
+            # Ids as int64, and whether another rank has them.
+            size += 9 * self._tokens
+        return size
+
+    @cached_property
+    def tables(self) -> float:
+        """Tables of rotary or ALiBi positions and of the window."""
+        config = self._config
+        s = config.seq_length
+        square = self.value * s * s
+        size = 0.0
+        if config.position_embedding_type == "rotary":
+            # Cosine and sine of half of the rotated channels, in fp32.
+            size += 4 * s * self._shape.rotary_dim
+        if config.position_embedding_type == "alibi":
+            size += self._heads * square
+        if config.sliding_window is not None and config.sliding_window < s:
+            size += square * (self._heads if config.position_embedding_type == "alibi" else 1)
+        return size
+
+    # -- the backward pass of a layer -------------------------------------------------------------
+
+    @cached_property
+    def _weights(self) -> tuple[float, float, float, float]:
+        """Gradients of the matrices: qkv, output, MLP input and output, in this order."""
+        # An activation [T, width] belongs to a matrix [h, width] of the same dtype.
+        h = self._config.hidden_size
+        qkv, context, inner = (
+            size * h / self._tokens for size in (self._q + 2 * self._k, self._q, self._f)
+        )
+        halves = 2 if self._config.glu_activation else 1
+        return qkv, context, halves * inner, inner
+
+    @cached_property
+    def pending_gradients(self) -> float:
+        """Gradients of a layer's weights that stay until the end of the layer."""
+        # Otherwise autograd adds each of them to the fp32 sum immediately.
+        size = sum(self._weights) if self.holds else 0.0
+        return size * self.gradient_value / self.value
+
+    def _compute_weight(self, size: float, *, fused: bool) -> tuple[float, float]:
+        """Return what the gradient of a matrix allocates, and what is freed right after.
+
+        Args:
+            size: Bytes of the gradient in the dtype of the matrix.
+            fused: Whether the product itself adds to the gradient in fp32.
+        """
+        # Otherwise a gradient in half precision is converted before it is added to a sum in fp32.
+        converted = 2 * size if self._half else 0.0
+        if fused:
+            return (converted, 0.0) if self.holds else (0.0, 0.0)
+        if not self.holds:
+            return size + converted, size + converted
+        return (size + converted, size) if self._fused else (size, 0.0)
+
+    def list_backward_steps(self) -> Iterable[tuple[float, float]]:
+        """Yield what each step of the backward pass of a layer allocates, and what it then frees.
+
+        All that the layer keeps and the gradient of its output exist before.
+        """
+        yield self.layer + self.x, 0.0
+        yield from self._list_mlp_steps()
+        yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
+        yield from self._list_output_steps()
+        yield from self._list_core_steps()
+        projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
+        yield from self._list_entry_steps(1, self._q + 2 * self._k, projected)
+        yield from self._list_norm_steps(kept=self.x)
+
+    def _list_mlp_steps(self) -> Iterable[tuple[float, float]]:
+        """Yield the steps from the gradient of the layer's output to that of the MLP's input."""
+        gated = self._config.glu_activation is not None
+        dropped = self._n if self._mask else 0.0
+        down = self._compute_weight(self._weights[3], fused=self._fused)
+        up = self._compute_weight(self._weights[2], fused=self._fused)
+        yield dropped, self._mask
+        # The gradient of the last product's input takes the place of that input.
+        yield self._gathered, 0.0
+        yield self._f + down[0], self._f + down[1] + dropped + self._gathered
+        if gated:
+            # Gradients of both factors. Then the one of the gate passes its activation function.
+            yield 2 * self._f, self._mlp - self._f
+            yield self._f, 2 * self._f
+            yield from self._list_entry_steps(2, 2 * self._f, up)
+        else:
+            yield self._f, self._mlp
+            yield from self._list_entry_steps(1, self._f, up)
+
+    def _list_norm_steps(self, kept: float) -> Iterable[tuple[float, float]]:
+        """Yield the steps of a norm that keeps its input, and of the residual connection."""
+        yield self.x, self._n + kept + self._statistics
+        # The sum with the gradient that the residual connection passes on is a new tensor.
+        yield self.x, 2 * self.x
+
+    def _list_output_steps(self) -> Iterable[tuple[float, float]]:
+        """Yield the steps of the dropout after attention and of the output projection."""
+        dropped = self._n if self._mask else 0.0
+        weight = self._compute_weight(self._weights[1], fused=self._fused)
+        yield dropped + self._gathered, self._mask
+        copies = self._context_copies - self._q
+        yield self._q + weight[0], weight[1] + dropped + self._gathered + copies
+
+    def _list_core_steps(self) -> Iterable[tuple[float, float]]:
+        """Yield the steps from the gradient of the attention's result to that of the projection."""
+        projected = self._q + 2 * self._k
+        again = 0.0
+        if self._selective:
+            again = self._q
+            yield self._core + again, 0.0
+        if self._kernel == "none":
+            # Gradients of the probabilities and of the logits.
+            both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
+            yield both, both
+        yield projected, self._projected + self._core + 2 * self._q + again
+        # The gradients of queries, keys and values are joined to that of the projection. This takes
+        # at most two more tensors of its size: the gradients before the rotation, and the result.
+        yield 2 * projected, 2 * projected
+
+    def _list_entry_steps(
+        self, matrices: int, gradients: float, weights: tuple[float, float]
+    ) -> Iterable[tuple[float, float]]:
+        """Yield the steps of the products that read the same input.
+
+        Args:
+            matrices: Number of products.
+            gradients: Bytes of the gradients of their results.
+            weights: Bytes that the gradients of their matrices allocate, and that are then freed.
+        """
+        # The second product is added to the first one.
+        yield self._gathered + matrices * self.whole, (matrices - 1) * self.whole
+        if self._sequence_parallel:
+            yield self._n, self.whole
+        allocated, freed = weights
+        yield allocated, freed + gradients + self._gathered + self._n
+
+    # -- embedding and loss -----------------------------------------------------------------------
+
+    @cached_property
+    def output_gradient(self) -> float:
+        """The gradient of the output matrix that the loss keeps. In fp16 it is in fp32."""
+        return (4 if self._fp16 else self.gradient_value) * self.output_matrix
+
+    @cached_property
+    def loss_forward(self) -> float:
+        """Most that exists in the forward pass of the final norm and the loss."""
+        # The stream, the output of the norm, the gradient of it, and that of the logits.
+        columns = self._shape.padded_vocab_size // self._t
+        held = self.x + self._n + self._gathered + self.whole + self.value * self._tokens * columns
+        rows = max(1, LOGIT_CHUNK_BYTES // (4 * columns))
+        chunks = -(-self._tokens // rows)
+        last = 4 * (self._tokens - (chunks - 1) * rows) * columns
+        chunk = 4 * min(rows, self._tokens) * columns
+        # The logits of a chunk in both precisions, and those of the chunk before.
+        computed = 1.5 * chunk
+        if chunks > 1:
+            computed = chunk + 1.5 * (chunk if chunks > 2 else last)
+        if not self._half:
+            # In fp32 they are in the place of their gradient.
+            computed = last = 0
+        # The product makes an fp32 matrix in fp16 and with fused gradients, and this is copied.
+        gradient = self.output_gradient * (2 if self._fp16 or self._fused else 1)
+        return held + max(computed, last + gradient)
+
+    @cached_property
+    def loss_backward(self) -> float:
+        """Most that exists in the backward pass of the loss."""
+        # The gradients of the hidden states and of the matrix are multiplied by the loss's factor.
+        scaled = self.output_gradient + self._converted_output_gradient
+        return self.x + 2 * self.whole + self.output_gradient + scaled
+
+    @property
+    def _converted_output_gradient(self) -> float:
+        """The gradient of the output matrix after its conversion. 0 if it is not converted."""
+        # A fused gradient is in fp32, and so is the sum.
+        if self._fused:
+            return 0.0
+        if self._fp16:
+            return self.value * self.output_matrix
+        # Autograd's sum is in fp32.
+        return 4 * self.output_matrix if self._half and not self.holds else 0.0

@@ -1,0 +1,183 @@
+"""Dry runs in processes of their own, because the fake GPU changes torch for a whole process."""
+
+import importlib.metadata
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import ConfigError, TrainingError
+from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
+from megatron.extras.planner.dry_run.record import RankReport
+from megatron.parallel.grid import Grid, GridCoordinate
+from megatron.plan.plan import Plan
+from megatron.schedule.pipeline import choose_schedule
+
+_PACKAGE = f"{os.sep}megatron{os.sep}"
+_OWN = f"{os.sep}dry_run{os.sep}"
+
+
+def list_rank_kinds(plan: Plan) -> list[int]:
+    """Return a rank of each kind: first, middle and last stage, first and last data rank."""
+    parallel = plan.config.parallel
+    grid = Grid(
+        parallel.pipeline_model_parallel_size,
+        plan.data_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    stages = sorted({0, grid.pipeline // 2, grid.pipeline - 1})
+    data_ranks = sorted({0, grid.data - 1})
+    return [
+        grid.get_rank(GridCoordinate(stage, data, 0)) for stage in stages for data in data_ranks
+    ]
+
+
+def choose_microbatches(plan: Plan) -> int:
+    """Return how many microbatches of the final batch show everything that a step does.
+
+    A stage has at most as many microbatches in flight as there are stages, and one more shows what
+    is repeated. ZeRO 2 drops weights during the last one, so it needs another one. Interleaved
+    schedules need a multiple of the pipeline size. Looped BFS keeps all microbatches, so all of
+    them are run.
+    """
+    of_step = plan.get_num_microbatches(plan.batch_size.final)
+    schedule = choose_schedule(of_step, plan.pipeline_size, plan.stages_per_rank)
+    if schedule.name == "looped BFS":
+        return of_step
+    if plan.stages_per_rank > 1:
+        return min(of_step, 2 * plan.pipeline_size)
+    repeated = 2 if plan.zero_stage == 2 else 1
+    return min(of_step, plan.pipeline_size + repeated)
+
+
+def open_pool(workers: int) -> ProcessPoolExecutor:
+    """Return a pool of processes in which `megatron.extras.planner.dry_run.step` can be imported.
+
+    Raises:
+        ConfigError: See `build_guard`.
+    """
+    return ProcessPoolExecutor(
+        workers,
+        # A fork would inherit torch, which has looked for CUDA already.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(build_guard(),),
+    )
+
+
+def _start_worker(library: Path) -> None:
+    """Prepare a process of the pool."""
+    # Ctrl-C reaches all processes of a terminal. The one that was called ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        load_guard(library)
+    except OSError as error:
+        # The pool would print a traceback. It reports that this process has ended.
+        print(f"error: {error}", file=sys.stderr)
+        os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, however that came about.
+
+    Otherwise the processes of a pool whose owner was killed would wait for work permanently.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is not a process of a pool"
+    parent.join()
+    os._exit(1)
+
+
+def _check_torch(plan: Plan) -> None:
+    """Raise ConfigError if this version of torch has no shapes for the kernels of the plan."""
+    version = importlib.metadata.version("torch")
+    major, minor = version.split(".")[:2]
+    if plan.config.kernels.gradient_accumulation_fusion and (int(major), int(minor)) < (2, 13):
+        raise ConfigError(
+            "--dry-run with --gradient-accumulation-fusion needs torch 2.13 or newer, and this is "
+            f"{version}, which cannot compute the shapes of the fused product; install a newer "
+            "torch, or leave out the flag for the dry run"
+        )
+
+
+def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankReport]:
+    """Run a step of each rank, and return the reports in the order of `ranks`.
+
+    Args:
+        plan: A plan without errors.
+        ranks: Ranks of the plan's world.
+        microbatches: Number of microbatches of a step.
+
+    Raises:
+        ConfigError: There is no C++ compiler, a process ended, or torch is too old for the flags.
+        TrainingError: The step raised.
+    """
+    _check_torch(plan)
+    # The ranks are independent of each other, so each process takes the next one when it is free.
+    # Each process takes some seconds to start, so there are no more than there is work.
+    workers = min(len(ranks), len(os.sched_getaffinity(0)))
+    others = set(multiprocessing.active_children())
+    with open_pool(workers) as pool:
+        try:
+            return list(
+                pool.map(_run_one, [(plan, rank, microbatches) for rank in ranks], chunksize=1)
+            )
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"--dry-run: a process of it ended ({error}); the host may be out of memory, so "
+                "give --dry-run-microbatches a smaller number. If that does not help, a compiled "
+                "file may be damaged: remove the folder megatron-3d in ~/.cache"
+            ) from error
+        except KeyboardInterrupt:
+            # Leaving the pool would wait for the steps that run.
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            raise
+
+
+def _run_one(task: tuple[Plan, int, int]) -> RankReport:
+    """Run a step of one rank in a process of the pool."""
+    plan, rank, microbatches = task
+    # Not at the top, because this module must be importable before the guard is loaded.
+    from megatron.extras.planner.dry_run.step import run_rank
+
+    return _call(run_rank, plan, rank, microbatches)
+
+
+def call_in_pool(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function that runs in a process of the pool.
+
+    Raises:
+        TrainingError: The function raised.
+    """
+    return pool.submit(_call, function, *arguments).result()
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of the pool, and describe an error of it as text.
+
+    torch's own errors may hold objects that cannot be sent to another process.
+    """
+    # torch logs each error of a fake operator with its traceback. The error is raised anyway.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        lines = [
+            f"{frame.filename}:{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if _PACKAGE in frame.filename and _OWN not in frame.filename
+        ]
+        where = f" at {lines[-1]}" if lines else ""
+        raise TrainingError(
+            f"the step fails on a fake GPU{where}: {type(error).__name__}: {error}"
+        ) from None

@@ -1,0 +1,218 @@
+"""A training step of one rank on the fake GPU.
+
+The process group is torch's fake one, which has any size and sends nothing. A rank is therefore
+run alone, whatever the world size is.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.data.batches import Microbatch
+from megatron.engine.native import NativeEngine
+from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+from megatron.extras.planner.dry_run.record import (
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    RankReport,
+)
+from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
+from megatron.observe.timers import COMMUNICATION, Timers
+from megatron.parallel.grid import Grid
+from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.plan.plan import Plan
+
+MakeBatch = Callable[[int, int, int], list[Microbatch]]
+"""Takes m, b and s. Returns m microbatches of [b, s]."""
+
+
+@dataclass(frozen=True)
+class FakeRank:
+    """A rank on the fake GPU, with its engine."""
+
+    plan: Plan
+    mesh: Mesh
+    timers: Timers
+    engine: NativeEngine
+    gpu: FakeGpu
+
+
+@cache
+def get_gpu() -> FakeGpu:
+    """Return the fake GPU of this process."""
+    return FakeGpu()
+
+
+def make_batch(number: int, size: int, length: int) -> list[Microbatch]:
+    """Return microbatches of zeros, in ordinary memory as the data loader makes them."""
+
+    def make_tokens() -> torch.Tensor:
+        return torch.zeros((size, length), dtype=torch.long)
+
+    return [Microbatch(make_tokens(), make_tokens()) for _ in range(number)]
+
+
+def run_rank(
+    plan: Plan,
+    rank: int,
+    microbatches: int | None = None,
+    *,
+    steps: int = 1,
+    make: MakeBatch = make_batch,
+    visit: Callable[[FakeRank], Any] = lambda rank: None,
+) -> RankReport:
+    """Build the engine of a rank, run training steps, and return what the last step did.
+
+    Args:
+        plan: A plan without errors.
+        rank: The rank of the world.
+        microbatches: Number of microbatches of a step. Default: that of the final batch size.
+        steps: Number of steps.
+        make: Makes the microbatches. They have the full sequence length.
+        visit: Called with the rank before the steps.
+    """
+    plan.raise_on_errors()
+    gpu = get_gpu()
+    if microbatches is None:
+        microbatches = plan.get_num_microbatches(plan.batch_size.final)
+    gpu.forget_memory()
+    built: FakeRank | None = None
+    with gpu:
+        try:
+            built = build_rank(plan, rank)
+            visit(built)
+            batch = plan.config.batch
+            for number in range(1, steps + 1):
+                # New ones for each step, as the data loader makes them.
+                samples = make(microbatches, batch.micro_batch_size, plan.config.model.seq_length)
+                gpu.start_step()
+                # The training loop has two votes in each step (`Exits.vote`).
+                built.engine.train_batch(
+                    samples, iteration=number, lr=1e-4, vote=lambda: (0.0, 0.0)
+                )
+                record = gpu.end_step()
+            coordinate = str(built.mesh.coordinate)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            built = None
+            # Engines are in reference cycles. The next rank would slow down with all their tensors.
+            gc.collect()
+    return RankReport(rank, coordinate, microbatches, record)
+
+
+def build_rank(plan: Plan, rank: int) -> FakeRank:
+    """Build the mesh and the engine of a rank, inside of the fake GPU."""
+    gpu = get_gpu()
+    if plan.world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    parallel = plan.config.parallel
+    grid = Grid(
+        parallel.pipeline_model_parallel_size,
+        plan.data_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    timers = Timers(GPU)
+    mesh = build_mesh(
+        grid,
+        GPU,
+        sequence_parallel=parallel.sequence_parallel,
+        shard_size=plan.shard_size,
+        comm_timer=lambda: timers(COMMUNICATION),
+        # The fake group has the host's messages too. A second one would have all ranks again.
+        control=dist.new_group(backend="fake") if plan.world_size > 1 else None,
+    )
+    gpu.name_groups(_name_groups(mesh))
+    # The engine needs the function before the rank exists that the function labels.
+    built: list[FakeRank] = []
+    engine = NativeEngine(
+        plan,
+        mesh,
+        timers,
+        before_update=lambda: _label_gradients(built[0]),
+        # Drawing billions of numbers would take minutes, and fake tensors could not hold them.
+        initialise=lambda *arguments: None,
+    )
+    built.append(FakeRank(plan, mesh, timers, engine, gpu))
+    _label_state(built[0])
+    gpu.name_streams(_name_streams(engine))
+    return built[0]
+
+
+def _name_groups(mesh: Mesh) -> dict[str, str]:
+    """Return torch's names of the groups -> their names in the report."""
+    groups: dict[str, dist.ProcessGroup | None] = {
+        "control": mesh.control,
+        "world": dist.group.WORLD if mesh.devices is not None else None,
+    }
+    if mesh.devices is not None:
+        groups["pipeline"] = mesh.devices.get_group("pp")
+        groups["data"] = mesh.devices.get_group("dp")
+    # With one copy, the ranks that share it are the data group.
+    if mesh.sharding.mesh is not None and mesh.sharding.copies > 1:
+        groups["shards"] = mesh.sharding.mesh.get_group()
+    groups["replicas"] = mesh.sharding.replicas
+    groups["ends"] = mesh.ends
+    groups["tensor"] = mesh.tensor_parallel.group
+    # A group of one axis may be the world itself. The name of the axis is more precise.
+    return {group.group_name: name for name, group in groups.items() if group is not None}
+
+
+def _label_state(rank: FakeRank) -> None:
+    """Label the memory that the engine keeps from the start."""
+    memory = rank.gpu.memory
+    for master in rank.engine._masters:
+        for kind in rank.engine._optimizer.get_kinds(master):
+            memory.label(rank.engine._optimizer.get_moment(master, kind), OPTIMIZER)
+        memory.label(master.weight.data, OPTIMIZER)
+    # After the masters, because in fp32 they are the parameters themselves.
+    for stage in rank.engine.stages:
+        for parameter in stage.parameters():
+            memory.label(rank.engine._get_local_tensor(parameter.detach()), WEIGHTS)
+    _watch_gradients(rank)
+
+
+def _watch_gradients(rank: FakeRank) -> None:
+    """Label the gradients of gathered weights when autograd makes them."""
+
+    def label(parameter: torch.Tensor) -> None:
+        rank.gpu.memory.label(parameter.grad, GRADIENTS)
+
+    for stage in rank.engine._rank_stages:
+        if stage.sharded is None:
+            continue
+        for module in stage.sharded._sharded:
+            state = module._get_fsdp_state()
+            # torch 2.11 and 2.12 have one group.
+            one = getattr(state, "_fsdp_param_group", None)
+            groups = state._fsdp_param_groups if one is None else [one]
+            for group in groups:
+                for each in group.fsdp_params:
+                    each.unsharded_param.register_post_accumulate_grad_hook(label)
+
+
+def _label_gradients(rank: FakeRank) -> None:
+    """Label the gradients, just before the optimizer uses them."""
+    for master in rank.engine._masters:
+        rank.gpu.memory.label(master.weight.grad, GRADIENTS)
+
+
+def _name_streams(engine: NativeEngine) -> dict[int, str]:
+    """Return the number of a stream -> its name. FSDP2 has several."""
+    # FSDP2 makes its streams in its first forward pass, which the engine's construction runs.
+    names = {0: DEFAULT_STREAM}
+    for stage in engine._rank_stages:
+        if stage.sharded is None:
+            continue
+        streams = vars(stage.sharded._root._get_fsdp_state()._comm_ctx)
+        for name, stream in streams.items():
+            if isinstance(stream, torch.Stream):
+                names[stream.stream_id] = name.removesuffix("_stream").replace("_", "-")
+    return names

@@ -1,0 +1,212 @@
+"""The prediction of a plan's step by the model of cost.
+
+Nothing here looks at a device. docs/planner.md has the errors of the predictions.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Literal, cast
+
+from megatron.config.tree import Config
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
+from megatron.extras.planner.cost.search import SearchSpace
+from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.plan.plan import Plan
+from megatron.tokenizer import compute_padded_vocab_size
+
+_CPU_OVERHEAD = Overhead(fixed_gib=0.4)
+"""Python and the libraries of a process without a GPU."""
+
+
+def get_recomputed_share(plan: Plan) -> Fraction:
+    """Return the share of the layers that are recomputed.
+
+    An invalid share is already among the plan's errors. All layers are assumed then, so that the
+    rest of the plan can be reported.
+    """
+    try:
+        share = plan.config.recompute.recomputed_part
+    except (ValueError, ZeroDivisionError):
+        return Fraction(1)
+    return min(max(share, Fraction(0)), Fraction(1))
+
+
+def describe_software(plan: Plan, hardware: Hardware) -> Software:
+    """Return how this trainer runs the plan's configuration on a kind of device."""
+    config = plan.config
+    # What the flags change. The rest is the trainer itself.
+    return replace(
+        TRAINER,
+        flash=hardware.has_flash,
+        overhead=TRAINER.overhead if hardware.has_gpu else _CPU_OVERHEAD,
+        # A compiled layer has fused kernels.
+        pointwise=1.0 if config.kernels.use_torch_compile else TRAINER.pointwise,
+        gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
+        dropout=config.model.hidden_dropout > 0,
+        half=config.precision.bf16 or config.precision.fp16,
+        fp16=config.precision.fp16,
+        fp32_residual=config.precision.fp32_residual_connection,
+        kept_operators=config.recompute.checkpoint_keep_operators,
+        fused_gradients=config.kernels.gradient_accumulation_fusion,
+        optimizer=config.optimizer.optimizer,
+    )
+
+
+def describe_layout(plan: Plan) -> RankLayout:
+    """Return the layout of the plan."""
+    parallel = plan.config.parallel
+    recompute: Recompute = "none"
+    if plan.config.recompute.checkpoint_activations:
+        recompute = "full"
+    elif plan.config.recompute.recompute_attention_core:
+        recompute = "selective"
+    share = get_recomputed_share(plan)
+    several = parallel.tensor_model_parallel_size > 1
+    method = "uniform"
+    if plan.stages_per_rank == 1 and parallel.pp_partition_method is not None:
+        method = parallel.pp_partition_method
+    return RankLayout(
+        # A plan with errors may have a size of 0.
+        tensor=max(1, parallel.tensor_model_parallel_size),
+        pipeline=plan.pipeline_size,
+        data=plan.data_parallel_size,
+        micro_batch=max(1, plan.config.batch.micro_batch_size),
+        virtual=plan.stages_per_rank,
+        recompute=recompute,
+        recomputed_share=share or Fraction(1),
+        # Both have no effect on a single tensor-parallel rank.
+        sequence_parallel=parallel.sequence_parallel and several,
+        zero_stage=plan.zero_stage,
+        shard=plan.shard_size,
+        # Virtual stages have equal sizes, whatever the method.
+        partition=method,
+        # With sequence parallelism, a rank has only its part of the input already.
+        partition_inputs=plan.config.recompute.partition_activations
+        and several
+        and not parallel.sequence_parallel,
+        host_inputs=plan.config.recompute.checkpoint_in_cpu,
+    )
+
+
+def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
+    """Predict a step of the plan at its final batch size.
+
+    Raises:
+        ConfigError: The run is in fp32, and the hardware has no peak for it.
+    """
+    return StepPrediction(
+        StepJob(
+            plan.shape,
+            describe_layout(plan),
+            plan.batch_size.final,
+            describe_software(plan, hardware),
+            hardware,
+        )
+    )
+
+
+def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
+    """Return whether the plan has no errors, and the hardware a peak for its precision."""
+    known = describe_software(plan, hardware).half or hardware.fp32_tflops is not None
+    return not plan.errors and known
+
+
+def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
+    """Return the layouts of the plan's model, batch and number of devices."""
+    tokenizer = plan.config.tokenizer
+
+    def pad(tensor: int) -> int:
+        return compute_padded_vocab_size(
+            plan.vocab_size,
+            tokenizer.make_vocab_size_divisible_by,
+            tensor,
+            tokenizer.pad_vocab_size_to,
+        )
+
+    deepspeed = plan.config.parallel.deepspeed
+    return SearchSpace(
+        plan.shape,
+        plan.batch_size.final,
+        plan.world_size,
+        hardware,
+        describe_software(plan, hardware),
+        # DeepSpeed has neither of them (`megatron/engine/support.py`).
+        virtual=1 if deepspeed else None,
+        hsdp=False if deepspeed else None,
+        pad=pad,
+        accepts=build_layout_rules(plan),
+    )
+
+
+def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
+    """Return a function that returns whether the trainer accepts a layout of the plan's model.
+
+    The layout must divide the model and the final batch.
+    """
+    # See `check_batch_sizes`. A plan without errors has sizes that do not fit its own ranks only
+    # before its position, and these do not matter.
+    own = plan.config.batch.micro_batch_size * plan.data_parallel_size
+    sizes = [
+        size
+        for size in plan.batch_size.iterate_upcoming(0, 0, plan.config.model.seq_length)
+        if size % own == 0
+    ]
+    # See `check_tensor_parallel` and `check_muon`.
+    whole_groups = plan.config.model.qk_norm == "full" or plan.config.optimizer.optimizer == "muon"
+
+    def accepts(layout: RankLayout) -> bool:
+        if any(size % (layout.data * layout.micro_batch) for size in sizes):
+            return False
+        return not whole_groups or plan.shape.query_groups >= layout.tensor
+
+    return accepts
+
+
+def change_layout(config: Config, layout: RankLayout) -> Config:
+    """Return the configuration with the flags that choose a layout.
+
+    `layout` must divide the layers.
+    """
+    parallel = config.parallel
+    per_virtual = None
+    if layout.virtual > 1:
+        per_virtual = config.model.num_layers // (layout.pipeline * layout.virtual)
+    method: str | None = layout.partition
+    if layout.virtual > 1:
+        # Virtual stages have equal sizes, so the trainer refuses a method.
+        method = None
+    elif method == (parallel.pp_partition_method or "uniform"):
+        # The default is kept as it was asked for.
+        method = parallel.pp_partition_method
+    full = layout.recompute == "full"
+    recompute = replace(
+        config.recompute,
+        checkpoint_activations=full,
+        recompute_attention_core=layout.recompute == "selective",
+        partition_activations=layout.partition_inputs,
+        checkpoint_in_cpu=layout.host_inputs,
+        # They are kept in the recomputation of layers only.
+        checkpoint_keep_operators=config.recompute.checkpoint_keep_operators if full else (),
+    )
+    # Without recomputation the fraction has no effect.
+    if full and Fraction(recompute.checkpoint_fraction) != layout.recomputed_share:
+        recompute = replace(recompute, checkpoint_fraction=str(layout.recomputed_share))
+    grouped = layout.copies > 1 and layout.zero_stage > 0
+    return replace(
+        config,
+        parallel=replace(
+            parallel,
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            num_layers_per_virtual_pipeline_stage=per_virtual,
+            pp_partition_method=method,
+            sequence_parallel=layout.sequence_parallel,
+            zero_stage=cast(Literal[0, 1, 2, 3], layout.zero_stage),
+            sharding_strategy=None,
+            hsdp_shard_size=layout.shard_size if grouped else None,
+        ),
+        batch=replace(config.batch, micro_batch_size=layout.micro_batch),
+        recompute=recompute,
+    )

@@ -1,0 +1,1 @@
+"""Finds ranks that compute more slowly than the others."""

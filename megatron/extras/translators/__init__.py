@@ -1,0 +1,1 @@
+"""Other trainers' flags, configuration files and launch scripts."""

@@ -1,0 +1,47 @@
+"""The memory of a host without GPUs, checked before anything is allocated."""
+
+from megatron.base.byte_size import format_bytes
+from megatron.base.errors import ConfigError
+from megatron.base.meminfo import read_total_memory
+from megatron.model import flops
+from megatron.plan.plan import Plan
+
+_MASTER_BYTES = 4
+"""Bytes of a parameter in fp32."""
+
+
+def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
+    """Check that the fp32 weights and the optimizer's states can fit into this host's memory.
+
+    Linux lets processes allocate more memory than the host has, and kills them without a message
+    when they use it. Gradients and activations need memory too, so a run that passes this check may
+    still be too large.
+
+    Args:
+        plan: The plan of the run.
+        ranks_on_host: Number of ranks on this host.
+
+    Raises:
+        ConfigError: They cannot fit, even if each of them exists once.
+    """
+    if plan.config.parallel.deepspeed or plan.config.batch.eval_only:
+        # DeepSpeed may keep states on a disk, or in 8 bits. An evaluation needs none.
+        return
+    share = ranks_on_host / plan.world_size
+    needed = share * count_least_bytes(plan)
+    memory = read_total_memory()
+    if memory is None or needed <= memory:
+        return
+    raise ConfigError(
+        f"the model does not fit into the memory of this host: the fp32 weights and the states of "
+        f"{plan.config.optimizer.optimizer} of {share:.0%} of its {plan.parameters:,} parameters "
+        f"need {format_bytes(needed)}, and the host has {format_bytes(memory)}, swap included; "
+        f"make it smaller, or divide it over more hosts (tools/plan.py shows what each rank needs)."
+    )
+
+
+def count_least_bytes(plan: Plan) -> int:
+    """Return the bytes of the fp32 weights and of the optimizer's states, each of them once."""
+    matrices = plan.config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape)
+    states = flops.count_state_bytes(plan.config.optimizer.optimizer, plan.parameters, matrices)
+    return _MASTER_BYTES * plan.parameters + states

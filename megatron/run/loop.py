@@ -1,0 +1,499 @@
+"""The training loop.
+
+It reads from top to bottom. Every action of an iteration is visible here.
+"""
+
+import time
+
+from megatron.base.code_version import get_code_version
+from megatron.base.errors import TrainingError
+from megatron.checkpoint.save import CheckpointContents, Saver
+from megatron.config.yaml_file import dump_yaml
+from megatron.engine.base import StepResult
+from megatron.extras.clock.forecast import report_end, report_forecast
+from megatron.extras.guard.spike_response import choose_accept, respond_to_step
+from megatron.extras.stream.source import StreamSource
+from megatron.model.flops import count_forward_flops_per_token
+from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
+from megatron.observe.timers import DATA_WAIT, SAVE
+from megatron.parallel.progress import Phase
+from megatron.parallel.ranks import build_ranks
+from megatron.plan.plan import Plan
+from megatron.run.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
+from megatron.run.exits import StopReason
+from megatron.run.report import StepRecord
+from megatron.run.run import Run
+from megatron.run.state import TrainState
+from megatron.schedule.skip import find_range
+
+_PAUSE_SECONDS = 5.0
+"""Seconds between two attempts to save at the end of a run."""
+
+
+def train(run: Run) -> StopReason:
+    """Train until the end, or until there is a reason to stop. Save when due and at the end.
+
+    Returns:
+        The reason to stop. `StopReason.NONE` means that training is complete. With
+        `StopReason.ROLLBACK`, nothing was saved, and the caller makes the rollback.
+
+    Raises:
+        TrainingError: Too many iterations in a row were not finite, replicas of a parameter differ,
+            a number to be stored is not finite, or the spike guard finds that the run has diverged.
+        DataError: A data file or an index has changed since the start, or a batch cannot be read.
+        CheckpointError: A checkpoint could not be written.
+    """
+    plan = run.plan
+    state = run.state
+    first = run.state.iteration
+    try:
+        with run.profiler:
+            stop = train_until_stop(run)
+        if stop == StopReason.ROLLBACK:
+            return stop
+        # If no iteration was trained or skipped, there is nothing new to save.
+        if state.iteration != first:
+            save_at_end(run)
+    except TrainingError as error:
+        if run.saver is not None and run.saver.in_flight:
+            # A save in progress has a good state, which was checked when the save began. So the
+            # save is completed. The error is printed first, because a file system may be slow or
+            # hang.
+            run.reporter.say(f"{error}\nthe run ends when the save in progress is complete")
+            run.saver.complete()
+        raise
+    if stop != StopReason.NONE:
+        run.reporter.say(run.exits.format_stop_line(stop, state.iteration))
+        if is_finished(plan, state):
+            run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
+        return stop
+    if state.validated_at == state.iteration == first:
+        # Another validation would read other samples, and its result would replace the first one.
+        run.reporter.say(
+            f"the validation of iteration {first} is in the log of an earlier start; "
+            "--eval-only evaluates the checkpoint again"
+        )
+    elif state.validated_at != state.iteration:
+        # This evaluation comes after the save, so the last checkpoint does not have the validation
+        # samples that it reads. A run that is continued later with more iterations then evaluates
+        # the same samples as a run that was never interrupted.
+        evaluate_validation(run)
+    evaluate_test(run)
+    evaluate_tasks(run)
+    if run.exporter is not None:
+        with run.mesh.progress.enter(Phase("the export", is_limited=False)):
+            run.exporter.finish()
+    run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
+    report_end(run)
+    return stop
+
+
+def train_until_stop(run: Run) -> StopReason:
+    """Iterate and save when due, until the end or a reason to stop.
+
+    Returns:
+        The reason to stop.
+
+    Raises:
+        TrainingError: See `train`.
+        DataError: See `train`.
+        CheckpointError: See `train`.
+    """
+    plan = run.plan
+    state = run.state
+    stop = StopReason.NONE
+    run.clock.start()
+    run.step_clock.start()
+    run.reporter.start(state.iteration)
+    while stop == StopReason.NONE and not is_finished(plan, state):
+        before = state.iteration
+        run.mesh.progress.iteration = before + 1
+        run.mesh.progress.begin_step("training iteration", before + 1)
+        announce_phase(run)
+        extend_data(run)
+        # A skipped range counts as one step of the loop, but passes several iterations. Everything
+        # below that is due at an interval is therefore given `before` as well.
+        skipped = find_range(plan.skip_ranges, state.iteration + 1)
+        if skipped is not None:
+            with run.step_clock.pause():
+                skip_range(run, skipped)
+        else:
+            with run.profiler.record(before + 1), run.memory_history.record(before + 1):
+                train_iteration(run)
+        # The run goes back, so nothing of this iteration is kept.
+        if run.rollback is not None:
+            return StopReason.ROLLBACK
+        run.clock.finish_step()
+        state.elapsed_seconds = run.clock.read()
+        check_nan_iterations(plan, state)
+        # After a skipped range nothing was trained, so there is nothing new to verify or evaluate.
+        if skipped is None and is_due(
+            plan.config.parallel.check_invariants_interval, before, state.iteration
+        ):
+            with run.step_clock.pause():
+                check_invariants(run)
+        if skipped is None and (
+            is_due(run.clock.eval_interval, before, state.iteration) or run.clock.upcoming.evaluate
+        ):
+            with run.step_clock.pause():
+                evaluate_validation(run)
+        if skipped is None and is_due(
+            plan.config.batch.eval_tasks_interval, before, state.iteration
+        ):
+            with run.step_clock.pause():
+                evaluate_tasks(run)
+        # A reason to stop does not prevent the save. `train` saves the last iteration if it was
+        # not due here.
+        save_when_due(run, before)
+        # The decision comes last, because the time of evaluation and save counts in the decision
+        # about the next step.
+        stop = decide(run, before)
+        if run.exporter is not None:
+            run.exporter.poll()
+    return stop
+
+
+def decide(run: Run, before: int) -> StopReason:
+    """Agree with all ranks on the reason to stop, and on rank 0's decision about the next step.
+
+    If it is due, the ranks also compare how fast they compute.
+    """
+    iteration = run.state.iteration
+    save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
+    eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
+    proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
+    own_time = run.stragglers.take_report(before, iteration)
+    stop, decided, times = run.exits.decide(
+        before,
+        iteration,
+        proposed,
+        own_time,
+        ask_again=run.step_clock.has_paused,
+        works_on_save=works_on_save(run),
+    )
+    run.clock.accept(decided)
+    run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
+    return stop
+
+
+def extend_data(run: Run) -> None:
+    """Extend the order of the training data if a run by time reaches its end.
+
+    Raises:
+        DataError: An index cannot be built.
+    """
+    state = run.state
+    train = run.sources.train
+    batch_size = run.plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+    if train is None or not train.must_extend(batch_size):
+        return
+    # Building an index takes long. The ranks wait for each other outside of other collectives.
+    with run.step_clock.pause():
+        build_ranks(run.mesh).work(
+            lambda: train.extend(batch_size), "building the next data index", run.reporter.say
+        )
+    for note in run.sources.take_notes():
+        run.reporter.say(note)
+
+
+def announce_phase(run: Run) -> None:
+    """Log that the next iteration is the first one of a phase of the data.
+
+    The losses of the phase have another level, so the spike guard forgets its estimates.
+    """
+    phases = run.plan.data_phases
+    for number, planned in enumerate(phases, 1):
+        if planned.first_iteration == run.state.iteration + 1 > 1:
+            run.reporter.say(f"data phase {number} of {len(phases)} begins")
+            if run.guard is not None:
+                run.guard.start_phase()
+
+
+def is_finished(plan: Plan, state: TrainState) -> bool:
+    """Return whether the run is at its end, by iterations, samples, tokens or time.
+
+    Whichever comes first ends the run. The plan has converted samples to iterations already.
+    """
+    if plan.train_seconds is not None:
+        return state.used_train_time >= plan.train_seconds
+    tokens = plan.config.batch.train_tokens
+    return state.iteration >= plan.train_iters or (
+        tokens is not None and state.consumed_tokens >= tokens
+    )
+
+
+def is_due(interval: int | None, before: int, after: int) -> bool:
+    """Return whether a multiple of `interval` lies in (before, after].
+
+    A skipped range is one jump over several iterations, so `after` alone is not enough. With an
+    interval of 0 or None, nothing is ever due.
+    """
+    return bool(interval) and after // interval > before // interval  # type: ignore[operator]
+
+
+def train_iteration(run: Run) -> None:
+    """Train one global batch, update the counters and report the step."""
+    plan = run.plan
+    state = run.state
+    timers = run.timers
+    # Size and length depend on the counters before this step. They must be read before `advance`.
+    seq_length = plan.get_seq_length(state.iteration + 1)
+    batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+    with timers(DATA_WAIT):
+        assert run.sources.train is not None, "the plan has train samples"
+        microbatches = run.sources.train.read_batch(batch_size, seq_length)
+    run.reporter.report_pipeline_schedule(batch_size)
+    # These are the rates that the step uses. The reported rates, below, are those after the step,
+    # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
+    iteration = state.iteration + 1
+    rate = state.compute_learning_rate(plan.lr_schedule)
+    with run.stragglers.measure(iteration):
+        result = run.engine.train_batch(
+            microbatches,
+            iteration=iteration,
+            lr=rate,
+            decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
+            with_layer_statistics=is_due(
+                plan.config.logging.log_layer_stats_interval, state.iteration, iteration
+            ),
+            accept=choose_accept(run),
+            vote=lambda: run.exits.vote(iteration - 1, iteration, works_on_save=works_on_save(run)),
+        )
+    run.exits.count_votes(result.votes, iteration)
+    state.advance(batch_size, batch_size * seq_length)
+    count_step(plan, state, result, batch_size, seq_length)
+    if plan.config.logging.log_params_norm:
+        params_norm = run.engine.compute_parameter_norm()
+    else:
+        params_norm = None
+    # The time is that since the same line of the iteration before, see `StepClock`.
+    seconds = run.step_clock.finish_iteration()
+    run.clock.costs.record_step(seconds, batch_size * seq_length)
+    report_forecast(run)
+    run.reporter.report_step(
+        state,
+        StepRecord(
+            result=result,
+            batch_size=batch_size,
+            seq_length=seq_length,
+            learning_rate=state.compute_learning_rate(plan.lr_schedule),
+            decoupled_learning_rate=state.compute_decoupled_learning_rate(plan.lr_schedule),
+            seconds=seconds,
+            phase_seconds=timers.take(),
+            params_norm=params_norm,
+            train_iters=run.clock.estimate_iterations(),
+        ),
+    )
+    if result.applied:
+        warning = run.divergence.observe(result.loss, state.iteration)
+        if warning is not None:
+            run.reporter.say(warning)
+    if result.empty:
+        run.reporter.say(
+            f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
+            "weights. Its samples are consumed"
+        )
+    else:
+        respond_to_step(run, result, rate)
+
+
+def count_step(
+    plan: Plan, state: TrainState, result: StepResult, batch_size: int, seq_length: int
+) -> None:
+    """Update the counters with the outcome of a step.
+
+    A step that was not applied does not move the learning rate. Its samples stay consumed.
+    """
+    tokens = batch_size * seq_length
+    layers, _ = count_forward_flops_per_token(plan.shape, seq_length)
+    # A backward pass costs twice the forward pass, so a step costs three times the forward pass.
+    state.gigaflops_without_embeddings += 3 * layers * tokens / 1e9
+    if result.applied:
+        state.advance_lr(plan.lr_schedule, batch_size, tokens)
+        state.nan_iterations_in_a_row = 0
+    else:
+        state.nan_iterations_in_a_row += result.is_nan
+
+
+def skip_range(run: Run, skipped: tuple[int, int]) -> None:
+    """Jump to the end of a range of iterations.
+
+    The batches of the range are dropped. Its iterations, samples and tokens are counted, and the
+    learning rate does not advance.
+    """
+    plan = run.plan
+    state = run.state
+    assert run.sources.train is not None, "the plan has train samples"
+    before = state.iteration
+    # The run may end inside the range. A launch that continues it later skips the rest.
+    # Each iteration is counted separately, because the batch size and the sequence length may
+    # change within the range.
+    while state.iteration < skipped[1] and not is_finished(plan, state):
+        batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+        seq_length = plan.get_seq_length(state.iteration + 1)
+        run.sources.train.advance(batch_size)
+        state.advance(batch_size, batch_size * seq_length)
+    run.reporter.jump(state.iteration - before)
+    windows = state.spike_guard.get("windows", [])
+    by_guard = any(first <= state.iteration and last > before for first, last in windows)
+    run.reporter.say(format_skipped_range_line(before + 1, state.iteration, by_guard=by_guard))
+
+
+def check_nan_iterations(plan: Plan, state: TrainState) -> None:
+    """Raise an error if too many iterations in a row were not finite.
+
+    Steps that fp16 drops in the search for a loss scale do not count. Without this error, the run
+    would use compute time and train nothing.
+
+    Raises:
+        TrainingError: The number reached --max-nan-iterations.
+    """
+    limit = plan.config.batch.max_nan_iterations
+    if state.nan_iterations_in_a_row >= limit:
+        precision = plan.config.precision
+        # A static loss scale never decreases. If it is too high, every step overflows.
+        if precision.fp16 and precision.loss_scale is not None:
+            static = (
+                "; if this happens from the start of the run, leave out "
+                f"--loss-scale {precision.loss_scale}, which is static, or give a lower one"
+            )
+        else:
+            static = ""
+        raise TrainingError(
+            f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is "
+            "not finite. None of them changed the weights. Roll back to an earlier checkpoint, and "
+            f"skip the data with --skip-train-iteration-range or lower --lr{static}"
+        )
+
+
+def check_invariants(run: Run) -> None:
+    """Verify that parameters which several ranks hold are equal on these ranks.
+
+    Nothing is done if --check-invariants-interval is 0, or if this iteration was verified already.
+
+    Raises:
+        TrainingError: Replicas differ, and --sync-tp-duplicated-parameters was not given or cannot
+            repair them.
+    """
+    parallel = run.plan.config.parallel
+    iteration = run.state.iteration
+    if not parallel.check_invariants_interval or run.checked_at == iteration:
+        return
+    repair = parallel.sync_tp_duplicated_parameters
+    for line in run.engine.check_invariants(
+        repair=repair, iteration=iteration, last_good=run.checked_at
+    ):
+        run.reporter.say(
+            "warning: overwritten with the first rank's replica after iteration "
+            f"{iteration}: {line}"
+        )
+    run.checked_at = iteration
+
+
+def save_when_due(run: Run, before: int) -> None:
+    """Start the next stage of a save in progress, and start a new save when it is due.
+
+    Raises:
+        TrainingError: See `begin_save`.
+        DataError: See `begin_save`.
+        CheckpointError: See `begin_save`.
+    """
+    saver = run.saver
+    if saver is None:
+        return
+    # The ranks have agreed on how far the save is. This must therefore run on every rank in every
+    # iteration, also when no save is due.
+    saver.poll(stage_is_done=run.exits.take_stage_is_done())
+    saver.record_iterations(before, run.state.iteration)
+    if saver.is_due(before, run.state.iteration) or run.clock.upcoming.save:
+        with run.step_clock.pause():
+            begin_save(run, saver)
+            if not run.plan.config.checkpoint.async_save:
+                with run.timers(SAVE):
+                    saver.complete()
+    if not saver.in_flight:
+        run.clock.end_save()
+
+
+def works_on_save(run: Run) -> bool:
+    """Return whether this rank works on a stage of a save."""
+    return run.saver is not None and run.saver.is_working
+
+
+def save_at_end(run: Run) -> None:
+    """Save the last iteration, and return when the checkpoint is complete.
+
+    There is no later chance. A save that failed is therefore repeated until it succeeds or too many
+    have failed.
+
+    Raises:
+        TrainingError: See `begin_save`.
+        DataError: See `begin_save`.
+        CheckpointError: See `begin_save`.
+    """
+    saver = run.saver
+    if saver is None:
+        # Without a save, this is the only place where a changed data file would be noticed.
+        run.data_files.check()
+        train = run.sources.train
+        if isinstance(train, StreamSource) and train.has_filters:
+            # The ranks gather what was left out together with their positions.
+            train.state()
+            report_filters(run)
+        return
+    saver.mark_end_of_run()
+    # A save in flight may already be the one of the last iteration. If it fails, the loop below
+    # starts another one.
+    with run.timers(SAVE):
+        saver.complete()
+    while saver.saved_iteration != run.state.iteration:
+        begin_save(run, saver)
+        with run.timers(SAVE):
+            saver.complete()
+        if saver.saved_iteration != run.state.iteration:
+            time.sleep(_PAUSE_SECONDS)
+
+
+def report_filters(run: Run) -> None:
+    """Report what the filters of streamed data had left out at the last `Sources.state`."""
+    if isinstance(run.sources.train, StreamSource):
+        reports = run.sources.train.take_filter_reports()
+        run.reporter.report_filters(run.state.iteration, reports)
+
+
+def begin_save(run: Run, saver: Saver) -> None:
+    """Pass the current state to the saver.
+
+    Replicas are compared first. Only the first rank's replica is stored, so a later start could not
+    detect that they had differed.
+
+    Raises:
+        TrainingError: Replicas differ, or a number to be stored is not finite. Nothing was written.
+        DataError: A data file or an index has changed since the start.
+        CheckpointError: Too many saves in a row have failed.
+    """
+    plan = run.plan
+    state = run.state
+    check_invariants(run)
+    # Weights that were trained on files that changed must not become a checkpoint.
+    run.data_files.check()
+    state.data = run.sources.state()
+    report_filters(run)
+    state.data_digests = run.data_files.record()
+    if run.guard is not None:
+        state.spike_guard = run.guard.state()
+    state.elapsed_seconds = run.clock.begin_save()
+    with_optimizer = plan.config.checkpoint.save_optim
+    contents = CheckpointContents(
+        state.iteration,
+        scalars=run.engine.get_scalars() if with_optimizer else None,
+        state=state.to_json(),
+        config_yaml=dump_yaml(plan.config),
+        version=get_code_version(),
+        layout=str(run.mesh.grid),
+    )
+    # TensorBoard events and emissions are flushed with each save, so that a killed run loses at
+    # most those after its last checkpoint.
+    run.reporter.flush()
+    with run.timers(SAVE):
+        saver.begin(contents, run.engine.shards(optimizer=with_optimizer))

@@ -1,0 +1,115 @@
+"""Everything that one rank does, from the command line to the end of training."""
+
+import gc
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron.base.errors import MegatronError
+from megatron.config.cli import LoadedConfig
+from megatron.extras.guard.interventions import finish_interrupted_rollback
+from megatron.extras.guard.spike_response import roll_back_run
+from megatron.extras.scoring.eval_tasks import prepare_tasks
+from megatron.parallel.launcher import read_launcher_world
+from megatron.parallel.ranks import build_ranks, build_roll_call
+from megatron.run.evaluate import evaluate_only
+from megatron.run.leaving import (
+    close_after_error,
+    leave_after_crash,
+    leave_with_error,
+    report_hang,
+)
+from megatron.run.start.agreement import check_agreement
+from megatron.run.start.job import agree_on_job, select_checkpoint_config
+from megatron.run.start.join import join_ranks, make_printer
+from megatron.run.start.launch_record import train_and_record
+from megatron.run.start.setup import (
+    build_exits,
+    build_timers,
+    divide_ranks,
+    hold_folder_lease,
+    leave,
+    start_run,
+)
+
+
+def run_loaded(loaded: LoadedConfig) -> None:
+    """Train, and end the process after an error. See `megatron.commands.pretrain`.
+
+    An error is printed first, and then the files and threads of the run are closed.
+    """
+    closing = ExitStack()
+    try:
+        pretrain(loaded, closing)
+        leave(closing)
+    except MegatronError as error:
+        leave_with_error(error, closing)
+    except Exception as error:
+        leave_after_crash(error, closing)
+    except KeyboardInterrupt:
+        close_after_error(closing)
+        raise
+
+
+def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
+    """Run everything between the configuration and the end of training.
+
+    Args:
+        loaded: The configuration of this rank.
+        closing: Receives what must be closed at the end of the run. The caller closes it. If None,
+            everything is closed before this function returns.
+    """
+    if closing is None:
+        with ExitStack() as own:
+            pretrain(loaded, own)
+        return
+    started = time.monotonic()
+    config = loaded.config
+    world = read_launcher_world(config.parallel.local_rank)
+    ranks = join_ranks(loaded, world)
+    saving = select_checkpoint_config(config).save
+    with build_roll_call(
+        ranks,
+        config.parallel.distributed_timeout_minutes,
+        hang_timeout=config.parallel.hang_timeout,
+        folder=None if saving is None else Path(saving),
+        report=report_hang,
+    ) as roll_call:
+        check_agreement(config, ranks)
+        # First, because no run starts from a folder that is half rolled back.
+        finish_interrupted_rollback(config, ranks, make_printer(ranks.rank))
+        # Mistakes are reported here, before this run touches its folder or waits for the lease.
+        job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
+        tasks = prepare_tasks(job.plan, ranks, make_printer(ranks.rank))
+        timers = build_timers(world)
+        mesh = divide_ranks(job.plan, ranks, world, timers)
+        if roll_call is not None:
+            roll_call.use_names(mesh.names)
+        lease = closing.enter_context(hold_folder_lease(config, mesh))
+        exits = build_exits(config, mesh)
+        # Each pass trains from a checkpoint or from scratch. Only a rollback of the spike guard
+        # starts another pass.
+        while True:
+            opened = closing.enter_context(ExitStack())
+            run = start_run(loaded, job, mesh, timers, lease, exits)
+            run.tasks = tasks
+            opened.callback(run.reporter.close)
+            opened.callback(run.sources.close)
+            if run.exporter is not None:
+                opened.callback(run.exporter.stop)
+            if config.batch.eval_only:
+                evaluate_only(run)
+                return
+            train_and_record(run, time.monotonic() - started)
+            if run.rollback is None:
+                return
+            started = time.monotonic()
+            mesh.progress.begin_start()
+            rollback = run.rollback
+            # The next pass needs as much memory as this one. Reference cycles would keep the memory
+            # of this one allocated.
+            del run
+            build_ranks(mesh).work(opened.close, "closing the files", make_printer(ranks.rank))
+            gc.collect()
+            roll_back_run(rollback, job.plan, mesh, lease)
+            job = agree_on_job(loaded, ranks, make_printer(ranks.rank))

@@ -1,0 +1,494 @@
+"""Reports of a run while it trains: log line, TensorBoard, metrics, chronicle and emissions.
+
+Only rank 0 reports. The methods do nothing on the other ranks.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.logging import LogFormat
+from megatron.engine.base import StepResult
+from megatron.extras.operations.chronicle.goodput_meter import GoodputMeter
+from megatron.extras.stragglers.stragglers import RankTimes
+from megatron.extras.stream.filters import FilterReport
+from megatron.extras.trackers.emissions import Emissions
+from megatron.extras.trackers.process import TrackerProcess
+from megatron.model.flops import compute_causal_share, count_iteration_flops
+from megatron.observe.chronicle import CHRONICLE, Chronicle
+from megatron.observe.log_line import (
+    LINE_FORMATS,
+    format_measures_line,
+    format_slow_ranks_line,
+    format_task_line,
+    format_validation_line,
+)
+from megatron.observe.metrics import MetricsFile
+from megatron.observe.progress import ProgressBar
+from megatron.observe.report import Axes, EvaluationResult, IterationReport
+from megatron.observe.tensorboard import TensorBoard
+from megatron.observe.throughput import (
+    compute_throughput,
+    explain_above_peak,
+    find_peak_tflops,
+)
+from megatron.parallel.mesh import Mesh
+from megatron.plan.plan import Plan
+from megatron.run.state import TrainState
+
+
+@dataclass
+class _Interval:
+    """Totals over one iteration or since the last log line."""
+
+    iterations: int = 0
+    applied: int = 0
+    nan: int = 0
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    model_flops: float = 0.0
+
+    def add(
+        self,
+        result: StepResult,
+        *,
+        samples: int,
+        tokens: int,
+        flops: float,
+        model_flops: float,
+        seconds: float,
+    ) -> None:
+        """Add one iteration to the totals."""
+        # The loss of a step that was not applied may be nan. One such value would make the mean
+        # over the interval useless.
+        self.iterations += 1
+        self.applied += result.applied
+        self.nan += result.is_nan
+        self.loss_sum += result.loss if result.applied else 0.0
+        self.seconds += seconds
+        self.samples += samples
+        self.tokens += tokens
+        self.flops += flops
+        self.model_flops += model_flops
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One iteration as the training loop measured it."""
+
+    result: StepResult
+    batch_size: int
+    seq_length: int
+    learning_rate: float
+    """Learning rate after the iteration."""
+    decoupled_learning_rate: float | None
+    """See `IterationReport`."""
+    seconds: float
+    """Wall time of the iteration in seconds."""
+    phase_seconds: dict[str, float]
+    """Seconds of each phase of the iteration."""
+    params_norm: float | None
+    train_iters: int
+    """Iterations of the complete run. With --train-time it is an estimate."""
+
+
+class Reporter:
+    """All outputs of a run. It gives each of them the same numbers."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, *, device_name: str) -> None:
+        """Create a reporter that only prints, until `open` is called.
+
+        Args:
+            plan: The resolved plan.
+            mesh: The ranks of the run.
+            device_name: Name of the device, from which its peak is looked up for MFU.
+        """
+        self._plan = plan
+        self.device_name = device_name
+        self._is_rank_zero = mesh.rank == 0
+        self._rank_names = mesh.names
+        self._slow_ranks: set[int] | None = None
+        """The ranks that the last comparison found to be slow. None before the first one."""
+        self._interval = _Interval()
+        self._bar = ProgressBar(total=plan.train_iters, show=False)
+        self._tensorboard: TensorBoard | None = None
+        self._metrics: MetricsFile | None = None
+        self._trackers: list[TrackerProcess] = []
+        self._chronicle: Chronicle | None = None
+        self._metrics_path: Path | None = None
+        self._goodput: GoodputMeter | None = None
+        self._last_event: tuple[str, Mapping[str, Any]] | None = None
+        self._iteration: int | None = None
+        self._emissions: Emissions | None = None
+        self._pipeline_schedule: str | None = None
+        # Data sets of which the filters leave out more than half.
+        self._mostly_left_out: set[str] = set()
+        self.evaluated: dict[str, tuple[int, EvaluationResult]] = {}
+        """Name of a validation or test set -> iteration and result of its last evaluation."""
+        # A file or a pipe gets the line that scripts parse.
+        default: LogFormat = "short" if sys.stdout.isatty() else "megatron"
+        self._format_line = LINE_FORMATS[plan.config.logging.log_format or default]
+        peak = plan.config.logging.peak_tflops_per_device
+        self._peak = peak or find_peak_tflops(device_name)
+        self._causal_share = compute_causal_share(plan.shape, plan.config.recompute.recomputed_part)
+        self._explained_peak = False
+
+    def open(self) -> None:
+        """Open the outputs that the configuration asks for, on rank 0 only.
+
+        Call it when weights and data are there. An attempt to load a damaged checkpoint must leave
+        no files of reports, and a launch has one TensorBoard file.
+        """
+        logging = self._plan.config.logging
+        # A bar needs a number of iterations. A run by time has none.
+        show = logging.show_progress and self._is_rank_zero and self._plan.train_seconds is None
+        self._bar = ProgressBar(total=self._plan.train_iters, show=show)
+        # Other ranks must not open the files. Two writers would corrupt them.
+        if self._is_rank_zero:
+            self._tensorboard = TensorBoard(logging, say=self.say)
+            save = self._plan.config.checkpoint.save
+            # By default the metrics are stored with the checkpoints that they belong to.
+            path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
+            if path:
+                self._metrics_path = Path(path)
+                self._metrics = MetricsFile(path, say=self.say)
+            # A dictionary removes a name that was given twice.
+            for name in dict.fromkeys(logging.tracker):
+                tracker = TrackerProcess(
+                    name,
+                    logging.tracker_project,
+                    folder=Path(str(save)),
+                    metrics=Path(str(path)),
+                    say=self.say,
+                )
+                self._trackers.append(tracker)
+            if save and not self._plan.config.batch.eval_only:
+                self._chronicle = Chronicle(Path(save) / CHRONICLE, say=self._bar.say)
+            self._emissions = Emissions(
+                logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say
+            )
+
+    def describe_conventions(self) -> list[tuple[str, str, str]]:
+        """Return the row of the start table for the definitions of TFLOPs and MFU."""
+        recompute = self._plan.config.recompute.recomputed_part
+        if recompute:
+            counted = "forward, backward and recomputation"
+        else:
+            counted = "forward and backward"
+        if self._peak:
+            peak = f"MFU against a peak of {self._peak:g} TFLOPs"
+        else:
+            peak = "no MFU: give --peak-tflops-per-device"
+        return [
+            (
+                "TFLOPs",
+                "hardware FLOPs of one device",
+                f"{counted}, attention as if not causal; {peak}",
+            ),
+            (
+                "causal convention",
+                f"{self._causal_share:.3f} of these FLOPs",
+                "attention counts only what the mask leaves; multiply TFLOPs and MFU by it",
+            ),
+        ]
+
+    def say(self, line: str) -> None:
+        """Print a line of the log above the progress bar. A warning is also in the chronicle."""
+        if self._is_rank_zero:
+            self._bar.say(line)
+            prefix, _, text = line.partition("warning: ")
+            if text and not prefix:
+                self.record("alert", {"text": text})
+
+    @property
+    def has_chronicle(self) -> bool:
+        """Whether this rank writes the chronicle."""
+        return self._chronicle is not None
+
+    def record(self, kind: str, details: Mapping[str, Any], iteration: int | None = None) -> None:
+        """Record an event in the chronicle. See `Event`.
+
+        Args:
+            kind: Kind of the event.
+            details: What else is known.
+            iteration: Iteration of the event. Default: the last one that was trained or skipped.
+        """
+        if self._chronicle is not None:
+            self._chronicle.record(
+                kind, self._iteration if iteration is None else iteration, details
+            )
+
+    def record_at_close(self, kind: str, details: Mapping[str, Any]) -> None:
+        """Record an event when the outputs are closed."""
+        self._last_event = (kind, details)
+
+    def start(self, iteration: int) -> None:
+        """Start the reports of a run that continues after `iteration`."""
+        self._bar.update(iteration)
+        self._iteration = iteration
+        for tracker in self._trackers:
+            tracker.start(iteration)
+        if self._metrics is not None:
+            self._metrics.start(iteration)
+        # The chronicle and the metrics file have the start of this launch now.
+        if self._chronicle is not None and self._metrics_path is not None:
+            self._goodput = GoodputMeter(self._chronicle.folder, self._metrics_path)
+
+    def report_pipeline_schedule(self, batch_size: int) -> None:
+        """Print the pipeline schedule of a step of `batch_size` samples, and how long ranks idle.
+
+        Each schedule is printed once, when the run first uses it or changes to it.
+        """
+        schedule = self._plan.choose_pipeline_schedule(batch_size)
+        if self._plan.pipeline_size > 1 and schedule.name != self._pipeline_schedule:
+            self._pipeline_schedule = schedule.name
+            self.say(schedule.describe(batch_size))
+
+    def jump(self, iterations: int) -> None:
+        """Move the progress bar over iterations that were skipped, and record them."""
+        self._bar.update(iterations)
+        first = (self._iteration or 0) + 1
+        self._iteration = first + iterations - 1
+        self.record("skip", {"first": first, "last": self._iteration})
+
+    def report_step(self, state: TrainState, step: StepRecord) -> None:
+        """Report one iteration, and print the log line when it is due.
+
+        Args:
+            state: The state after the iteration.
+            step: The measurements of the iteration.
+        """
+        if not self._is_rank_zero:
+            return
+        self._iteration = state.iteration
+        config = self._plan.config
+        recompute = config.recompute.recomputed_part
+        # TFLOPs count what the devices computed, and MFU only what the model needs. Recomputation
+        # is the difference between the two.
+        flops = count_iteration_flops(
+            self._plan.shape, step.batch_size, step.seq_length, recompute=recompute
+        )
+        model_flops = count_iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
+        if self._goodput is not None:
+            self._goodput.add_step(step.seconds, step.phase_seconds, applied=step.result.applied)
+        # TensorBoard and the metrics file get single iterations. The log line gets the mean over
+        # the iterations since the last one.
+        one = _Interval()
+        for interval in (one, self._interval):
+            tokens = step.batch_size * step.seq_length
+            interval.add(
+                step.result,
+                samples=step.batch_size,
+                tokens=tokens,
+                flops=flops,
+                model_flops=model_flops,
+                seconds=step.seconds,
+            )
+        report = self._report(state, step, one)
+        if self._tensorboard is not None:
+            self._tensorboard.write_training(report)
+        if self._metrics is not None:
+            self._metrics.write_training(report)
+        for tracker in self._trackers:
+            tracker.poll()
+        self._bar.update(1, f"loss {step.result.loss:.3f}")
+        if state.iteration % config.logging.log_interval == 0:
+            due = self._report(state, step, self._interval)
+            self.say(self._format_line(due))
+            self._explain_peak(due.tflops)
+            self._interval = _Interval()
+
+    def _explain_peak(self, tflops: float) -> None:
+        """Log a warning, once in a launch, if the TFLOPs of a log line are above the peak."""
+        text = explain_above_peak(tflops, self._peak, self._causal_share)
+        if text is not None and not self._explained_peak:
+            self._explained_peak = True
+            self.say(f"warning: {text}")
+
+    def _report(self, state: TrainState, step: StepRecord, interval: _Interval) -> IterationReport:
+        """Build the report of an interval that ends with `step`."""
+        # The lower limit of the time prevents a division by zero where the clock is too coarse.
+        rates = compute_throughput(
+            samples=interval.samples,
+            tokens=interval.tokens,
+            flops=interval.flops,
+            model_flops=interval.model_flops,
+            seconds=max(interval.seconds, 1e-9),
+            devices=self._plan.world_size,
+            peak_tflops=self._peak,
+        )
+        return IterationReport(
+            iteration=state.iteration,
+            train_iters=step.train_iters,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            global_batch_size=step.batch_size,
+            learning_rate=step.learning_rate,
+            decoupled_learning_rate=step.decoupled_learning_rate,
+            seconds=interval.seconds / interval.iterations,
+            samples_per_second=rates.samples_per_second,
+            tokens_per_second=rates.tokens_per_second,
+            tflops=rates.tflops,
+            mfu=rates.mfu,
+            skipped_iterations=interval.iterations - interval.applied,
+            nan_iterations=interval.nan,
+            # Only applied steps have a loss that counts. With none, the field is left out.
+            lm_loss=interval.loss_sum / interval.applied if interval.applied else None,
+            dropped_loss=None if step.result.applied else step.result.loss,
+            grad_norm=step.result.grad_norm,
+            loss_scale=step.result.loss_scale,
+            num_zeros=step.result.num_zeros,
+            params_norm=step.params_norm,
+            # Without a curriculum the log line must not have this field, as in Megatron.
+            curriculum_seqlen=None if self._plan.curriculum is None else step.seq_length,
+            remaining_seconds=self._estimate_rest(state, step, rates.tokens_per_second),
+            goodput=self._compute_goodput(),
+            gigaflops_without_embeddings=state.gigaflops_without_embeddings,
+            phase_seconds=step.phase_seconds,
+            layer_statistics={} if step.result.layers is None else vars(step.result.layers),
+        )
+
+    def _estimate_rest(
+        self, state: TrainState, step: StepRecord, tokens_per_second: float
+    ) -> float:
+        """Return the seconds to the end of the run at the speed of the last steps."""
+        plan = self._plan
+        # Later batches have more tokens in a ramp-up, but later iterations are slower. A curriculum
+        # reads fewer tokens than the plan has, and a run by time has no number of tokens.
+        if plan.curriculum is None and plan.train_seconds is None:
+            return max(0, plan.train_tokens - state.consumed_tokens) / tokens_per_second
+        tokens = step.batch_size * step.seq_length
+        return (step.train_iters - state.iteration) * tokens / tokens_per_second
+
+    def _compute_goodput(self) -> float | None:
+        goodput = None if self._goodput is None else self._goodput.compute()
+        return None if goodput is None else round(goodput.share, 4)
+
+    def report_save(self, iteration: int) -> None:
+        """Record a checkpoint that is safe, and print the goodput from time to time."""
+        self.record("save", {}, iteration)
+        if self._goodput is not None:
+            self._goodput.report_if_due(self.say)
+
+    def add_last_phases(self, phases: Mapping[str, float]) -> None:
+        """Count the save and the evaluation after the last iteration in the goodput."""
+        if self._goodput is not None:
+            self._goodput.add_phases(phases)
+
+    def report_rank_times(self, iteration: int, times: RankTimes | None) -> None:
+        """Report which ranks compute more slowly than the others, if they were compared.
+
+        The log has the first comparison of a launch, each one that finds a slow rank, and the first
+        one after that which finds none. Only a rank that was not slow before is a warning.
+        """
+        if times is None or not self._is_rank_zero:
+            return
+        slow = {self._rank_names[rank]: ratio for rank, ratio in times.slow.items()}
+        slowest = self._rank_names[times.slowest]
+        largest = times.seconds[times.slowest]
+        # The times of all ranks would make the file large, so only those that matter are written.
+        if self._metrics is not None:
+            record = {
+                "median_seconds": times.median,
+                "largest_seconds": largest,
+                "slowest": slowest,
+                "slow": slow,
+            }
+            self._metrics.write_rank_times(iteration, "block forward", record)
+        line = format_slow_ranks_line(
+            iteration, slow, (slowest, largest / times.median), times.median
+        )
+        if times.slow.keys() - (self._slow_ranks or set()):
+            self.say(f"warning: {line}")
+        elif slow or self._slow_ranks is None or self._slow_ranks:
+            self.say(line)
+        self._slow_ranks = set(times.slow)
+
+    def report_validation(
+        self, state: TrainState, results: dict[str, EvaluationResult], *, test: bool = False
+    ) -> None:
+        """Report the results of one evaluation, by name of the set.
+
+        In TensorBoard a single validation set needs no name. A test set always has its own.
+        """
+        at = Axes(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            gigaflops_without_embeddings=state.gigaflops_without_embeddings,
+        )
+        for name, result in results.items():
+            self.evaluated[name] = state.iteration, result
+            self.say(format_validation_line(state.iteration, result.loss, name))
+            self.say(format_measures_line(state.iteration, result, name))
+            if self._tensorboard is not None:
+                self._tensorboard.write_validation(
+                    at,
+                    result.loss,
+                    name if test or len(results) > 1 else None,
+                    accuracy=result.accuracy,
+                    bits_per_byte=result.bits_per_byte,
+                )
+            if self._metrics is not None:
+                self._metrics.write_validation(
+                    state.iteration,
+                    result.loss,
+                    name,
+                    accuracy=result.accuracy,
+                    bits_per_byte=result.bits_per_byte,
+                )
+
+    def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
+        """Report the scores of one task, by metric."""
+        self.say(format_task_line(iteration, task, scores))
+        if self._tensorboard is not None:
+            self._tensorboard.write_task(iteration, task, scores)
+        if self._metrics is not None:
+            self._metrics.write_task(iteration, task, scores)
+
+    def report_filters(self, iteration: int, reports: Sequence[FilterReport]) -> None:
+        """Report what was left out of each data set since the start of the run.
+
+        A launch warns once about each data set of which more than half is left out.
+        """
+        for report in reports:
+            self.say(report.describe())
+            if report.document_share > 0.5 and report.name not in self._mostly_left_out:
+                self._mostly_left_out.add(report.name)
+                self.say(
+                    "warning: the filters leave out more than half of the documents of data set "
+                    f"{report.name}. Check their limits against some documents"
+                )
+            if self._metrics is not None:
+                self._metrics.write_filters(iteration, report.name, report.to_json())
+
+    def flush(self) -> None:
+        """Write all buffered output to disk. This is called with each save."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+        if self._emissions is not None:
+            self._emissions.flush()
+
+    def close(self) -> None:
+        """Close all outputs."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        # They send the rest at the same time.
+        for tracker in self._trackers:
+            tracker.request_end()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._goodput is not None:
+            self._goodput.report_end(self.say)
+        if self._last_event is not None:
+            self.record(*self._last_event)
+        if self._emissions is not None:
+            self._emissions.stop()
+        self._bar.close()

@@ -1,0 +1,67 @@
+"""Everything that training uses, in one object that is passed as an argument."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.save import Saver
+from megatron.data.source import Sources
+from megatron.engine.base import Engine
+from megatron.extras.clock.clock import RunClock
+from megatron.extras.convert.hf_export import HFExporter
+from megatron.extras.guard.divergence import DivergenceWatch
+from megatron.extras.guard.interventions import GuardRecords
+from megatron.extras.guard.spike_guard import SpikeGuard
+from megatron.extras.profiling.memory_history import MemoryHistory
+from megatron.extras.profiling.profiler import Profiler
+from megatron.extras.scoring.eval_tasks import EvalTasks
+from megatron.extras.stragglers.stragglers import StragglerWatch
+from megatron.observe.timers import Timers
+from megatron.parallel.mesh import Mesh
+from megatron.plan.plan import Plan
+from megatron.run.exits import Exits
+from megatron.run.report import Reporter
+from megatron.run.start.data_files import DataFiles
+from megatron.run.state import TrainState
+from megatron.run.step_clock import StepClock
+
+
+@dataclass
+class Run:
+    """The parts of a run after its start. There are no globals besides it."""
+
+    plan: Plan
+    mesh: Mesh
+    engine: Engine
+    sources: Sources
+    data_files: DataFiles
+    state: TrainState
+    reporter: Reporter
+    timers: Timers
+    exits: Exits
+    clock: RunClock
+    stragglers: StragglerWatch
+    step_clock: StepClock
+    saver: Saver | None
+    """None if nothing is saved."""
+    profiler: Profiler
+    memory_history: MemoryHistory
+    exporter: HFExporter | None = None
+    """Only on rank 0, with --hf-export-interval."""
+    tasks: EvalTasks | None = None
+    """With --eval-tasks."""
+    checked_at: int | None = None
+    """The last iteration after which replicas of parameters were found equal.
+
+    None until the first check.
+    """
+    divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
+    guard: SpikeGuard | None = None
+    """None with --spike-guard off."""
+    guard_records: GuardRecords | None = None
+    """Only on rank 0, with a guard and --save."""
+    rollback: dict[str, Any] | None = None
+    """The guard's rollback, after `train` has returned `StopReason.ROLLBACK`."""
+    token_bytes: torch.Tensor | None = None
+    """Bytes of each id, int64 [v], or nothing if they are not known. None before an evaluation."""

@@ -1,0 +1,117 @@
+"""Comparison of what the ranks were started with.
+
+Rank 0's configuration is the run's. A rank whose own command line, YAML file, DeepSpeed JSON, code
+version or source files differ is named before anything is read for the run.
+"""
+
+import json
+from pathlib import Path
+
+from megatron.base.code_version import compute_file_digests, get_code_version
+from megatron.base.errors import ConfigError, LayoutError
+from megatron.checkpoint.digest import digest_of_text
+from megatron.config.cli import load_yaml
+from megatron.config.compare import compute_config_digest, list_config_differences
+from megatron.config.tree import Config
+from megatron.config.yaml_file import dump_yaml
+from megatron.extras.translators.deepspeed_json import read_json, select_passed_on
+from megatron.parallel.ranks import Ranks
+
+_NAMED_FILES = 5
+
+
+def check_agreement(config: Config, ranks: Ranks) -> None:
+    """Compare configuration, code and DeepSpeed's settings between ranks.
+
+    All ranks call it together.
+
+    Args:
+        config: The configuration as this rank loaded it.
+        ranks: All ranks of the run.
+
+    Raises:
+        LayoutError: A rank differs from rank 0. The error is raised on every rank. It names the
+            first such rank, its host, and what differs.
+    """
+    if ranks.size == 1:
+        return
+    # A digest is enough to find a difference. Gathering every rank's YAML file here would send
+    # megabytes over the control group in a large job.
+    # The version is the commit. A file of a checkout may have been edited since.
+    code = compute_file_digests()
+    mine = [
+        compute_config_digest(config),
+        get_code_version(),
+        digest_of_text(json.dumps(code)),
+        _describe_deepspeed_settings(config),
+    ]
+    everyone = ranks.gather(mine)
+    if all(other == everyone[0] for other in everyone):
+        return
+    # Every rank holds the same list of digests, so every rank reaches this second gather or none.
+    rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
+    own: tuple[str, dict[str, str]] | None = None
+    if ranks.rank in (0, rank):
+        own = (dump_yaml(config), code)
+    gathered = ranks.gather(own)
+    first_text, first_code = gathered[0]
+    other_text, other_code = gathered[rank]
+    differing = _differences(first_text, other_text)
+    # The digest is explained by the differences in the YAML files. The others are not part of the
+    # configuration, so each needs its own line.
+    _, version, _, settings = everyone[rank]
+    _, first_version, _, first_settings = everyone[0]
+    if version != first_version:
+        differing.append(f"its version is {version}, and rank 0's is {first_version}")
+    names = sorted(
+        name
+        for name in {**first_code, **other_code}
+        if first_code.get(name) != other_code.get(name)
+    )
+    if names:
+        more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
+        differing.append(
+            f"these files of its package differ: {', '.join(names[:_NAMED_FILES])}{more}"
+        )
+    if settings != first_settings:
+        differing.append(
+            f"its {config.parallel.deepspeed_config} passes {settings} to DeepSpeed, and "
+            f"rank 0's passes {first_settings}"
+        )
+    raise LayoutError(
+        f"{ranks.names[rank]} differs from rank 0:\n  "
+        + "\n  ".join(differing)
+        + "\nstart every rank with the same command line and files"
+    )
+
+
+def _differences(rank_0: str, other: str) -> list[str]:
+    """Return the fields in which two YAML files written by `dump_yaml` differ.
+
+    The other rank may run another version of the code. Its file may then have fields that this
+    rank cannot read.
+    """
+    try:
+        return list_config_differences(load_yaml(rank_0), load_yaml(other))
+    except ConfigError as error:
+        return [f"this rank cannot read a configuration of another version: {error}"]
+
+
+def _describe_deepspeed_settings(config: Config) -> str:
+    """Return the settings of DeepSpeed's JSON file that are not fields of the configuration.
+
+    They are compared by content, because each machine may have another file of the same name.
+    """
+    path = config.parallel.deepspeed_config
+    if path is None or not config.parallel.deepspeed:
+        return "{}"
+    # A rank that raised here would leave the others waiting. If no rank has the file, rank 0
+    # refuses the flag.
+    try:
+        if not Path(path).is_file():
+            return "nothing (the file does not exist)"
+        stages = config.parallel.pipeline_model_parallel_size
+        passed_on = select_passed_on(read_json(path), stages)
+        return json.dumps(passed_on, sort_keys=True)
+    except (ConfigError, OSError) as error:
+        return f"nothing ({error})"

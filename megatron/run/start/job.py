@@ -1,0 +1,299 @@
+"""The job of a run: its plan and its starting point.
+
+Rank 0 alone looks for the checkpoint and resolves the configuration. It sends the result as JSON,
+and every rank builds the same `Job` from that, without the command line and without the folder of
+the checkpoints.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import CheckpointError, ConfigError
+from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.start import (
+    describe_checkpoint,
+    find_start,
+    restore_checkpoint,
+    take_start,
+)
+from megatron.config.batch import BatchConfig
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
+from megatron.config.loss import LOSS_MEAN
+from megatron.config.tree import Config
+from megatron.data.documents import needs_documents
+from megatron.data.phases import PlannedPhase
+from megatron.extras.guard.guard_windows import add_guard_windows, keep_guard_windows
+from megatron.observe.log_line import format_kill_switch_line
+from megatron.parallel.launcher import read_ranks_per_node
+from megatron.parallel.ranks import Ranks
+from megatron.plan.plan import Plan, resolve
+from megatron.run.start.refusals import check_plan
+from megatron.run.start.resume import (
+    check_optimizer,
+    check_tokenizer,
+    choose_curriculum,
+    choose_loss_mean,
+    choose_schedule,
+    choose_skip_ranges,
+    list_changes,
+    read_bare_thresholds,
+    warn_of_new_states,
+)
+from megatron.run.state import TrainState
+from megatron.schedule.lr import LRSchedule
+from megatron.tokenizer import fetch_missing_tokenizer
+
+_SEARCH = "looking for the checkpoint to start from"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The plan of a run and its starting point."""
+
+    plan: Plan
+    state: TrainState
+    checkpoint: Checkpoint | None
+    notes: list[str]
+    """Warnings to print at the start."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the job as JSON for the other ranks."""
+        return {
+            "config": dump_yaml(self.plan.config),
+            "vocab_size": self.plan.vocab_size,
+            "lr_schedule": asdict(self.plan.lr_schedule),
+            "skip_ranges": self.plan.skip_ranges,
+            "shard_size": self.plan.shard_size,
+            "loss_mean_origin": self.plan.loss_mean_origin,
+            "data_phases": [asdict(planned) for planned in self.plan.data_phases],
+            "checkpoint": describe_checkpoint(self.checkpoint),
+            "guard_windows": self.state.spike_guard.get("windows", []),
+            "notes": self.notes,
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], world_size: int) -> "Job":
+        """Return the job that `to_json` described. Nothing is read from files."""
+        config = load_yaml(record["config"], fast=True)
+        checkpoint = restore_checkpoint(record["checkpoint"])
+        state = build_starting_state(checkpoint, config)
+        # Every other number of the plan follows from these. Rank 0 has printed its warnings.
+        plan = resolve(
+            config,
+            world_size,
+            {LOSS_MEAN: record["loss_mean_origin"]},
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            iteration=state.iteration,
+            vocab_size=record["vocab_size"],
+        )
+        # A checkpoint may replace the first two. The shard size depends on the size of rank 0's
+        # node. Only rank 0 reads the file of the phases.
+        plan = replace(
+            plan,
+            lr_schedule=LRSchedule(**record["lr_schedule"]),
+            # JSON has no tuples.
+            skip_ranges=tuple((first, last) for first, last in record["skip_ranges"]),
+            shard_size=record["shard_size"],
+            data_phases=tuple(map(PlannedPhase.from_json, record["data_phases"])),
+        )
+        # Only rank 0 reads the file of interventions.
+        keep_guard_windows(state, record["guard_windows"])
+        return cls(plan, state, checkpoint, record["notes"])
+
+
+def agree_on_job(loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None]) -> Job:
+    """Return the job that rank 0 resolves from its configuration and the checkpoint that it finds.
+
+    This run does not hold the lease yet, and nothing on the disk changes. So a wrong command line
+    is refused before anything is written. All ranks call it together.
+
+    Args:
+        loaded: The configuration as this rank loaded it. Only rank 0's is used.
+        ranks: All ranks of the run.
+        say: Prints a message if it takes long.
+
+    Raises:
+        MegatronError: On every rank, as `find_start` and `resolve_job`.
+    """
+
+    def find() -> dict[str, Any]:
+        start = find_start(select_checkpoint_config(loaded.config))
+        return resolve_job(loaded, ranks.size, start.checkpoint).to_json()
+
+    return Job.from_json(ranks.call_on_rank_0(find, _SEARCH, say), ranks.size)
+
+
+def confirm_job(
+    loaded: LoadedConfig,
+    job: Job,
+    ranks: Ranks,
+    damage: Mapping[int, str],
+    *,
+    holds_lease: bool,
+    say: Callable[[str], None],
+) -> Job:
+    """Return the job, or another one if its checkpoint is not the one to start from any more.
+
+    Another run may have saved before this run got the lease, or the checkpoint may be damaged. All
+    ranks call it together.
+
+    Args:
+        loaded: The configuration as this rank loaded it. Only rank 0's is used.
+        job: The job as it is known so far.
+        ranks: All ranks of the run.
+        damage: Iteration of a checkpoint -> what an earlier attempt to load it found.
+        holds_lease: Whether this run holds the lease of the folder that it loads from. See
+            `take_start`.
+        say: Prints warnings.
+
+    Raises:
+        MegatronError: On every rank, as `take_start` and `resolve_job`.
+    """
+
+    def confirm() -> dict[str, Any] | None:
+        start = take_start(
+            select_checkpoint_config(loaded.config), damage, holds_lease=holds_lease, say=say
+        )
+        if start.checkpoint == job.checkpoint:
+            return None
+        return resolve_job(loaded, ranks.size, start.checkpoint).to_json()
+
+    other = ranks.call_on_rank_0(confirm, _SEARCH, say)
+    if other is None:
+        return job
+    return Job.from_json(other, ranks.size)
+
+
+def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:
+    """Resolve the plan for continuing from a checkpoint, or for a run from scratch.
+
+    Raises:
+        ConfigError: The configuration is wrong, it contradicts the checkpoint, or the tokenizer
+            cannot be downloaded. The message lists everything that is wrong with the configuration.
+        CheckpointError: The checkpoint's state is incomplete, or --load has no checkpoint and the
+            run would not save one there.
+    """
+    if loaded.config.batch.eval_only and checkpoint is None:
+        raise CheckpointError(
+            f"--eval-only: --load {loaded.config.checkpoint.load} contains no checkpoint to "
+            "evaluate"
+        )
+    state = build_starting_state(checkpoint, loaded.config)
+    loaded = choose_loss_mean(loaded, checkpoint)
+    # The order matters. The unit of the thresholds and the curriculum change the configuration
+    # that the plan is resolved from. The schedule and the ranges are compared with the plan.
+    config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
+    config, about_curriculum = choose_curriculum(config, checkpoint)
+    # This is rank 0. The other ranks read the tokenizer later, from the cache of the Hub.
+    fetch_missing_tokenizer(config.tokenizer, needs_text=needs_documents(config.data))
+    plan = resolve(
+        config,
+        world_size,
+        loaded.origin,
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_tokens,
+        iteration=state.iteration,
+        ranks_per_node=read_ranks_per_node(world_size),
+    )
+    check_plan(plan)
+    if checkpoint is None:
+        _refuse_missing_checkpoint(config.checkpoint)
+    _refuse_kill_switch(config.batch)
+    check_optimizer(plan.config, checkpoint)
+    plan, about_schedule = choose_schedule(plan, state)
+    plan, about_ranges = choose_skip_ranges(plan, state)
+    plan, about_windows = add_guard_windows(plan, state, checkpoint)
+    about_tokenizer = check_tokenizer(plan.config, state)
+    about_settings = list_changes(plan.config, checkpoint)
+    notes = [
+        *loaded.warnings,
+        *plan.warnings,
+        *_warn_if_nothing_is_kept(config),
+        *about_steps,
+        *about_curriculum,
+        *about_schedule,
+        *about_ranges,
+        *about_windows,
+        *about_tokenizer,
+        *about_settings,
+        *warn_of_new_states(plan.config, checkpoint),
+    ]
+    return Job(plan, state, checkpoint, notes)
+
+
+def _refuse_missing_checkpoint(config: CheckpointConfig) -> None:
+    """Raise an error if --load has no checkpoint, and is not the folder that this run saves to.
+
+    The path is then probably misspelt. If the folders are the same, the first job of a chain starts
+    from scratch, and the same command line resumes later.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    if config.load is None or config.resumes_itself or config.allow_fresh_start:
+        return
+    raise CheckpointError(
+        f"--load {config.load} has no checkpoint, and this run would not save one there. Correct "
+        "the path, or leave out --load to start from scratch"
+    )
+
+
+def select_checkpoint_config(config: Config) -> CheckpointConfig:
+    """Return the checkpoint settings. An evaluation saves nothing, so --save is left out for it.
+
+    Without --save, the checkpoint to evaluate may be any, also one of another run.
+    """
+    if config.batch.eval_only:
+        return replace(config.checkpoint, save=None)
+    return config.checkpoint
+
+
+def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:
+    """Return the counters to start from. A fine-tuning run starts at zero.
+
+    Raises:
+        CheckpointError: The checkpoint's state is incomplete.
+    """
+    if checkpoint is None or config.checkpoint.finetune:
+        return TrainState()
+    return TrainState.from_json(checkpoint.state)
+
+
+def _warn_if_nothing_is_kept(config: Config) -> list[str]:
+    """Return a warning if a run that trains has no folder for its checkpoints.
+
+    The plan does not give this warning, because a command line can be planned without its paths.
+    """
+    if config.checkpoint.save is not None or config.batch.eval_only:
+        return []
+    return ["without --save nothing is kept: the weights are lost when this run ends"]
+
+
+def _refuse_kill_switch(batch: BatchConfig) -> None:
+    """Raise an error if the kill switch exists already, or cannot be looked for.
+
+    One that is left over from the last stop would end the run after its first iteration.
+
+    Raises:
+        ConfigError: The file exists, or its folder cannot be read.
+    """
+    switch = batch.kill_switch_path
+    if not switch:
+        return
+    try:
+        found = Path(switch).exists()
+    except OSError as error:
+        raise ConfigError(
+            f"--kill-switch-path {switch} cannot be looked for ({error.strerror}), so it could not "
+            "stop the run. Fix the permissions or the file system, or give another path"
+        ) from error
+    if found:
+        raise ConfigError(
+            "the run does not start while its kill switch exists. Remove the file to run again. "
+            # tools/slurm_status.py reads the path up to the end of the line.
+            f"{format_kill_switch_line(switch)}"
+        )

@@ -1,0 +1,80 @@
+"""Refuses wrong configurations before a run starts, without torch.
+
+Importing torch takes seconds. Where possible, a wrong command line is therefore refused before it.
+"""
+
+import os
+
+from megatron.config.cli import LoadedConfig, combine_errors
+from megatron.config.rules import check_rules, list_missing_for_training
+from megatron.engine.support import refuse_unsupported
+from megatron.extras.trackers.trackers import check_trackers_are_installed
+from megatron.plan.plan import Plan, resolve
+from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
+
+_UNKNOWN_VOCABULARY = 1
+"""A vocabulary size that breaks no rule, for a plan that is only checked."""
+
+
+def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
+    """Refuse a configuration with errors that no checkpoint could correct.
+
+    Each rank calls this without communication. In `resolve_job`, rank 0 checks everything again
+    together with the checkpoint.
+
+    Args:
+        loaded: The configuration as this rank loaded it.
+        world_size: Number of processes.
+
+    Raises:
+        ConfigError: See `check_plan`, or the tokenizer cannot be downloaded.
+    """
+    config = loaded.config
+    # The checkpoint's curriculum may replace the one that is wrong here.
+    if config.optimizer.use_checkpoint_lr_scheduler:
+        return
+    load = config.checkpoint.load
+    # `os.path.exists` raises no error for a folder that cannot be read. Rank 0 reports that later.
+    if load is not None and os.path.exists(load):
+        # The position in the data is unknown, so only rules that do not depend on it apply.
+        errors, _ = check_rules(config, loaded.origin)
+        if errors:
+            raise combine_errors(errors)
+        return
+    # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
+    alone = world_size == 1
+    if alone:
+        # The plan needs the size of the vocabulary.
+        fetch_missing_tokenizer(config.tokenizer, needs_text=False)
+    plan = resolve(
+        config,
+        world_size,
+        loaded.origin,
+        vocab_size=None if alone else _UNKNOWN_VOCABULARY,
+    )
+    check_plan(plan, read_files=alone)
+
+
+def check_plan(plan: Plan, *, read_files: bool = True) -> None:
+    """Refuse a plan that cannot be trained.
+
+    Args:
+        plan: The plan of the run.
+        read_files: Also look for the files of the tokenizer.
+
+    Raises:
+        ConfigError: The configuration is wrong, a file of the tokenizer does not exist, the engine
+            cannot run the plan, the package of a tracker is missing, or a setting is missing that
+            only training needs. The message lists all such errors of one kind.
+    """
+    errors = list(plan.errors)
+    if read_files:
+        missing = list_missing_files(plan.config.tokenizer)
+        # A type without its path also leaves the size of the vocabulary unknown.
+        errors += [error for error in missing if error not in errors]
+    if errors:
+        raise combine_errors(errors)
+    refuse_unsupported(plan)
+    check_trackers_are_installed(plan.config.logging.tracker)
+    if missing := list_missing_for_training(plan.config):
+        raise combine_errors(missing)
