@@ -53,6 +53,7 @@ from worlds import CORES, Case, LaunchedWorld, WorldFailedError, one_iteration
 from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
+from megatron.commands.parts import choose_parts
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
@@ -139,7 +140,7 @@ class StoringRank:
         loaded = load_config(argv)
         world = read_launcher_world()
         ranks = join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print)
+        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         self._run = start_run(loaded, job, mesh, timers, None)

@@ -30,6 +30,7 @@ from layouts import describe_machine, shape_flags, spread, table
 from torch.nn.parallel import DistributedDataParallel
 from worlds import CORPUS, Case, LaunchedWorld, Measured
 
+from megatron.commands.parts import choose_parts
 from megatron.config.cli import load_config
 from megatron.data.batches import Microbatch
 from megatron.model.gpt import GPT
@@ -74,7 +75,7 @@ class BareRank:
         world = read_launcher_world()
         loaded = load_config(argv)
         ranks = join_ranks(loaded, world)
-        plan = agree_on_job(loaded, ranks, print).plan
+        plan = agree_on_job(loaded, ranks, print, choose_parts(loaded.config)).plan
         mesh = divide_ranks(plan, ranks, world, build_timers(world))
         self._device = mesh.device
         self._size = plan.batch_size.final

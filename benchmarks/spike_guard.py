@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import MegatronError
 from megatron.base.figure import make_figure, save_figure
+from megatron.commands.parts import choose_parts
 from megatron.config.cli import load_config
 from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
@@ -282,7 +283,8 @@ def train(
     error = None
     with spoil_data(cell.kind, cell.seed, arguments.length.bad), contextlib.redirect_stdout(output):
         try:
-            pretrain(load_config(flags.split()))
+            loaded = load_config(flags.split())
+            pretrain(loaded, parts=choose_parts(loaded.config))
         except MegatronError as problem:
             error = str(problem)
     return error, [line for line in output.getvalue().splitlines() if "spike guard" in line]

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.commands.parts import choose_parts
 from megatron.config.cli import load_config
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.parallel.launcher import read_launcher_world
@@ -131,7 +132,7 @@ class Rank:
         loaded = load_config(argv)
         world = read_launcher_world()
         ranks = join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print)
+        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         self._cuda = mesh.device.type == "cuda"

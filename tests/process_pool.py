@@ -232,13 +232,16 @@ class PerRank:
 def pretrain(argv: list[str]) -> None:
     """Run a command line on this rank."""
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
 
-    pretrain_module.pretrain(load_config(argv))
+    loaded = load_config(argv)
+    pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
 
 
 def start_without_lease(argv: list[str]) -> "Run":
     """Start the run of a command line on this rank, up to its first iteration."""
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.job import agree_on_job
@@ -248,7 +251,7 @@ def start_without_lease(argv: list[str]) -> "Run":
     loaded = load_config(argv)
     world = read_launcher_world()
     ranks = join_ranks(loaded, world)
-    job = agree_on_job(loaded, ranks, print)
+    job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
     timers = build_timers(world)
     mesh = divide_ranks(job.plan, ranks, world, timers)
     return start_run(loaded, job, mesh, timers, None)

@@ -65,9 +65,10 @@ def _train(argv: list[str]) -> None:
         faulthandler.enable()
     loaded = _load(argv)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
+    from megatron.commands.parts import choose_parts
     from megatron.run.pretrain import run_loaded
 
-    run_loaded(loaded)
+    run_loaded(loaded, choose_parts(loaded.config))
 
 
 def _load(argv: list[str]) -> LoadedConfig:

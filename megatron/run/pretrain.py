@@ -19,6 +19,7 @@ from megatron.run.leaving import (
     leave_with_error,
     report_hang,
 )
+from megatron.run.parts import NO_PARTS, Parts
 from megatron.run.start.agreement import check_agreement
 from megatron.run.start.job import agree_on_job, select_checkpoint_config
 from megatron.run.start.join import join_ranks, make_printer
@@ -33,14 +34,14 @@ from megatron.run.start.setup import (
 )
 
 
-def run_loaded(loaded: LoadedConfig) -> None:
+def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS) -> None:
     """Train, and end the process after an error. See `megatron.commands.pretrain`.
 
     An error is printed first, and then the files and threads of the run are closed.
     """
     closing = ExitStack()
     try:
-        pretrain(loaded, closing)
+        pretrain(loaded, closing, parts)
         leave(closing)
     except MegatronError as error:
         leave_with_error(error, closing)
@@ -51,17 +52,20 @@ def run_loaded(loaded: LoadedConfig) -> None:
         raise
 
 
-def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
+def pretrain(
+    loaded: LoadedConfig, closing: ExitStack | None = None, parts: Parts = NO_PARTS
+) -> None:
     """Run everything between the configuration and the end of training.
 
     Args:
         loaded: The configuration of this rank.
         closing: Receives what must be closed at the end of the run. The caller closes it. If None,
             everything is closed before this function returns.
+        parts: The parts of the run besides the core.
     """
     if closing is None:
         with ExitStack() as own:
-            pretrain(loaded, own)
+            pretrain(loaded, own, parts)
         return
     started = time.monotonic()
     config = loaded.config
@@ -79,7 +83,7 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         # First, because no run starts from a folder that is half rolled back.
         finish_interrupted_rollback(config, ranks, make_printer(ranks.rank))
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
-        job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
+        job = agree_on_job(loaded, ranks, make_printer(ranks.rank), parts)
         tasks = prepare_tasks(job.plan, ranks, make_printer(ranks.rank))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
@@ -112,4 +116,4 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
             build_ranks(mesh).work(opened.close, "closing the files", make_printer(ranks.rank))
             gc.collect()
             roll_back_run(rollback, job.plan, mesh, lease)
-            job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
+            job = agree_on_job(loaded, ranks, make_printer(ranks.rank), parts)

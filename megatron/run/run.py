@@ -9,7 +9,6 @@ from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
 from megatron.extras.clock.clock import RunClock
-from megatron.extras.convert.hf_export import HFExporter
 from megatron.extras.guard.divergence import DivergenceWatch
 from megatron.extras.guard.interventions import GuardRecords
 from megatron.extras.guard.spike_guard import SpikeGuard
@@ -21,6 +20,7 @@ from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan.plan import Plan
 from megatron.run.exits import Exits
+from megatron.run.parts import Exporter
 from megatron.run.report import Reporter
 from megatron.run.start.data_files import DataFiles
 from megatron.run.state import TrainState
@@ -47,7 +47,7 @@ class Run:
     """None if nothing is saved."""
     profiler: Profiler
     memory_history: MemoryHistory
-    exporter: HFExporter | None = None
+    exporter: Exporter | None = None
     """Only on rank 0, with --hf-export-interval."""
     tasks: EvalTasks | None = None
     """With --eval-tasks."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from megatron.commands.parts import choose_parts
 from megatron.config.cli import load_config
 from megatron.extras.planner.dry_run.process import choose_microbatches
 from megatron.extras.planner.dry_run.record import RankReport, StepTrace
@@ -248,7 +249,8 @@ def train(arguments: list[str]) -> StepTrace:
     gpu.forget_memory()
     with gpu:
         gpu.start_step()
-        pretrain(load_config(arguments))
+        loaded = load_config(arguments)
+        pretrain(loaded, parts=choose_parts(loaded.config))
         return gpu.end_step()
 
 

@@ -41,6 +41,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
     import torch.distributed as dist
 
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 
@@ -77,7 +78,8 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
             return train_batch(self, microbatches, iteration=iteration, **options)
 
     with mock.patch.object(NativeEngine, "train_batch", train):
-        pretrain_module.pretrain(load_config(argv))
+        loaded = load_config(argv)
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     return {name: (counts[name], sizes[name]) for name in counts}, *shapes
 
 

@@ -21,6 +21,7 @@ def count_gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
     The first number is counted when the microbatch begins, the second one after its forward pass.
     """
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.engine.sharding import ShardedModel
     from megatron.model.gpt import GPT
@@ -49,7 +50,8 @@ def count_gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
         mock.patch.object(ShardedModel, "prepare_backward", count_before),
         mock.patch.object(GPT, "forward", count_after),
     ):
-        pretrain_module.pretrain(load_config(argv))
+        loaded = load_config(argv)
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     return seen
 
 

@@ -55,6 +55,7 @@ EMPTY = STEPS.index(())
 
 def train_cases(flags: Sequence[str], micro_batch_size: int, cases: Sequence[str]) -> Any:
     """Train every case on this rank. Return for each case the steps and the validation loss."""
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.job import agree_on_job
@@ -67,7 +68,7 @@ def train_cases(flags: Sequence[str], micro_batch_size: int, cases: Sequence[str
     for case in cases:
         loaded = load_config([*flags, *case.split(), "--micro-batch-size", str(micro_batch_size)])
         ranks = ranks or join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print)
+        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         run = start_run(loaded, job, mesh, timers, None)

@@ -82,6 +82,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
         The number of shards, and the names of those that differ in any bit.
     """
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.run.start import setup
 
@@ -106,7 +107,8 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     original = pretrain_module.start_run
     pretrain_module.start_run = start_and_look  # type: ignore[assignment]
     try:
-        pretrain_module.pretrain(load_config(argv))
+        loaded = load_config(argv)
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         pretrain_module.start_run = original
     return counts[0], different

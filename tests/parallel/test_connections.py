@@ -342,6 +342,7 @@ def train_without_rank_3(argv: list[str]) -> None:
     import torch.distributed as dist
 
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.parallel import connections
 
@@ -353,7 +354,8 @@ def train_without_rank_3(argv: list[str]) -> None:
         connect_group(group, kind, *arguments)
 
     with mock.patch.object(connections, "connect_group", end):
-        pretrain_module.pretrain(load_config(argv))
+        loaded = load_config(argv)
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
 
 
 def test_lost_rank_and_the_group_that_misses_it_are_named(

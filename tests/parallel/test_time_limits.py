@@ -18,9 +18,11 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
     import torch.distributed as dist
 
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
 
-    pretrain_module.pretrain(load_config(argv))
+    loaded = load_config(argv)
+    pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     groups = [
         group
         for group in dist.distributed_c10d._world.pg_map

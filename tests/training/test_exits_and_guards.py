@@ -230,6 +230,7 @@ def test_evaluation_continues_at_its_position_after_a_resume(run: Runner, other:
 def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     """Run the main job with a weight that is infinite during these iterations."""
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 
@@ -247,7 +248,8 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
 
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
-        pretrain_module.pretrain(load_config(argv))
+        loaded = load_config(argv)
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 

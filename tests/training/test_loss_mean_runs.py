@@ -83,6 +83,7 @@ def pretrain_without_tokens(argv: list[str], empty: tuple[int, ...]) -> None:
     import torch
 
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 
@@ -104,7 +105,8 @@ def pretrain_without_tokens(argv: list[str], empty: tuple[int, ...]) -> None:
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     NativeEngine.eval_batch = eval_batch  # type: ignore[assignment, method-assign]
     try:
-        pretrain_module.pretrain(load_config(argv))
+        loaded = load_config(argv)
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         NativeEngine.train_batch = train  # type: ignore[method-assign]
         NativeEngine.eval_batch = evaluate  # type: ignore[method-assign]

@@ -42,6 +42,7 @@ def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
     import torch.distributed as dist
 
     import megatron.run.pretrain as pretrain_module
+    from megatron.commands.parts import choose_parts
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 
@@ -58,7 +59,8 @@ def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
 
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
-        pretrain_module.pretrain(load_config(argv))
+        loaded = load_config(argv)
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 

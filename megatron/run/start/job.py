@@ -30,6 +30,7 @@ from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
 from megatron.plan.plan import Plan, resolve
+from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import (
     check_optimizer,
@@ -58,6 +59,7 @@ class Job:
     checkpoint: Checkpoint | None
     notes: list[str]
     """Warnings to print at the start."""
+    parts: Parts
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON for the other ranks."""
@@ -75,7 +77,7 @@ class Job:
         }
 
     @classmethod
-    def from_json(cls, record: dict[str, Any], world_size: int) -> "Job":
+    def from_json(cls, record: dict[str, Any], world_size: int, parts: Parts = NO_PARTS) -> "Job":
         """Return the job that `to_json` described. Nothing is read from files."""
         config = load_yaml(record["config"], fast=True)
         checkpoint = restore_checkpoint(record["checkpoint"])
@@ -102,10 +104,12 @@ class Job:
         )
         # Only rank 0 reads the file of interventions.
         keep_guard_windows(state, record["guard_windows"])
-        return cls(plan, state, checkpoint, record["notes"])
+        return cls(plan, state, checkpoint, record["notes"], parts)
 
 
-def agree_on_job(loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None]) -> Job:
+def agree_on_job(
+    loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None], parts: Parts = NO_PARTS
+) -> Job:
     """Return the job that rank 0 resolves from its configuration and the checkpoint that it finds.
 
     This run does not hold the lease yet, and nothing on the disk changes. So a wrong command line
@@ -115,6 +119,7 @@ def agree_on_job(loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None])
         loaded: The configuration as this rank loaded it. Only rank 0's is used.
         ranks: All ranks of the run.
         say: Prints a message if it takes long.
+        parts: The parts of the run besides the core.
 
     Raises:
         MegatronError: On every rank, as `find_start` and `resolve_job`.
@@ -122,9 +127,9 @@ def agree_on_job(loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None])
 
     def find() -> dict[str, Any]:
         start = find_start(select_checkpoint_config(loaded.config))
-        return resolve_job(loaded, ranks.size, start.checkpoint).to_json()
+        return resolve_job(loaded, ranks.size, start.checkpoint, parts).to_json()
 
-    return Job.from_json(ranks.call_on_rank_0(find, _SEARCH, say), ranks.size)
+    return Job.from_json(ranks.call_on_rank_0(find, _SEARCH, say), ranks.size, parts)
 
 
 def confirm_job(
@@ -160,15 +165,20 @@ def confirm_job(
         )
         if start.checkpoint == job.checkpoint:
             return None
-        return resolve_job(loaded, ranks.size, start.checkpoint).to_json()
+        return resolve_job(loaded, ranks.size, start.checkpoint, job.parts).to_json()
 
     other = ranks.call_on_rank_0(confirm, _SEARCH, say)
     if other is None:
         return job
-    return Job.from_json(other, ranks.size)
+    return Job.from_json(other, ranks.size, job.parts)
 
 
-def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:
+def resolve_job(
+    loaded: LoadedConfig,
+    world_size: int,
+    checkpoint: Checkpoint | None,
+    parts: Parts = NO_PARTS,
+) -> Job:
     """Resolve the plan for continuing from a checkpoint, or for a run from scratch.
 
     Raises:
@@ -182,6 +192,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
             f"--eval-only: --load {loaded.config.checkpoint.load} contains no checkpoint to "
             "evaluate"
         )
+    check_parts(loaded.config, parts)
     state = build_starting_state(checkpoint, loaded.config)
     loaded = choose_loss_mean(loaded, checkpoint)
     # The order matters. The unit of the thresholds and the curriculum change the configuration
@@ -222,7 +233,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         *about_settings,
         *warn_of_new_states(plan.config, checkpoint),
     ]
-    return Job(plan, state, checkpoint, notes)
+    return Job(plan, state, checkpoint, notes, parts)
 
 
 def _refuse_missing_checkpoint(config: CheckpointConfig) -> None:

@@ -35,7 +35,6 @@ from megatron.data.source import BatchSlice, Sources
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.extras.clock.clock import RunClock
-from megatron.extras.convert.hf_export import HFExporter
 from megatron.extras.guard.spike_response import build_guard
 from megatron.extras.profiling.profilers import build_profilers
 from megatron.extras.stragglers.stragglers import StragglerWatch
@@ -62,6 +61,7 @@ from megatron.run.closing import close_within_limit
 from megatron.run.exits import Exits, ignore_stop_signals
 from megatron.run.host_memory import require_host_memory
 from megatron.run.loop import check_invariants
+from megatron.run.parts import Exporter
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles, check_small_files, open_same
@@ -322,7 +322,7 @@ def build_run(
     engine: Engine,
     reporter: Reporter,
     saver: Saver | None,
-    exporter: HFExporter | None,
+    exporter: Exporter | None,
     exits: Exits,
     timers: Timers,
 ) -> Run:
@@ -425,16 +425,17 @@ def build_run(
     return run
 
 
-def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> HFExporter | None:
+def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> Exporter | None:
     """Build the exporter of --hf-export-interval on rank 0, or return None."""
     config = job.plan.config
-    if mesh.rank != 0 or config.checkpoint.hf_export_interval is None or config.batch.eval_only:
+    build = job.parts.exporter
+    if mesh.rank != 0 or build is None or config.batch.eval_only:
         return None
-    return HFExporter(config.checkpoint, reporter.say, job.state.iteration)
+    return build(config.checkpoint, reporter.say, job.state.iteration)
 
 
 def build_saver(
-    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: HFExporter | None
+    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: Exporter | None
 ) -> Saver | None:
     """Build the saver, or return None if nothing is saved.
 
