@@ -55,7 +55,7 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
 from megatron.commands.parts import choose_parts
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.cli import load_config
+from megatron.extras.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run.loop import begin_save
 from megatron.run.start.job import agree_on_job

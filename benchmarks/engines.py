@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import CORPUS, Case, LaunchedWorld, Measured
 
 from megatron.commands.parts import choose_parts
-from megatron.config.cli import load_config
 from megatron.data.batches import Microbatch
+from megatron.extras.translators.translator import load_config
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world

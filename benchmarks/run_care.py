@@ -35,7 +35,6 @@ from step_time import Arguments as StepArguments
 from step_time import build_trainer, command_line
 from worlds import one_iteration
 
-from megatron.config.cli import load_config
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepResult
 from megatron.extras.guard.spike_guard import SpikeGuard
@@ -43,6 +42,7 @@ from megatron.extras.operations.chronicle.goodput_meter import GoodputMeter
 from megatron.extras.stragglers.stragglers import MEASURED_STEPS, StragglerWatch
 from megatron.extras.trackers.process import TrackerProcess
 from megatron.extras.trackers.trackers import TRACKERS
+from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.metrics import MetricsFile
 from megatron.parallel.progress import RankProgress, Stopwatch

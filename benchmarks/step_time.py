@@ -51,8 +51,9 @@ from worlds import (
 )
 
 from megatron.commands.plan_estimates import estimate_memory
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import LoadedConfig
 from megatron.data.source import TrainSource
+from megatron.extras.translators.translator import load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs

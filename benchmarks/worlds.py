@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from megatron.commands.parts import choose_parts
-from megatron.config.cli import load_config
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
+from megatron.extras.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run.loop import check_nan_iterations, train_iteration, works_on_save
 from megatron.run.report import StepRecord

@@ -233,7 +233,7 @@ def pretrain(argv: list[str]) -> None:
     """Run a command line on this rank."""
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.config.cli import load_config
+    from megatron.extras.translators.translator import load_config
 
     loaded = load_config(argv)
     pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
@@ -242,7 +242,7 @@ def pretrain(argv: list[str]) -> None:
 def start_without_lease(argv: list[str]) -> "Run":
     """Start the run of a command line on this rank, up to its first iteration."""
     from megatron.commands.parts import choose_parts
-    from megatron.config.cli import load_config
+    from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.job import agree_on_job
     from megatron.run.start.join import join_ranks

@@ -14,7 +14,6 @@ from model.builders import build, tiny_config
 from test_plan import with_changes
 
 from megatron.base.errors import ConfigError
-from megatron.config.cli import load_config
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import all_fields
 from megatron.config.optimizer import OptimizerConfig
@@ -28,6 +27,7 @@ from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.tensors import measure_tensors
 from megatron.extras.stream.formats import FORMATS
 from megatron.extras.trackers.trackers import TRACKERS
+from megatron.extras.translators.translator import load_config
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution

@@ -9,11 +9,11 @@ import pytest
 
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.config.batch import BatchConfig
-from megatron.config.cli import load_config
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.tree import Config
+from megatron.extras.translators.translator import load_config
 from megatron.model.partition import select_stages_of_rank
 from megatron.plan.plan import Plan, resolve
 from megatron.schedule.batch_size import ConstantBatchSize

@@ -1,9 +1,24 @@
 """Connects the extras with the core: what a configuration asks for becomes the parts of its run."""
 
 import importlib.util
+from collections.abc import Sequence
 
+from megatron.config.cli import LoadedConfig, load_config
 from megatron.config.tree import Config
 from megatron.run.parts import Parts
+
+
+def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
+    """Load a command line, with the flags of other trainers if their translator is installed.
+
+    Raises:
+        ConfigError: The command line has errors.
+    """
+    if importlib.util.find_spec("megatron.extras") is None:
+        return load_config(argv, prog=prog)
+    from megatron.extras.translators.translator import OtherTrainers
+
+    return load_config(argv, prog=prog, translator=OtherTrainers())
 
 
 def choose_parts(config: Config) -> Parts:

@@ -19,8 +19,9 @@ import sys
 
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.standard_streams import end_without_reader, protect_standard_streams
+from megatron.commands.parts import choose_parts, load_command_line
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import LoadedConfig
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run.leaving import leave_with_error
 from megatron.run.start.orphans import die_with_launcher
@@ -65,7 +66,6 @@ def _train(argv: list[str]) -> None:
         faulthandler.enable()
     loaded = _load(argv)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
-    from megatron.commands.parts import choose_parts
     from megatron.run.pretrain import run_loaded
 
     run_loaded(loaded, choose_parts(loaded.config))
@@ -83,7 +83,7 @@ def _load(argv: list[str]) -> LoadedConfig:
         print(format_preset_table())
         raise SystemExit(0)
     try:
-        loaded = load_config(argv, prog="pretrain_gpt.py")
+        loaded = load_command_line(argv, "pretrain_gpt.py")
         world = read_launcher_world(loaded.config.parallel.local_rank)
         check_before_torch(loaded, world.size)
     except BrokenPipeError:

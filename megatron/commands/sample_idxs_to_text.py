@@ -23,11 +23,11 @@ from megatron.checkpoint.start import find_start
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.config.cli import load_config
 from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources
 from megatron.data.segments import History
 from megatron.data.source import BatchSlice, GPTTrainSource
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 from megatron.run.start.job import build_starting_state
 from megatron.run.start.refusals import check_plan

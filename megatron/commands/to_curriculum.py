@@ -34,7 +34,6 @@ from megatron.base.errors import ConfigError
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, build_config
 from megatron.config.tree import Config
@@ -43,6 +42,7 @@ from megatron.extras.translators.launch_script import (
     parse_command,
     read_launch_script,
 )
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 
 NO_END = 10**15

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.config.command_line import CommandLine, Translator
 from megatron.config.compare import compute_config_digest, list_config_differences
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
 from megatron.config.help import print_help
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
-from megatron.config.normalise import CommandLine, read_argv
+from megatron.config.normalise import read_argv
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.presets import read_preset
 from megatron.config.tree import Config
@@ -26,14 +27,6 @@ from megatron.config.yaml_file import (
     read_file,
     read_text,
 )
-from megatron.extras.translators.compat_derived import (
-    derive_values,
-    describe_dropped_defaults,
-    find_defaults,
-)
-from megatron.extras.translators.compat_neox import NEOX
-from megatron.extras.translators.deepspeed_json import merge_json
-from megatron.extras.translators.foreign_file import read_foreign_files
 
 __all__ = [
     "LoadedConfig",
@@ -44,7 +37,7 @@ __all__ = [
     "load_yaml",
 ]
 
-_FOREIGN_DEFAULT = "'s default"
+FOREIGN_DEFAULT = "'s default"
 """Suffix of the origin of a value that is another system's default."""
 
 
@@ -82,22 +75,32 @@ def _complete_words(argv: Sequence[str]) -> list[str]:
     return list(argv)
 
 
-def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -> LoadedConfig:
+def load_config(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    translator: Translator | None = None,
+) -> LoadedConfig:
     """Read flags (`sys.argv` by default) over the YAML file that --config names and a preset.
 
     --help prints the help text and exits.
+
+    Args:
+        argv: The words.
+        prog: Name of the program, for --help.
+        translator: Reads flags and files of other trainers. Without one, they are errors.
 
     Raises:
         ConfigError: The command line has errors, or --help names a group that does not exist. The
             message lists every unknown flag or key, value of a wrong type and missing field.
     """
-    line = read_argv(_complete_words(sys.argv[1:] if argv is None else argv))
+    line = read_argv(_complete_words(sys.argv[1:] if argv is None else argv), translator)
     if line.help:
         print_help(prog, line.help_group)
         raise SystemExit(0)
     contents = YamlContents()
     errors = list(line.errors)
-    foreign = read_foreign_files(line.config_files)
+    foreign = None if translator is None else translator.read_files(line.config_files)
     if foreign is not None:
         # The files are those of another system. Flags of the command line have priority.
         line = _merge_lines(foreign, line)
@@ -111,22 +114,10 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     given |= contents.given
     given |= line.given
     warnings = list(line.warnings)
-    # DeepSpeed's JSON is read last, because its values must agree with those of flags and YAML.
-    # Without --deepspeed the file has no effect, and a rule warns about it.
-    if _get_value(given, "parallel.deepspeed"):
-        path = _get_value(given, "parallel.deepspeed_config")
-        # A missing file is reported by the rules of the plan.
-        if path is not None and Path(path).exists():
-            from_json, json_errors, json_warnings = merge_json(path, given)
-            given |= from_json
-            errors += json_errors
-            warnings += json_warnings
-    # The values that other systems compute from several flags, and their defaults, come last,
-    # because they never replace a value.
-    filled, fill_errors, fill_warnings = _fill_for_other_systems(line, given)
-    given |= filled
-    errors += fill_errors
-    warnings += fill_warnings
+    if translator is not None:
+        more_errors, more_warnings = _translate(translator, line, given)
+        errors += more_errors
+        warnings += more_warnings
     _resolve_sharding_strategy(given)
     _resolve_loss_mean(line, given)
     # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps
@@ -141,11 +132,8 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     # and once as missing.
     if not errors:
         errors += find_missing(given)
-        if errors and NEOX in line.typed:
-            errors.append(
-                "GPT-NeoX divides a configuration into several files: give all, as in --config "
-                "125M.yml local_setup.yml."
-            )
+        if errors and translator is not None:
+            errors += translator.explain_missing(line)
     if errors:
         raise combine_errors(errors)
     origin = {
@@ -154,6 +142,27 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     return LoadedConfig(
         build_config({dotted: item.value for dotted, item in given.items()}), origin, warnings
     )
+
+
+def _translate(
+    translator: Translator, line: CommandLine, given: dict[str, ValueWithOrigin]
+) -> tuple[list[str], list[str]]:
+    """Add what other systems set themselves to `given`. Return errors and warnings."""
+    errors: list[str] = []
+    warnings: list[str] = []
+    # DeepSpeed's JSON is read after flags and YAML, because its values must agree with theirs.
+    # Without --deepspeed the file has no effect, and a rule warns about it.
+    if _get_value(given, "parallel.deepspeed"):
+        path = _get_value(given, "parallel.deepspeed_config")
+        # A missing file is reported by the rules of the plan.
+        if path is not None and Path(path).exists():
+            from_json, errors, warnings = translator.merge_json(path, given)
+            given |= from_json
+    # The values that other systems compute from several flags, and their defaults, come last,
+    # because they never replace a value.
+    filled, fill_errors, fill_warnings = translator.fill(line, given)
+    given |= filled
+    return [*errors, *fill_errors], [*warnings, *fill_warnings]
 
 
 def _resolve_sharding_strategy(given: dict[str, ValueWithOrigin]) -> None:
@@ -168,7 +177,7 @@ def _resolve_sharding_strategy(given: dict[str, ValueWithOrigin]) -> None:
     if "parallel.zero_stage" not in given:
         stage = STRATEGY_STAGES[strategy.value]
         given["parallel.zero_stage"] = ValueWithOrigin(stage, strategy.origin)
-    elif strategy.origin.endswith(_FOREIGN_DEFAULT):
+    elif strategy.origin.endswith(FOREIGN_DEFAULT):
         del given["parallel.sharding_strategy"]
 
 
@@ -217,58 +226,16 @@ def _read_preset(
         return {}, [f"--preset {choice.value}{note} {error}."]
 
 
-def _fill_for_other_systems(
-    line: CommandLine, given: Mapping[str, ValueWithOrigin]
-) -> tuple[dict[str, ValueWithOrigin], list[str], list[str]]:
-    """Return the fields that another system would set itself, the errors and the warnings."""
-    filled: dict[str, ValueWithOrigin] = {}
-    typed = dict(line.typed)
-    warnings: list[str] = []
-    found = find_defaults(typed, given)
-    system = ""
-    if found is None and (dropped := describe_dropped_defaults(typed, given)):
-        warnings.append(dropped)
-    if found is not None:
-        system, words = found
-        defaults = read_argv(words)
-        typed = defaults.typed | typed
-        filled = {
-            dotted: ValueWithOrigin(item.value, f"{system}{_FOREIGN_DEFAULT}")
-            for dotted, item in defaults.given.items()
-            if dotted not in given
-        }
-        listed = ", ".join(_format_value(dotted, item.value) for dotted, item in filled.items())
-        warnings.append(
-            f"the defaults of {system} are used for flags that are not given: {listed or 'none'}."
-        )
-    try:
-        derived = list(derive_values(typed, system, dict(given) | filled))
-    except ValueError as error:
-        return filled, [str(error)], warnings
-    for dotted, value, reason in derived:
-        filled[dotted] = ValueWithOrigin(value, "derived")
-        warnings.append(f"{reason}.")
-    return filled, [], warnings
-
-
-def _format_value(dotted: str, value: Any) -> str:
-    """Return a field and its value as a flag."""
-    field = all_fields()[dotted]
-    if field.is_bool:
-        return field.flag if value else field.negative_flag
-    return f"{field.flag} {value}"
-
-
 def _check_conditions(line: CommandLine, given: Mapping[str, ValueWithOrigin]) -> list[str]:
     """Return an error for each flag that is not possible with the other fields.
 
     The fields may come from the YAML file or the JSON, so `read_argv` cannot check this.
     """
     errors = []
-    for shown, row in line.conditions:
-        field = all_fields()[row.needs]
+    for shown, needed, reason in line.conditions:
+        field = all_fields()[needed]
         if field.dotted not in given or given[field.dotted].value == field.default:
-            errors.append(f"{shown} needs {field.flag} as well: {row.reason}.")
+            errors.append(f"{shown} needs {field.flag} as well: {reason}.")
     return errors
 
 

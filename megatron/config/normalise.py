@@ -4,53 +4,30 @@ Invariant: if a field is given several times, under any names, the last one wins
 silently. A token is read, or a warning or an error names it.
 """
 
-import dataclasses
 import difflib
 import functools
-import math
 import re
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.config.command_line import CommandLine, Translator
 from megatron.config.fields import Arity, Field, ValueWithOrigin, all_fields
-from megatron.config.presets import read_preset
-from megatron.extras.translators.compat import find_row, find_rows
-from megatron.extras.translators.compat_row import Row
 
 
-@dataclasses.dataclass
-class CommandLine:
-    """The values, warnings and errors that a command line gave."""
+def read_argv(argv: Sequence[str], translator: Translator | None = None) -> CommandLine:
+    """Read a command line, and collect everything that is wrong with it in `.errors`.
 
-    given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
-    config_files: tuple[str, ...] = ()
-    preset: ValueWithOrigin | None = None
-    """Name of the preset, or None as its value if --preset None was given."""
-    help: bool = False
-    help_group: str | None = None
-    """The group that --help names."""
-    typed: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Flag of the compatibility table, with hyphens -> its values. Flags that are turned off are
-    left out."""
-    foreign: str | None = None
-    """The first flag in a spelling that only another trainer has, as typed."""
-    conditions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
-    """(flag as typed, row) of flags whose row needs another field."""
-    refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """Reason -> the flags that are refused for this reason, as typed."""
-    warnings: list[str] = dataclasses.field(default_factory=list)
-    errors: list[str] = dataclasses.field(default_factory=list)
-
-
-def read_argv(argv: Sequence[str]) -> CommandLine:
-    """Read a command line, and collect everything that is wrong with it in `.errors`."""
+    Args:
+        argv: The words.
+        translator: Reads flags of other trainers. Without one, they are unknown.
+    """
     line = CommandLine()
     tokens = deque(argv)
     before: list[str] = []
     while tokens:
         token = tokens.popleft()
-        if not _is_flag(token):
+        if not is_flag(token):
             # `before` is the flag and values that the message names, since the stray value often
             # belongs there.
             line.errors.append(_describe_stray(token, before))
@@ -69,13 +46,13 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
             continue
         # The arity of the flag decides how many tokens it takes. A further value is reported as a
         # stray one.
-        values += _take(tokens, _get_arity(flag), len(values))
+        values += _take(tokens, _get_arity(flag, translator), len(values))
         if not values and "_" in typed and tokens and tokens[0].lower() in ("true", "false"):
             # fms-fsdp reads its flags with Python Fire, where a boolean may have its value attached
             # or behind it. All its booleans have underscores.
             values.append(tokens.popleft())
         before = [typed, *values]
-        _read_flag(line, typed, flag, values)
+        _read_flag(line, typed, flag, values, translator)
     # Equal warnings, as of a flag that is given twice, are kept once. A dict keeps the order.
     line.warnings = list(dict.fromkeys(line.warnings))
     # Refused flags come first. The other errors do not matter if the run is impossible here.
@@ -93,7 +70,9 @@ def list_known_flags() -> dict[str, Field]:
     return {f.flag: f for f in fields} | {f.negative_flag: f for f in fields if f.is_bool}
 
 
-def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> None:
+def _read_flag(
+    line: CommandLine, typed: str, flag: str, values: list[str], translator: Translator | None
+) -> None:
     """Read one flag with its values into `line`."""
     if flag == "--config":
         if all(values) and values:
@@ -107,60 +86,15 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
             line.preset = ValueWithOrigin(None if name == "None" else name, typed)
         else:
             line.errors.append("--preset needs the name of a preset; --list-presets lists all.")
-    # The compatibility table comes first. A flag of this trainer may also be in it, with a row for
-    # some values only.
-    elif row := find_row(flag, values):
-        _read_row(line, typed, flag, row, values)
+    # The translator comes first. A flag of this trainer may have values that only others have.
+    elif translator is not None and translator.read_flag(line, typed, flag, values):
+        return
     elif field := list_known_flags().get(flag):
-        _set_field(line, field, typed, flag, values)
-    elif others := find_rows(flag):
-        allowed = " or ".join(value for row in others for value in row.only)
-        line.errors.append(
-            f"{' '.join([typed, *values])}: only {allowed} is possible here; {others[0].reason}."
-        )
+        set_field(line, field, typed, flag, values)
+    elif translator is not None and (reason := translator.explain_values(flag)) is not None:
+        line.errors.append(f"{' '.join([typed, *values])}: {reason}.")
     else:
-        line.errors.append(f"unknown flag {typed}{_suggest_flag(flag)}")
-
-
-def _read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[str]) -> None:
-    """Read a flag of another system as its row in the compatibility table prescribes."""
-    shown = " ".join([typed, *values])
-    line.foreign = line.foreign or shown
-    off = False
-    # A row for single values states what each of them means.
-    if row.arity == 0 and values and not row.only:
-        # The flag takes no value, but =True or =False may be attached to it.
-        if values[0].lower() not in ("true", "false"):
-            line.errors.append(f"{shown} must be true, or left out.")
-            return
-        off = values[0].lower() == "false"
-    # A flag that is off needs no other one.
-    if row.needs and not off:
-        line.conditions.append((shown, row))
-    if not off:
-        line.typed[flag] = tuple(values)
-    if row.kind == "harmless":
-        line.warnings.append(f"{shown} has no effect here: {row.reason}.")
-    elif row.kind == "refused":
-        _refuse_unless_off(line, shown, row, off)
-    elif row.kind == "derived" and off:
-        line.warnings.append(f"{shown} has no effect here: the flag is off.")
-    elif row.kind == "derived":
-        _read_derived(line, shown, row, values)
-    elif off:
-        _turn_off_renamed(line, typed, row, values[0])
-    else:
-        _read_renamed(line, typed, row, values)
-
-
-def _refuse_unless_off(line: CommandLine, shown: str, row: Row, off: bool) -> None:
-    """Record an error for a refused flag, or a warning if the flag is off."""
-    if off:
-        line.warnings.append(f"{shown} has no effect here: the flag is off.")
-    else:
-        shown_for_reason = line.refused.setdefault(row.reason, [])
-        if shown not in shown_for_reason:
-            shown_for_reason.append(shown)
+        line.errors.append(f"unknown flag {typed}{_suggest_flag(flag, translator)}")
 
 
 def _describe_refused(refused: dict[str, list[str]]) -> list[str]:
@@ -171,84 +105,7 @@ def _describe_refused(refused: dict[str, list[str]]) -> list[str]:
     ]
 
 
-def _read_derived(line: CommandLine, shown: str, row: Row, values: list[str]) -> None:
-    """Check a flag from which `compat_derived` computes a value."""
-    try:
-        valid = (
-            bool(row.only)
-            or row.arity in ("*", 0)
-            or (len(values) == 1 and 0 < float(values[0]) < math.inf)
-        )
-    except ValueError:
-        valid = False
-    if valid:
-        line.warnings.append(f"{shown} is read together with other flags: {row.reason}.")
-    else:
-        line.errors.append(f"{shown} must be a number above 0.")
-
-
-def _turn_off_renamed(line: CommandLine, typed: str, row: Row, word: str) -> None:
-    """Read a renamed flag with `=False` attached, which is `word`.
-
-    If the flag stands for booleans only, each of them gets the word. Fields of other types have no
-    opposite value, so `=False` is then an error.
-    """
-    flags = [flag for flag, *_ in _split_at_flags(row.to)]
-    if all(list_known_flags()[flag].is_bool for flag in flags):
-        _set_renamed(line, typed, row, f"{typed} {word}", [[flag, word] for flag in flags])
-    else:
-        line.errors.append(f"{typed} {word} must be true, or left out.")
-
-
-def _read_renamed(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
-    """Read a flag that has another name here."""
-    flags = _split_at_flags(row.to)
-    # If the row is for certain values only, `row.to` already contains what replaces them. A flag
-    # that takes no value may have =True attached, which means the same as the flag alone.
-    if row.arity != 0 and not row.only:
-        flags[-1] += values
-    _set_renamed(line, typed, row, " ".join([typed, *values]), flags)
-
-
-def _set_renamed(
-    line: CommandLine, typed: str, row: Row, shown: str, flags: list[list[str]]
-) -> None:
-    """Set the fields of a renamed flag, and warn about its new name."""
-    if row.reason and not row.needs:
-        note = f": {row.reason}"
-    else:
-        note = ""
-    line.warnings.append(
-        f"{shown} is read as {' '.join(word for words in flags for word in words)}{note}."
-    )
-    for flag, *its_values in flags:
-        if flag == "--preset":
-            _set_variant(line, typed, *its_values)
-        else:
-            _set_field(line, list_known_flags()[flag], typed, flag, its_values)
-
-
-def _set_variant(line: CommandLine, typed: str, preset: str) -> None:
-    """Set the fields of the preset that another system's name of a model stands for.
-
-    There, such a name leaves the sequence length to another flag.
-    """
-    for dotted, item in read_preset(preset).values.items():
-        if dotted != "model.seq_length":
-            line.given[dotted] = ValueWithOrigin(item.value, typed)
-
-
-def _split_at_flags(words: Sequence[str]) -> list[list[str]]:
-    """Return `--a 1 --b` as [[--a, 1], [--b]]."""
-    parts: list[list[str]] = []
-    for word in words:
-        if _is_flag(word):
-            parts.append([])
-        parts[-1].append(word)
-    return parts
-
-
-def _set_field(line: CommandLine, field: Field, typed: str, flag: str, values: list[str]) -> None:
+def set_field(line: CommandLine, field: Field, typed: str, flag: str, values: list[str]) -> None:
     """Convert the values of one field and record them, or record the error."""
     bare = [_strip_quotes(value) for value in values]
     if bare != values:
@@ -300,16 +157,16 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
     return field.convert(values)
 
 
-def _get_arity(flag: str) -> Arity:
+def _get_arity(flag: str, translator: Translator | None) -> Arity:
     """Return how many values follow the flag."""
     if flag == "--preset":
         return 1
     # GPT-NeoX divides a configuration into several files.
     if flag == "--config":
         return "*"
-    if found := find_rows(flag):
-        # All rows of one flag take the same number of values.
-        return found[0].arity
+    arity = None if translator is None else translator.find_arity(flag)
+    if arity is not None:
+        return arity
     # An unknown flag takes all values that follow it, so that they are not reported as errors of
     # their own.
     if flag in list_known_flags():
@@ -323,12 +180,12 @@ def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:
     The flag has `taken` values already, because one may be attached with `=`.
     """
     values: list[str] = []
-    while tokens and not _is_flag(tokens[0]) and (arity == "*" or taken + len(values) < arity):
+    while tokens and not is_flag(tokens[0]) and (arity == "*" or taken + len(values) < arity):
         values.append(tokens.popleft())
     return values
 
 
-def _is_flag(token: str) -> bool:
+def is_flag(token: str) -> bool:
     """Return whether a token is a flag. Negative numbers and -inf are values."""
     return token.startswith("-") and len(token) > 1 and not re.match(r"-(\d|\.\d|inf$|nan$)", token)
 
@@ -370,7 +227,7 @@ _OTHER_NAMES = {
 """Flags of programs for fine-tuning -> what to do here."""
 
 
-def _suggest_flag(flag: str) -> str:
+def _suggest_flag(flag: str, translator: Translator | None) -> str:
     """Return the end of a message about an unknown flag."""
     known = [*list_known_flags(), "--config", "--preset", "--list-presets"]
     # Up to four characters, as in --lr, are the start of too many flags to be a useful hint.
@@ -383,4 +240,9 @@ def _suggest_flag(flag: str) -> str:
     close = started[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
     if close:
         return f"; perhaps you meant {' or '.join(close)}."
+    if translator is None:
+        return (
+            "; --help lists all flags. Those of other trainers need megatron.extras.translators, "
+            "which this installation does not have."
+        )
     return "; --help lists all flags."

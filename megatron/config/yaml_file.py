@@ -15,14 +15,12 @@ from typing import Any
 
 import yaml
 
-from megatron.base.errors import ConfigError
 from megatron.base.plain_text import make_plain
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
-from megatron.extras.translators.compat import find_rows
 
 # YAML resolves plain scalars to these tags by itself. Any other tag was written by the user.
-_PLAIN_TAGS = {
+PLAIN_TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp")
 }
@@ -104,12 +102,12 @@ def _read_group(group: str, node: yaml.Node, name: str, contents: YamlContents) 
 
 def _read_preset_name(node: yaml.Node, name: str, contents: YamlContents) -> None:
     """Read the name of a preset, or add an error to `contents`. An empty value names none."""
-    if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in PLAIN_TAGS:
         contents.errors.append(
             f"{name}:{get_line(node)} {_PRESET_KEY} must be the name of a preset, not "
             f"{_format_node(node)}; --list-presets lists all."
         )
-    elif not _is_null(node):
+    elif not is_null(node):
         contents.preset = ValueWithOrigin(node.value, f"{name}:{get_line(node)}")
 
 
@@ -135,50 +133,6 @@ def compose(text: str, name: str, *, fast: bool = False) -> tuple[yaml.Node | No
         return None, f"{name}:1 is not YAML: {str(error).splitlines()[0]}."
     except RecursionError:
         return None, f"{name} is nested too deeply; a configuration has groups and their keys."
-
-
-def read_flat_flags(path: str) -> list[str] | None:
-    """Return the keys of a file without groups as flags, or None for a file with groups.
-
-    llm-baselines keeps its flags in such files: `n_layer: 10`. At least one key must be a flag of
-    another system. Otherwise the user has probably forgotten a group, and `read_file` reports it.
-
-    Raises:
-        ConfigError: A file of flags gives a key twice.
-    """
-    try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
-        # `read_file` reports it.
-        return None
-    if not isinstance(root, yaml.MappingNode):
-        return None
-    words: list[str] = []
-    errors: list[str] = []
-    foreign = False
-    for key, value in read_items(root, path, "the file", errors):
-        # A tag such as !include is no value of a flag.
-        if value.tag not in _PLAIN_TAGS:
-            return None
-        # A file of flags cannot name another file, so this is an ordinary file with an error.
-        if key.value == "config":
-            return None
-        if isinstance(value, yaml.ScalarNode):
-            # A key without a value leaves the flag out.
-            texts = [] if _is_null(value) else [f"--{key.value}={value.value}"]
-        elif isinstance(value, yaml.SequenceNode) and all(
-            isinstance(item, yaml.ScalarNode) for item in value.value
-        ):
-            texts = [f"--{key.value}", *(str(item.value) for item in value.value)]
-        else:
-            return None
-        words += texts
-        foreign = foreign or bool(find_rows("--" + key.value.replace("_", "-")))
-    if not foreign:
-        return None
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return words
 
 
 def dump_yaml(config: Config) -> str:
@@ -261,7 +215,7 @@ def read_items(
     Doubled keys are added to `errors`, because YAML itself would keep the last one without a
     message.
     """
-    if node is None or (isinstance(node, yaml.ScalarNode) and _is_null(node)):
+    if node is None or (isinstance(node, yaml.ScalarNode) and is_null(node)):
         return []
     if not isinstance(node, yaml.MappingNode):
         errors.append(
@@ -291,7 +245,7 @@ def read_value(field: Field, node: yaml.Node) -> Any:
     Raises:
         ValueError: the value does not fit. The message describes what was expected.
     """
-    if node.tag not in _PLAIN_TAGS:
+    if node.tag not in PLAIN_TAGS:
         raise ValueError(
             f"must be {field.expected}, without the tag "
             f"{node.tag.replace('tag:yaml.org,2002:', '!!')}"
@@ -304,7 +258,7 @@ def read_value(field: Field, node: yaml.Node) -> Any:
         return field.convert([item.value for item in node.value])
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError(f"must be {field.expected}")
-    if _is_null(node):
+    if is_null(node):
         if not field.optional:
             raise ValueError(f"must be {field.expected}; leave the key out for the default")
         return None
@@ -332,7 +286,7 @@ def get_plain_value(node: yaml.Node) -> Any:
 
 
 def _get_plain_part(node: yaml.Node, seen: set[int]) -> Any:
-    if node.tag not in _PLAIN_TAGS:
+    if node.tag not in PLAIN_TAGS:
         raise ValueError(f"must not have the tag {node.tag}")
     if isinstance(node, yaml.ScalarNode):
         return _get_plain_scalar(node)
@@ -352,7 +306,7 @@ def _get_plain_part(node: yaml.Node, seen: set[int]) -> Any:
 def _get_plain_scalar(node: yaml.ScalarNode) -> Any:
     if node.style:
         return node.value
-    if _is_null(node):
+    if is_null(node):
         return None
     if node.tag == "tag:yaml.org,2002:bool":
         return node.value.lower() in ("true", "yes", "on")
@@ -366,7 +320,7 @@ def _get_plain_scalar(node: yaml.ScalarNode) -> Any:
     return node.value
 
 
-def _is_null(node: yaml.ScalarNode) -> bool:
+def is_null(node: yaml.ScalarNode) -> bool:
     """Return whether a scalar is null. A quoted one is text."""
     return not node.style and node.value in _NULLS
 

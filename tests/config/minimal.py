@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.config.cli import load_config
 from megatron.config.fields import build_config, flatten
 from megatron.config.tree import Config
+from megatron.extras.translators.translator import load_config
 
 _REQUIRED = {
     "num-layers": 2,

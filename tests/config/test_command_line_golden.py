@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.cli import load_config
 from megatron.config.fields import all_fields
 from megatron.config.help import DESCRIPTION, format_help_line
 from megatron.extras.translators.compat import TABLE
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import resolve
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.cli import load_config
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.extras.translators.compat import TABLE, find_row, find_rows
 from megatron.extras.translators.compat_row import Row
+from megatron.extras.translators.translator import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"

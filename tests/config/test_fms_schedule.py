@@ -15,7 +15,8 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.commands.plan import main
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import LoadedConfig
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 
 COMPLETE = (

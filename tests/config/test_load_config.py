@@ -10,12 +10,12 @@ import tyro
 from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, published_arguments
 
 from megatron.base.errors import ConfigError
-from megatron.config.cli import load_config
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.rules import check_rules
 from megatron.config.tree import Config
 from megatron.extras.translators.compat import find_rows
+from megatron.extras.translators.translator import load_config
 
 
 def load(*flags: str) -> Config:
@@ -286,7 +286,7 @@ def test_configuration_is_frozen():
 def test_reading_the_configuration_does_not_import_torch():
     code = """if True:
         import sys
-        from megatron.config.cli import load_config
+        from megatron.extras.translators.translator import load_config
 
         load_config(sys.argv[1:])
         sys.exit("torch" in sys.modules)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.commands.plan import main
-from megatron.config.cli import load_config
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,9 @@ from config.neox_texts import MODEL, SETUP
 
 from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import LoadedConfig
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
 from megatron.plan.plan import Plan, resolve
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from config.minimal import published_arguments
 
-from megatron.config.cli import load_config
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import resolve
 
 RUNS = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs"

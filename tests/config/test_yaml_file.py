@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import ConfigError
-from megatron.config.cli import dump_yaml, load_config, load_yaml
+from megatron.config.cli import dump_yaml, load_yaml
 from megatron.config.fields import Field, all_fields, build_config
 from megatron.config.tree import Config
+from megatron.extras.translators.translator import load_config
 
 
 def load(tmp_path: Path, text: str | bytes) -> Config:

@@ -37,10 +37,10 @@ from process_pool import ProcessPool, pretrain, succeed
 from megatron.checkpoint.folder import list_saved_iterations
 from megatron.checkpoint.load import open_checkpoint
 from megatron.commands import convert_checkpoint, import_tokens, plan
-from megatron.config.cli import load_config
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.extras.convert.fields import normalise_model
 from megatron.extras.convert.from_trainer import write_nanogpt_words
+from megatron.extras.translators.translator import load_config
 
 PAGE = tiny_corpus.ROOT / "docs" / "migrating.md"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)

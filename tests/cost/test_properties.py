@@ -11,7 +11,6 @@ from cost.published import make_gpt
 
 from megatron.commands.plan_cost import list_breakdown
 from megatron.commands.plan_search import format_flags, predict_explained, search_plan
-from megatron.config.cli import load_config
 from megatron.engine.support import list_unsupported
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
@@ -21,6 +20,7 @@ from megatron.extras.planner.cost.search import SearchSpace, list_divisors, sear
 from megatron.extras.planner.cost.step import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 
 BASE = (

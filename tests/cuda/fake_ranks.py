@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from megatron.commands.parts import choose_parts
-from megatron.config.cli import load_config
 from megatron.extras.planner.dry_run.process import choose_microbatches
 from megatron.extras.planner.dry_run.record import RankReport, StepTrace
+from megatron.extras.translators.translator import load_config
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan.plan import Plan, resolve
 

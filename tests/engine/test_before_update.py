@@ -14,9 +14,9 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     """Return what called `before_update`, and for each call whether the state was unchanged."""
     import torch
 
-    from megatron.config.cli import load_config
     from megatron.data.batches import Microbatch
     from megatron.engine.base import Engine
+    from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.plan import resolve
     from megatron.run.start.join import join_ranks

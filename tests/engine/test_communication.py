@@ -42,8 +42,8 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
 
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
+    from megatron.extras.translators.translator import load_config
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

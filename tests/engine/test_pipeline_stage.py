@@ -112,9 +112,9 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     """Train and evaluate on random tokens, which are the same in every layout."""
     import torch
 
-    from megatron.config.cli import load_config
     from megatron.data.batches import Microbatch
     from megatron.engine.native import NativeEngine
+    from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.plan import resolve
     from megatron.run.start.join import join_ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 from process_pool import ProcessPool, succeed
 
-from megatron.config.cli import load_config
 from megatron.engine.native import NativeEngine
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 2 --data-path none"

@@ -5,7 +5,7 @@ import torch
 from process_pool import ProcessPool, succeed
 
 from megatron.commands.plan_estimates import estimate_memory
-from megatron.config.cli import load_config
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import resolve
 
 # No number is padded or divided unevenly. Two stages have the same number of layers.

@@ -83,7 +83,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     """
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.config.cli import load_config
+    from megatron.extras.translators.translator import load_config
     from megatron.run.start import setup
 
     expected = read_global_tensors(Path(checkpoint))

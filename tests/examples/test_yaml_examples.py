@@ -9,10 +9,10 @@ import pytest
 import tiny_corpus
 
 from megatron.base.errors import ConfigError
-from megatron.config.cli import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import predict_plan
+from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.plan.plan import Plan, resolve
 

@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.checkpoint.lineage import Lineage, read_lineage
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import CheckpointContents, Saver
-from megatron.config.cli import load_config
 from megatron.config.logging import LoggingConfig
 from megatron.config.yaml_file import dump_yaml
+from megatron.extras.translators.translator import load_config
 from megatron.observe.log_line import (
     format_loaded_checkpoint_line,
     format_saved_checkpoint_line,

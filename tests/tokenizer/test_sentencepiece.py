@@ -19,12 +19,12 @@ from sentencepiece_models import LLAMA, UNIGRAM, train_model
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.commands import preprocess
-from megatron.config.cli import load_config
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.extras.generate.text import IncrementalText
 from megatron.extras.preprocess.encoders import AWKWARD
+from megatron.extras.translators.translator import load_config
 from megatron.tokenizer import (
     SentencePieceTokenizer,
     build_tokenizer,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.cli import load_config
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import resolve
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

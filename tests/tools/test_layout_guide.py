@@ -17,10 +17,10 @@ from megatron.commands.plan_strategies import (
     estimate_compute_seconds,
     estimate_strategies,
 )
-from megatron.config.cli import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import predict_plan
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from megatron.commands import plan, plan_search
-from megatron.config.cli import compute_config_digest, load_config
+from megatron.config.cli import compute_config_digest
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
 from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.translators.translator import load_config
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 

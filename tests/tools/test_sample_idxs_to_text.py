@@ -9,9 +9,10 @@ import pytest
 
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.commands import sample_idxs_to_text as tool
-from megatron.config.cli import dump_yaml, load_config
+from megatron.config.cli import dump_yaml
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
+from megatron.extras.translators.translator import load_config
 from megatron.run.state import TrainState
 
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import to_curriculum
-from megatron.config.cli import load_config
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -231,8 +231,8 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     """Run the main job with a weight that is infinite during these iterations."""
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
+    from megatron.extras.translators.translator import load_config
 
     original = NativeEngine.train_batch
 

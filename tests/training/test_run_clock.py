@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron.config.cli import load_config
 from megatron.extras.clock.clock import RunClock
+from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 from megatron.run.state import TrainState
 

@@ -19,8 +19,8 @@ def train_only(argv: list[str], iterations: list[int]) -> list[float]:
     """
     import torch
 
-    from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
+    from megatron.extras.translators.translator import load_config
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
     from megatron.plan.plan import resolve

@@ -43,8 +43,8 @@ def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
 
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
+    from megatron.extras.translators.translator import load_config
 
     original = NativeEngine.train_batch
 

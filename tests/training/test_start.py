@@ -11,7 +11,7 @@ from training.runs import SIZES, Runner
 
 import megatron
 from megatron.checkpoint.start import find_start
-from megatron.config.cli import load_config
+from megatron.extras.translators.translator import load_config
 from megatron.run.start.job import Job, resolve_job, select_checkpoint_config
 from megatron.run.start.refusals import check_before_torch
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.base.code_version import get_code_version
 from megatron.base.errors import CheckpointError
 from megatron.checkpoint.contents import CheckpointContents
-from megatron.config.cli import LoadedConfig, dump_yaml, load_config
+from megatron.config.cli import LoadedConfig, dump_yaml
 from megatron.config.tree import Config
 from megatron.extras.convert.architectures import Architecture
 from megatron.extras.convert.problems import refuse_problems
@@ -40,6 +40,7 @@ from megatron.extras.convert.writing import (
     choose_states,
     write_checkpoint,
 )
+from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import Kind
 from megatron.run.state import TrainState

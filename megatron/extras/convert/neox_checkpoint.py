@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import LoadedConfig
 from megatron.extras.convert.megatron_args import SavedRun
 from megatron.extras.convert.megatron_deepspeed import (
     find_step_folder,
@@ -29,6 +29,7 @@ from megatron.extras.convert.megatron_deepspeed import (
 )
 from megatron.extras.convert.megatron_source import Key
 from megatron.extras.convert.unpickle import load_pickle_file
+from megatron.extras.translators.translator import load_config
 from megatron.parallel.shard import Kind
 
 _RENAMED = (

@@ -6,8 +6,10 @@ from pathlib import Path
 import yaml
 
 from megatron.base.errors import ConfigError
-from megatron.config.normalise import CommandLine, read_argv
-from megatron.config.yaml_file import compose, read_flat_flags
+from megatron.config.command_line import CommandLine, Translator
+from megatron.config.normalise import read_argv
+from megatron.config.yaml_file import PLAIN_TAGS, compose, is_null, read_items
+from megatron.extras.translators.compat import find_rows
 from megatron.extras.translators.neox_file import read_neox_files
 
 _KINDS = {
@@ -17,11 +19,12 @@ _KINDS = {
 """Trainer -> groups that its files have, and ours have not."""
 
 
-def read_foreign_files(paths: Sequence[str]) -> CommandLine | None:
+def read_foreign_files(paths: Sequence[str], translator: Translator) -> CommandLine | None:
     """Return the configuration in files of GPT-NeoX or llm-baselines, or None for another file.
 
     Args:
         paths: The files of --config.
+        translator: Reads their flags.
 
     Raises:
         ConfigError: The file is of a trainer whose files are not read, or several files are not
@@ -38,10 +41,10 @@ def read_foreign_files(paths: Sequence[str]) -> CommandLine | None:
             "another kind; give one file."
         )
     _refuse_kind(paths[0])
-    flags = read_flat_flags(paths[0])
+    flags = _read_flat_flags(paths[0])
     if flags is None:
         return None
-    return read_argv(flags)
+    return read_argv(flags, translator)
 
 
 def _refuse_kind(path: str) -> None:
@@ -60,3 +63,47 @@ def _refuse_kind(path: str) -> None:
                 f"--config {path} is a configuration of {trainer}, which is not read; write its "
                 "values under the names in the table of docs/migrating.md, or use a --preset."
             )
+
+
+def _read_flat_flags(path: str) -> list[str] | None:
+    """Return the keys of a file without groups as flags, or None for a file with groups.
+
+    llm-baselines keeps its flags in such files: `n_layer: 10`. At least one key must be a flag of
+    another system. Otherwise the user has probably forgotten a group, and `read_file` reports it.
+
+    Raises:
+        ConfigError: A file of flags gives a key twice.
+    """
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        # `read_file` reports it.
+        return None
+    if not isinstance(root, yaml.MappingNode):
+        return None
+    words: list[str] = []
+    errors: list[str] = []
+    foreign = False
+    for key, value in read_items(root, path, "the file", errors):
+        # A tag such as !include is no value of a flag.
+        if value.tag not in PLAIN_TAGS:
+            return None
+        # A file of flags cannot name another file, so this is an ordinary file with an error.
+        if key.value == "config":
+            return None
+        if isinstance(value, yaml.ScalarNode):
+            # A key without a value leaves the flag out.
+            texts = [] if is_null(value) else [f"--{key.value}={value.value}"]
+        elif isinstance(value, yaml.SequenceNode) and all(
+            isinstance(item, yaml.ScalarNode) for item in value.value
+        ):
+            texts = [f"--{key.value}", *(str(item.value) for item in value.value)]
+        else:
+            return None
+        words += texts
+        foreign = foreign or bool(find_rows("--" + key.value.replace("_", "-")))
+    if not foreign:
+        return None
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return words
