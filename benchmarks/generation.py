@@ -21,8 +21,8 @@ import tyro
 from layouts import describe_machine, table
 
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.model import load_model
 from megatron.extras.convert.importing import import_model
+from megatron.extras.generate.checkpoint_model import load_model
 from megatron.extras.generate.generation import GenerationOptions, generate
 from megatron.extras.generate.load import store_for_single_prompts
 from megatron.extras.generate.staged_model import StagedModel

@@ -29,7 +29,6 @@ import tyro
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -37,6 +36,7 @@ from megatron.extras.convert.export import SHARD_BYTES, ExportOptions, export_ch
 from megatron.extras.convert.from_megatron import MegatronImport, System, import_megatron
 from megatron.extras.convert.from_trainer import Trainer, TrainerImport, import_trainer
 from megatron.extras.convert.importing import import_model
+from megatron.extras.inspection.verification import ensure_undisturbed
 from megatron.extras.preprocess.flags import TokenizerFlags
 
 

@@ -20,7 +20,6 @@ from typing import Literal
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
 from megatron.extras.generate.generation import (
@@ -40,6 +39,7 @@ from megatron.extras.generate.load import (
 from megatron.extras.generate.prompts import check_text, prepare_input, read_line, read_prompts
 from megatron.extras.generate.sampling import SamplingOptions
 from megatron.extras.generate.staged_model import StagedModel
+from megatron.extras.inspection.verification import ensure_undisturbed
 from megatron.extras.preprocess.flags import (
     TokenizerPath,
     TokenizerTypeName,

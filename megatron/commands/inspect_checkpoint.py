@@ -28,13 +28,6 @@ import tyro
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.base.plain_text import make_plain, make_plain_lines
-from megatron.checkpoint.comparison import (
-    CheckpointComparison,
-    TensorStatistics,
-    add_folder_to_errors,
-    compare,
-    compute_statistics,
-)
 from megatron.checkpoint.finite import counts_text
 from megatron.checkpoint.folder import (
     DAMAGED,
@@ -48,8 +41,20 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron.checkpoint.verification import Verification, ensure_undisturbed, format_shape, verify
 from megatron.commands.parse import parse_arguments
+from megatron.extras.inspection.comparison import (
+    CheckpointComparison,
+    TensorStatistics,
+    add_folder_to_errors,
+    compare,
+    compute_statistics,
+)
+from megatron.extras.inspection.verification import (
+    Verification,
+    ensure_undisturbed,
+    format_shape,
+    verify,
+)
 from megatron.model.shape import ModelShape
 from megatron.run.state import TrainState
 from megatron.schedule.lr import LRSchedule

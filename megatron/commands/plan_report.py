@@ -16,15 +16,15 @@ from megatron.commands.plan_strategies import (
     estimate_compute_seconds,
     estimate_strategies,
 )
+from megatron.config.without_effect import (
+    format_warnings,
+    split_off_flags_without_effect,
+)
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import get_recomputed_share
-from megatron.extras.translators.without_effect import (
-    format_warnings,
-    split_off_flags_without_effect,
-)
 from megatron.plan.plan import Plan
 from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule

@@ -1,19 +1,19 @@
 """The time that each --sharding-strategy needs for communication, and the one to use.
 
-The formulas are those of `megatron/schedule/communication.py`. docs/sharding.md explains them. They
-are estimates: the padding of rows is left out. The step and its memory are those of
+The formulas are those of `megatron/extras/planner/cost/communication.py`. docs/sharding.md explains
+them. They are estimates: the padding of rows is left out. The step and its memory are those of
 `megatron/extras/planner/cost`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron.extras.planner.cost.communication import CommunicationTime, estimate_time
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step import StepPrediction, count_step_traffic
 from megatron.extras.planner.prediction import predict_plan
 from megatron.plan.plan import Plan
-from megatron.schedule.communication import CommunicationTime, estimate_time
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from megatron.base.errors import TrainingError
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.yaml_file import dump_yaml
 from megatron.engine.base import StepResult
-from megatron.extras.clock.forecast import report_end, report_forecast
 from megatron.extras.guard.spike_response import choose_accept, respond_to_step
 from megatron.extras.stream.source import StreamSource
 from megatron.model.flops import count_forward_flops_per_token
@@ -21,6 +20,7 @@ from megatron.parallel.ranks import build_ranks
 from megatron.plan.plan import Plan
 from megatron.run.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
 from megatron.run.exits import StopReason
+from megatron.run.forecast import report_end, report_forecast
 from megatron.run.report import StepRecord
 from megatron.run.run import Run
 from megatron.run.state import TrainState

@@ -8,7 +8,6 @@ import torch
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
-from megatron.extras.clock.clock import RunClock
 from megatron.extras.guard.divergence import DivergenceWatch
 from megatron.extras.guard.interventions import GuardRecords
 from megatron.extras.guard.spike_guard import SpikeGuard
@@ -19,6 +18,7 @@ from megatron.extras.stragglers.stragglers import StragglerWatch
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan.plan import Plan
+from megatron.run.clock import RunClock
 from megatron.run.exits import Exits
 from megatron.run.parts import Exporter
 from megatron.run.report import Reporter

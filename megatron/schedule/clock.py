@@ -1,7 +1,7 @@
 """The schedule of a run whose length is a time, and of what happens at intervals of time.
 
 `TimeBudget` decides before each step whether it is the last one, and where the learning rate is.
-Everything here is a function of its arguments. `extras/clock/clock.py` reads the clock.
+Everything here is a function of its arguments. `run/clock.py` reads the clock.
 
 Invariant: the last step has the position of the end, so that a learning rate that decays has
 reached its minimum. Its save and its evaluation fit into the time, as far as their cost is known.

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron.checkpoint.comparison import (
+from megatron.extras.inspection.comparison import (
     compute_difference,
     compute_tensor_statistics,
     sort_by_parameter,

@@ -32,8 +32,8 @@ from megatron.checkpoint.lineage import find_run_lineage
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import CheckpointContents, Saver, check_writable
 from megatron.checkpoint.start import find_start
-from megatron.checkpoint.verification import verify
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.extras.inspection.verification import verify
 from megatron.parallel.shard import TensorShard
 
 

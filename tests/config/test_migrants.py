@@ -11,8 +11,8 @@ import pytest
 from shared_data import shared_dir
 
 from megatron.base.errors import ConfigError
+from megatron.config.without_effect import split_off_flags_without_effect
 from megatron.extras.translators.translator import load_config
-from megatron.extras.translators.without_effect import split_off_flags_without_effect
 from megatron.plan.plan import resolve
 
 COUNT = 53

@@ -16,8 +16,8 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint
+from megatron.extras.generate.checkpoint_model import load_model
 from megatron.model.inputs import Inputs
 from megatron.observe.metrics import read_metrics
 

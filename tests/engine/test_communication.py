@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 from process_pool import ProcessPool, pretrain, succeed
 
-from megatron.observe.metrics import read_metrics
-from megatron.schedule.communication import (
+from megatron.extras.planner.cost.communication import (
     Collectives,
     CommunicationTime,
     Network,
@@ -21,6 +20,7 @@ from megatron.schedule.communication import (
     count_traffic,
     estimate_time,
 )
+from megatron.observe.metrics import read_metrics
 
 # Heads of 6 and 5,000 ids give rows that 4 ranks cannot divide.
 SIZES = (

@@ -14,8 +14,8 @@ import torch
 from equivalence.corpus import NO_DROPOUT, command, curve
 from process_pool import ProcessPool, pretrain, start_without_lease, succeed
 
-from megatron.checkpoint.comparison import compare
 from megatron.checkpoint.load import open_folder
+from megatron.extras.inspection.comparison import compare
 from megatron.observe.metrics import read_metrics
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.flat_moments import EightBitMoments, TorchMoments, build_adamw, encode
+from megatron.extras.deepspeed.flat_moments import (
+    EightBitMoments,
+    TorchMoments,
+    build_adamw,
+    encode,
+)
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 

@@ -19,9 +19,9 @@ from training.runs import Runner
 
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.model import load_model
 from megatron.commands import evaluate
 from megatron.config.data import TokenizerConfig
+from megatron.extras.generate.checkpoint_model import load_model
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer
 from megatron.extras.scoring.tasks import find_tasks

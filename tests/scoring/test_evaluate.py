@@ -14,8 +14,8 @@ from tiny_corpus import GPT2, MERGES, VOCAB
 
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint, evaluate
+from megatron.extras.generate.checkpoint_model import load_model
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer, TextLoss, iterate_windows
 from megatron.tokenizer import build_tokenizer

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from megatron.extras.clock.clock import RunClock
 from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
+from megatron.run.clock import RunClock
 from megatron.run.state import TrainState
 
 SIZES = (

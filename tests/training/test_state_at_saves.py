@@ -17,7 +17,7 @@ from training.runs import Runner
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.manifest import read_index, read_manifest
-from megatron.checkpoint.verification import verify
+from megatron.extras.inspection.verification import verify
 
 TP2 = "--tensor-model-parallel-size 2"
 DEEPSPEED = "--deepspeed"

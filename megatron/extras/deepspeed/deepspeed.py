@@ -45,7 +45,6 @@ from megatron.engine.base import (
 )
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
-from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMoments, build_adamw
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.optimizer import choose_rate, compute_squared_norm
 from megatron.engine.replicated_gradients import add_over_tensor_ranks
@@ -57,6 +56,12 @@ from megatron.extras.deepspeed.deepspeed_adapters import (
     make_empty_batches,
 )
 from megatron.extras.deepspeed.deepspeed_settings import build_settings
+from megatron.extras.deepspeed.flat_moments import (
+    EightBitMoments,
+    FlatMoments,
+    TorchMoments,
+    build_adamw,
+)
 from megatron.extras.deepspeed.fragments import Fragment
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
 from megatron.model.init import Initialise, initialise

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.model import load_model, read_shape
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.parallel import ParallelConfig
 from megatron.config.tree import Config
+from megatron.extras.generate.checkpoint_model import load_model, read_shape
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.model.partition import partition
 from megatron.model.shape import ModelShape

@@ -22,6 +22,7 @@ from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
+from megatron.config.without_effect import format_warnings
 from megatron.data.build_sources import build_sources, count_evaluation_samples
 from megatron.data.documents import DocumentRules, needs_documents
 from megatron.data.epochs import (
@@ -34,13 +35,11 @@ from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
-from megatron.extras.clock.clock import RunClock
 from megatron.extras.guard.spike_response import build_guard
 from megatron.extras.profiling.profilers import build_profilers
 from megatron.extras.stragglers.stragglers import StragglerWatch
 from megatron.extras.stream.build import StreamTools, find_stream_mixtures, list_streamed_datasets
 from megatron.extras.stream.source import StreamSource
-from megatron.extras.translators.without_effect import format_warnings
 from megatron.observe.log_line import (
     format_first_start_line,
     format_from_scratch_line,
@@ -57,6 +56,7 @@ from megatron.parallel.progress import LONG_FACTOR
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan.plan import Plan
+from megatron.run.clock import RunClock
 from megatron.run.closing import close_within_limit
 from megatron.run.exits import Exits, ignore_stop_signals
 from megatron.run.host_memory import require_host_memory

@@ -1,8 +1,8 @@
 """The time of collectives and of messages between pipeline stages, by size and topology."""
 
+from megatron.extras.planner.cost import communication
+from megatron.extras.planner.cost.communication import Collectives
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.schedule import communication
-from megatron.schedule.communication import Collectives
 
 
 def estimate_collective_seconds(

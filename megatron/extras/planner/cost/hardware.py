@@ -14,7 +14,7 @@ import yaml
 
 from megatron.base.errors import ConfigError
 from megatron.config.yaml_file import compose, get_line, read_items
-from megatron.schedule.communication import Network
+from megatron.extras.planner.cost.communication import Network
 
 
 @dataclass(frozen=True)

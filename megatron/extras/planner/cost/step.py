@@ -9,6 +9,12 @@ from megatron.extras.planner.cost.collectives import (
     estimate_collective_seconds,
     estimate_message_seconds,
 )
+from megatron.extras.planner.cost.communication import (
+    Collectives,
+    StepTraffic,
+    count_traffic,
+    estimate_time,
+)
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import estimate_memory_seconds
 from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds
@@ -30,12 +36,6 @@ from megatron.extras.planner.cost.pipeline import StageTimes, estimate_pipeline_
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank
 from megatron.model.shape import ModelShape
-from megatron.schedule.communication import (
-    Collectives,
-    StepTraffic,
-    count_traffic,
-    estimate_time,
-)
 from megatron.schedule.pipeline import PipelineSchedule
 
 _OPTIMIZER_BYTES = 32

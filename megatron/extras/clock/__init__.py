@@ -1,1 +1,0 @@
-"""Runs whose length is a time."""

@@ -1,0 +1,1 @@
+"""Verifies checkpoints, and compares two of them."""
