@@ -215,7 +215,7 @@ def measure_stragglers(run: Run, rounds: int) -> list[Cost]:
     blocks = run.timers.blocks
     interval = run.plan.config.parallel.straggler_interval
     # With this interval, every step is measured.
-    watch = StragglerWatch(run.engine.stages, blocks, MEASURED_STEPS, 1.5, _RANKS)
+    watch = StragglerWatch(run.engine.stages, blocks, MEASURED_STEPS, 1.5)
 
     def call() -> None:
         for iteration in range(1, MEASURED_STEPS + 1):

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.base.code_version import read_commit
+from megatron.base.code_version import (
+    PACKAGE,
+    compute_file_digests,
+    get_code_version,
+    read_commit,
+)
+from megatron.extras.operations.slurm.step import CHECKOUT
+from megatron.extras.planner.dry_run.fake_gpu import _PACKAGE
+from megatron.parallel.messages import _WRAPPERS
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main", "-C"]
 
@@ -40,3 +48,18 @@ def test_commit_equals_the_one_that_git_reports(tmp_path: Path) -> None:
 
 def test_no_commit_without_a_checkout(tmp_path: Path) -> None:
     assert read_commit(tmp_path / ".git") is None
+
+
+def test_version_and_digests_cover_the_whole_package() -> None:
+    """The package's folder is right wherever the module is that looks for it."""
+    root = Path(__file__).resolve().parents[1]
+    assert root / "megatron" == PACKAGE
+    assert {"model/loss.py", "run/loop.py", "presets/llama2-7b.yaml"} <= set(compute_file_digests())
+    commit = read_commit(root / ".git")
+    assert get_code_version().endswith("" if commit is None else f"+g{commit[:10]}")
+    assert (CHECKOUT / "pretrain_gpt.py").is_file()
+
+
+def test_places_in_the_code_are_named_by_files_that_exist() -> None:
+    assert all(Path(name).is_file() for name in _WRAPPERS)
+    assert f"{PACKAGE}/" == _PACKAGE

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import xxhash
 
-from megatron import __version__
+import megatron
 
-_PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(megatron.__file__).resolve().parent
+"""The folder of the package. It does not depend on where this module is."""
 _SOURCES = (".py", ".yaml", ".cpp")
 """Endings of the files of the package that are compared. Others are built on each host."""
 
@@ -18,13 +19,13 @@ def get_code_version() -> str:
     """Return the version, such as `0.1.0`, or `0.1.0+g1a2b3c4d5e` in a git checkout."""
     # Git's files are read here. Running `git` would fork a process that has threads and open
     # devices, and such a fork can deadlock.
-    commit = read_commit(_PACKAGE.parent / ".git")
+    commit = read_commit(PACKAGE.parent / ".git")
     if commit:
-        return f"{__version__}+g{commit[:10]}"
-    return __version__
+        return f"{megatron.__version__}+g{commit[:10]}"
+    return megatron.__version__
 
 
-def compute_file_digests(package: Path = _PACKAGE) -> dict[str, str]:
+def compute_file_digests(package: Path = PACKAGE) -> dict[str, str]:
     """Return the xxh3_64 of each source file of the package, by its path below `package`.
 
     A file that cannot be read has the error in place of its digest.

@@ -1,11 +1,37 @@
-"""Connects the extras with the core: what a configuration asks for becomes the parts of its run."""
+"""Connects the extras with the core: the builders of the parts of a run.
+
+Each builder imports its package when it is called. A run then imports only what it uses, and
+nothing here imports torch.
+"""
+
+from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.cli import LoadedConfig, load_config
-from megatron.config.tree import Config
-from megatron.run.parts import Parts
+from megatron.run.parts import NO_PARTS, Parts
+
+if TYPE_CHECKING:
+    from megatron.config.checkpoint import CheckpointConfig
+    from megatron.config.tree import Config
+    from megatron.model.gpt import GPT
+    from megatron.observe.block_timer import BlockTimer
+    from megatron.parallel.ranks import Ranks
+    from megatron.plan.plan import Plan
+    from megatron.run.parts import (
+        EmissionsMeter,
+        Exporter,
+        GoodputReport,
+        GuardKind,
+        Printer,
+        Profiling,
+        RankComparison,
+        RunTracker,
+        Tasks,
+    )
 
 
 def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
@@ -14,23 +40,98 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
     Raises:
         ConfigError: The command line has errors.
     """
-    if importlib.util.find_spec("megatron.extras") is None:
+    if not _has_extras():
         return load_config(argv, prog=prog)
     from megatron.extras.translators.translator import OtherTrainers
 
     return load_config(argv, prog=prog, translator=OtherTrainers())
 
 
-def choose_parts(config: Config) -> Parts:
-    """Return the parts that a configuration asks for. Others are not imported.
+def choose_parts() -> Parts:
+    """Return the builders of all parts, or none if the package has no extras.
 
-    A part whose package is missing is None, and `check_parts` explains that.
+    `check_parts` explains what is missing.
     """
-    if importlib.util.find_spec("megatron.extras") is None:
-        return Parts()
-    exporter = None
-    if config.checkpoint.hf_export_interval is not None:
-        from megatron.extras.convert.hf_export import HFExporter
+    return _ALL_PARTS if _has_extras() else NO_PARTS
 
-        exporter = HFExporter
-    return Parts(exporter=exporter)
+
+def _has_extras() -> bool:
+    return importlib.util.find_spec("megatron.extras") is not None
+
+
+def _build_exporter(config: CheckpointConfig, say: Printer, iteration: int) -> Exporter:
+    from megatron.extras.convert.hf_export import HFExporter
+
+    return HFExporter(config, say, iteration)
+
+
+def _load_guard() -> GuardKind:
+    from megatron.extras.guard.spike_response import SpikeGuardKind
+
+    return SpikeGuardKind()
+
+
+def _build_profiling(config: Config, rank: int, say: Printer) -> Profiling:
+    from megatron.extras.profiling.profilers import Profilers
+
+    return Profilers(config, rank, say)
+
+
+def _build_stragglers(
+    stages: Sequence[GPT], timer: BlockTimer, interval: int, factor: float
+) -> RankComparison:
+    from megatron.extras.stragglers import stragglers
+
+    return stragglers.StragglerWatch(stages, timer, interval, factor)
+
+
+def _prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> Tasks:
+    from megatron.extras.scoring.eval_tasks import prepare_tasks
+
+    return prepare_tasks(plan, ranks, say)
+
+
+def _check_trackers(names: tuple[str, ...]) -> None:
+    from megatron.extras.trackers.trackers import check_trackers_are_installed
+
+    check_trackers_are_installed(names)
+
+
+def _build_tracker(
+    name: str, project: str, folder: Path, metrics: Path, say: Printer
+) -> RunTracker:
+    from megatron.extras.trackers.process import TrackerProcess
+
+    return TrackerProcess(name, project, folder=folder, metrics=metrics, say=say)
+
+
+def _start_emissions(folder: str, country_iso_code: str, say: Printer) -> EmissionsMeter:
+    from megatron.extras.trackers import emissions
+
+    return emissions.Emissions(folder, country_iso_code, say=say)
+
+
+def _start_goodput(folder: Path, metrics: Path) -> GoodputReport:
+    from megatron.extras.operations.chronicle import goodput_meter
+
+    return goodput_meter.GoodputMeter(folder, metrics)
+
+
+def _predict(plan: Plan, device_name: str) -> dict[str, Any]:
+    from megatron.extras.planner.prediction import describe_prediction
+
+    return describe_prediction(plan, device_name)
+
+
+_ALL_PARTS = Parts(
+    build_exporter=_build_exporter,
+    load_guard=_load_guard,
+    build_profiling=_build_profiling,
+    build_stragglers=_build_stragglers,
+    prepare_tasks=_prepare_tasks,
+    check_trackers=_check_trackers,
+    build_tracker=_build_tracker,
+    start_emissions=_start_emissions,
+    start_goodput=_start_goodput,
+    predict=_predict,
+)

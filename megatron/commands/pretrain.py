@@ -68,7 +68,7 @@ def _train(argv: list[str]) -> None:
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
     from megatron.run.pretrain import run_loaded
 
-    run_loaded(loaded, choose_parts(loaded.config))
+    run_loaded(loaded, choose_parts())
 
 
 def _load(argv: list[str]) -> LoadedConfig:
@@ -85,7 +85,7 @@ def _load(argv: list[str]) -> LoadedConfig:
     try:
         loaded = load_command_line(argv, "pretrain_gpt.py")
         world = read_launcher_world(loaded.config.parallel.local_rank)
-        check_before_torch(loaded, world.size)
+        check_before_torch(loaded, world.size, choose_parts())
     except BrokenPipeError:
         # The reader of --help has ended.
         raise

@@ -15,12 +15,12 @@ import difflib
 import functools
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
+from megatron.base.code_version import PACKAGE
 from megatron.config.fields import PRESET_ORIGIN, ValueWithOrigin
 from megatron.config.yaml_file import read_text
 
-_FOLDER = Path(__file__).resolve().parents[1] / "presets"
+_FOLDER = PACKAGE / "presets"
 _SOURCE = "# Source: "
 _MOST_HINTS = 6
 """Number of presets that a message about an unknown name lists."""

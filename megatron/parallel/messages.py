@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_WRAPPERS = (__file__, str(_PACKAGE / "checkpoint" / "ranks.py"))
+from megatron.base.code_version import PACKAGE
+
+_WRAPPERS = (__file__, str(PACKAGE / "parallel" / "ranks.py"))
 """Files whose functions send messages for others."""
 
 
@@ -45,8 +46,8 @@ def _find_sender() -> list[str]:
     while frame.f_code.co_filename in _WRAPPERS and frame.f_back is not None:
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
-    if path.is_relative_to(_PACKAGE):
-        path = path.relative_to(_PACKAGE)
+    if path.is_relative_to(PACKAGE):
+        path = path.relative_to(PACKAGE)
     name = frame.f_code.co_qualname
     # Ranks may send the same message at two lines of a function, so lines are not compared.
     return [f"{path} {name}", f"{path}:{frame.f_lineno} {frame.f_code.co_name}"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from megatron.base.code_version import PACKAGE
 from megatron.parallel.progress import RankProgress
 from megatron.parallel.waiting import is_waiting
 
@@ -23,7 +24,6 @@ FLIGHT_RECORDER_ENTRIES = 1000
 """Number of collectives that torch's flight recorder keeps, with a watchdog."""
 _RECENT = 4
 """Number of collectives of a group that the state of a rank has."""
-_PACKAGE = Path(__file__).resolve().parents[1]
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 
 
@@ -56,8 +56,8 @@ def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
         # Lines inside torch say little. The caller in this package says what was done.
-        if path.is_relative_to(_PACKAGE) and not is_waiting(frame):
-            here = f"{path.relative_to(_PACKAGE)}:{line} {frame.f_code.co_name}"
+        if path.is_relative_to(PACKAGE) and not is_waiting(frame):
+            here = f"{path.relative_to(PACKAGE)}:{line} {frame.f_code.co_name}"
     return here
 
 

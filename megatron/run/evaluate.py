@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron.base.errors import ConfigError, MegatronError
 from megatron.data.batches import Microbatch
 from megatron.data.source import Source
-from megatron.extras.scoring.in_loop import EngineScorer
 from megatron.model.tally import Tally
 from megatron.observe.report import EvaluationResult
 from megatron.observe.timers import EVALUATE
@@ -52,8 +51,7 @@ def evaluate_tasks(run: Run) -> None:
     if tasks is None or tasks.evaluated_at == run.state.iteration:
         return
     with run.timers(EVALUATE), run.mesh.progress.return_after():
-        likelihoods = EngineScorer(run.engine, run.plan, run.mesh).score(tasks.requests)
-        scores = tasks.compute_scores(likelihoods, run.reporter.say)
+        scores = tasks.evaluate(run.engine, run.plan, run.mesh, run.reporter.say)
     for task, values in scores.items():
         run.reporter.report_task(run.state.iteration, task, values)
     tasks.evaluated_at = run.state.iteration

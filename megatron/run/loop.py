@@ -3,6 +3,7 @@
 It reads from top to bottom. Every action of an iteration is visible here.
 """
 
+import contextlib
 import time
 
 from megatron.base.code_version import get_code_version
@@ -10,7 +11,6 @@ from megatron.base.errors import TrainingError
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.yaml_file import dump_yaml
 from megatron.engine.base import StepResult
-from megatron.extras.guard.spike_response import choose_accept, respond_to_step
 from megatron.extras.stream.source import StreamSource
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
@@ -47,7 +47,7 @@ def train(run: Run) -> StopReason:
     state = run.state
     first = run.state.iteration
     try:
-        with run.profiler:
+        with run.profiling or contextlib.nullcontext():
             stop = train_until_stop(run)
         if stop == StopReason.ROLLBACK:
             return stop
@@ -118,7 +118,7 @@ def train_until_stop(run: Run) -> StopReason:
             with run.step_clock.pause():
                 skip_range(run, skipped)
         else:
-            with run.profiler.record(before + 1), run.memory_history.record(before + 1):
+            with run.profiling.record(before + 1) if run.profiling else contextlib.nullcontext():
                 train_iteration(run)
         # The run goes back, so nothing of this iteration is kept.
         if run.rollback is not None:
@@ -162,7 +162,9 @@ def decide(run: Run, before: int) -> StopReason:
     save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
     eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
     proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
-    own_time = run.stragglers.take_report(before, iteration)
+    own_time = None
+    if run.stragglers is not None:
+        own_time = run.stragglers.take_report(before, iteration)
     stop, decided, times = run.exits.decide(
         before,
         iteration,
@@ -172,7 +174,8 @@ def decide(run: Run, before: int) -> StopReason:
         works_on_save=works_on_save(run),
     )
     run.clock.accept(decided)
-    run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
+    if run.stragglers is not None:
+        run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
     return stop
 
 
@@ -247,7 +250,7 @@ def train_iteration(run: Run) -> None:
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
-    with run.stragglers.measure(iteration):
+    with run.stragglers.measure(iteration) if run.stragglers else contextlib.nullcontext():
         result = run.engine.train_batch(
             microbatches,
             iteration=iteration,
@@ -256,7 +259,7 @@ def train_iteration(run: Run) -> None:
             with_layer_statistics=is_due(
                 plan.config.logging.log_layer_stats_interval, state.iteration, iteration
             ),
-            accept=choose_accept(run),
+            accept=None if run.guard is None else run.guard.accept,
             vote=lambda: run.exits.vote(iteration - 1, iteration, works_on_save=works_on_save(run)),
         )
     run.exits.count_votes(result.votes, iteration)
@@ -293,8 +296,9 @@ def train_iteration(run: Run) -> None:
             f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
             "weights. Its samples are consumed"
         )
-    else:
-        respond_to_step(run, result, rate)
+    elif run.guard is not None:
+        # With a rollback, the loop ends, and the run goes back to a checkpoint.
+        run.rollback = run.guard.respond(result, rate, state, run.saver)
 
 
 def count_step(

@@ -1,16 +1,36 @@
 """The parts of a run that are not in the core: their interfaces, and who needs them.
 
-`Parts` has a builder for each part, or None if the run does not use it. `megatron.commands.parts`
-fills it from the extras. The loop calls what the builders return, visibly and by name.
+`Parts` has a builder for each part, or None if this installation does not have it.
+`megatron.commands.parts` names the builders. The loop calls what they return, visibly and by name.
 """
 
-from collections.abc import Callable, Collection
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.base.errors import ConfigError
-from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.tree import Config
+
+# This module is used before torch is imported, which takes seconds.
+if TYPE_CHECKING:
+    from megatron.checkpoint.lease import Lease
+    from megatron.checkpoint.load import Checkpoint
+    from megatron.checkpoint.save import Saver
+    from megatron.config.checkpoint import CheckpointConfig
+    from megatron.config.tree import Config
+    from megatron.engine.base import Accept, Engine, StepResult
+    from megatron.model.gpt import GPT
+    from megatron.observe.block_timer import BlockTimer
+    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.ranks import Ranks
+    from megatron.plan.plan import Plan
+    from megatron.run.state import TrainState
+
+Printer = Callable[[str], None]
+"""Prints a line of the log."""
 
 
 class Exporter(Protocol):
@@ -32,12 +52,215 @@ class Exporter(Protocol):
         """End the exports immediately."""
 
 
+class Guard(Protocol):
+    """Judges the steps of a run. It may drop one, go back to a checkpoint, or end the run."""
+
+    @property
+    def accept(self) -> Accept | None:
+        """The function that decides whether a step may change weights. None accepts each step."""
+
+    def respond(
+        self, result: StepResult, learning_rate: float, state: TrainState, saver: Saver | None
+    ) -> dict[str, Any] | None:
+        """Respond to a step. Return the record of a rollback, or None if the run goes on.
+
+        All ranks call it together, and get the same answer.
+
+        Args:
+            result: The step.
+            learning_rate: The learning rate of the step.
+            state: The state after the step.
+            saver: The saver of the run.
+
+        Raises:
+            TrainingError: The run has diverged.
+            CheckpointError: A save in progress failed, or the rollback cannot be recorded.
+        """
+
+    def start_phase(self) -> None:
+        """Forget the level of the losses, because the data change."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON values, for `TrainState.spike_guard`."""
+
+
+class GuardKind(Protocol):
+    """Builds a guard, and makes its rollbacks between two passes of a run."""
+
+    def build(self, plan: Plan, state: TrainState, mesh: Mesh, say: Printer) -> Guard | None:
+        """Return the guard of a run, or None if it has none."""
+
+    def finish_interrupted_rollback(self, config: Config, ranks: Ranks, say: Printer) -> None:
+        """Complete the rollback that an earlier launch has decided on. All ranks call it.
+
+        Raises:
+            MegatronError: On every rank. The folder cannot be rolled back.
+        """
+
+    def add_windows(
+        self, plan: Plan, state: TrainState, checkpoint: Checkpoint | None
+    ) -> tuple[Plan, list[str]]:
+        """Add the data that rollbacks skip to the plan and the state. Rank 0 calls it.
+
+        Returns:
+            The plan, and notes for the start.
+
+        Raises:
+            CheckpointError: The records of the rollbacks cannot be read.
+        """
+
+    def roll_back(
+        self, record: dict[str, Any], plan: Plan, mesh: Mesh, lease: Lease | None
+    ) -> None:
+        """Make the rollback of a record, when the files of the run are closed. All ranks call it.
+
+        Raises:
+            MegatronError: On every rank. The folder cannot be rolled back.
+        """
+
+
+class Profiling(Protocol):
+    """Records chosen iterations with a profiler, and the history of the memory.
+
+    It is a context manager around training, which writes what is left at the end.
+    """
+
+    def __enter__(self) -> object:
+        """Return itself."""
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Write the iterations recorded so far, unless there was an error."""
+
+    def record(self, iteration: int) -> AbstractContextManager[None]:
+        """Return a context manager around an iteration."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """How long a block's forward pass takes on the ranks, without waiting for other ranks."""
+
+    median: float
+    """Seconds. With an even number of ranks it is the faster one of the two in the middle."""
+    slowest: int
+    """The slowest rank."""
+    slow: dict[int, float]
+    """Slow rank -> its time as a multiple of the median, the slowest one first."""
+    seconds: Sequence[float]
+    """The time of each rank."""
+
+
+class RankComparison(Protocol):
+    """Measures this rank's blocks, and compares the times of all ranks."""
+
+    def measure(self, iteration: int) -> AbstractContextManager[None]:
+        """Return a context manager around a step."""
+
+    def take_report(self, before: int, after: int) -> float | None:
+        """Return this rank's seconds for a block, or None if no comparison is due.
+
+        Either each rank returns a number, or none does.
+
+        Args:
+            before: The iteration before the last step or jump.
+            after: The iteration after it.
+        """
+
+    def compare(self, seconds: Sequence[float]) -> RankTimes | None:
+        """Compare what `take_report` returned on each rank. Return None if nothing was measured."""
+
+
+class Tasks(Protocol):
+    """Tasks that are evaluated while the run trains."""
+
+    evaluated_at: int | None
+    """The last iteration after which the tasks were evaluated."""
+
+    def evaluate(
+        self, engine: Engine, plan: Plan, mesh: Mesh, say: Printer
+    ) -> dict[str, dict[str, float]]:
+        """Return the scores on rank 0: task -> metric -> value. Other ranks return an empty dict.
+
+        All ranks call it together. Weights do not change.
+
+        Raises:
+            TrainingError: A score cannot be computed. Every rank raises it.
+        """
+
+
+class RunTracker(Protocol):
+    """Sends the numbers of the metrics file to an experiment tracker. No call waits for it."""
+
+    def start(self, iteration: int) -> None:
+        """Start with a launch that continues after `iteration`."""
+
+    def poll(self) -> None:
+        """Print its messages."""
+
+    def request_end(self) -> None:
+        """Ask it to send the rest, when the metrics file is closed."""
+
+    def close(self) -> None:
+        """Wait a limited time for its end. Call it after `request_end`."""
+
+
+class EmissionsMeter(Protocol):
+    """Measures energy and CO2. No failure of it ends the training."""
+
+    def flush(self) -> None:
+        """Write the measurement so far."""
+
+    def stop(self) -> float | None:
+        """End the measurement. Return kilograms of CO2 equivalent, or None without them."""
+
+
+class GoodputReport(Protocol):
+    """Measures which share of the run's time went into steps that were kept."""
+
+    def add_step(self, seconds: float, phases: Mapping[str, float], *, applied: bool) -> None:
+        """Add an iteration: its wall time, the seconds of its phases, and whether it was kept."""
+
+    def add_phases(self, phases: Mapping[str, float]) -> None:
+        """Add a save and an evaluation outside of an iteration."""
+
+    def compute_share(self) -> float | None:
+        """Return the share, from 0 to 1. It is None until the files of the run are read."""
+
+    def report_if_due(self, say: Printer) -> None:
+        """Print the goodput at a save, if the last line was long enough ago."""
+
+    def report_end(self, say: Printer) -> None:
+        """Print the goodput at the end of a launch."""
+
+
 @dataclass(frozen=True)
 class Parts:
-    """Builders of the parts of a run. None stands for a part that the run does not use."""
+    """Builders of the parts of a run. None stands for a part that is not installed.
 
-    exporter: Callable[[CheckpointConfig, Callable[[str], None], int], Exporter] | None = None
-    """For --hf-export-interval. It takes the settings, a printer and the last iteration."""
+    A builder imports its package when it is called, so a run pays only for what it uses.
+    """
+
+    build_exporter: Callable[[CheckpointConfig, Printer, int], Exporter] | None = None
+    """Builds the exporter of --hf-export-interval, from settings, printer and last iteration."""
+    load_guard: Callable[[], GuardKind] | None = None
+    """Loads the guard of --spike-guard. A run without one completes its earlier rollbacks too."""
+    build_profiling: Callable[[Config, int, Printer], Profiling] | None = None
+    """Builds the recorder of --profile-iterations and --memory-snapshot of a rank."""
+    build_stragglers: Callable[[Sequence[GPT], BlockTimer, int, float], RankComparison] | None = (
+        None
+    )
+    """Builds the comparison of --straggler-interval, from stages, their timer and both flags."""
+    prepare_tasks: Callable[[Plan, Ranks, Printer], Tasks] | None = None
+    """Prepares the tasks of --eval-tasks. All ranks call it together."""
+    check_trackers: Callable[[tuple[str, ...]], None] | None = None
+    """Refuses trackers of --tracker whose packages are missing. It imports no torch."""
+    build_tracker: Callable[[str, str, Path, Path, Printer], RunTracker] | None = None
+    """Builds a tracker from its name, project, the --save folder and the metrics file."""
+    start_emissions: Callable[[str, str, Printer], EmissionsMeter] | None = None
+    """Starts the measurement of --codecarbon-dir, with the folder and the country."""
+    start_goodput: Callable[[Path, Path], GoodputReport] | None = None
+    """Starts the goodput of a run with --save, from that folder and the metrics file."""
+    predict: Callable[[Plan, str], dict[str, Any]] | None = None
+    """Predicts the step of a plan on a device, for the chronicle."""
 
 
 NO_PARTS = Parts()
@@ -50,17 +273,24 @@ def check_parts(config: Config, parts: Parts) -> None:
     Raises:
         ConfigError: A part is missing. The message names the flag and the package.
     """
+    logging = config.logging
     needed = [
         (
-            config.checkpoint.hf_export_interval is not None,
-            parts.exporter,
-            "--hf-export-interval",
+            config.checkpoint.hf_export_interval,
+            parts.build_exporter,
+            "hf-export-interval",
             "convert",
         ),
+        (config.guard.is_on, parts.load_guard, "spike-guard", "guard"),
+        (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),
+        (logging.memory_snapshot, parts.build_profiling, "memory-snapshot", "profiling"),
+        (config.batch.eval_tasks, parts.prepare_tasks, "eval-tasks", "scoring"),
+        (logging.tracker, parts.build_tracker, "tracker", "trackers"),
+        (logging.codecarbon_dir, parts.start_emissions, "codecarbon-dir", "trackers"),
     ]
     for is_needed, part, flag, package in needed:
         if is_needed and part is None:
             raise ConfigError(
-                f"{flag} needs megatron.extras.{package}, which this installation does not have. "
+                f"--{flag} needs megatron.extras.{package}, which this installation does not have. "
                 "Install the complete package, or leave out the flag"
             )

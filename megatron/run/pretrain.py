@@ -7,9 +7,6 @@ from pathlib import Path
 
 from megatron.base.errors import MegatronError
 from megatron.config.cli import LoadedConfig
-from megatron.extras.guard.interventions import finish_interrupted_rollback
-from megatron.extras.guard.spike_response import roll_back_run
-from megatron.extras.scoring.eval_tasks import prepare_tasks
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.ranks import build_ranks, build_roll_call
 from megatron.run.evaluate import evaluate_only
@@ -80,11 +77,16 @@ def pretrain(
         report=report_hang,
     ) as roll_call:
         check_agreement(config, ranks)
-        # First, because no run starts from a folder that is half rolled back.
-        finish_interrupted_rollback(config, ranks, make_printer(ranks.rank))
+        say = make_printer(ranks.rank)
+        guards = None if parts.load_guard is None else parts.load_guard()
+        if guards is not None:
+            # First, because no run starts from a folder that is half rolled back.
+            guards.finish_interrupted_rollback(config, ranks, say)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
-        job = agree_on_job(loaded, ranks, make_printer(ranks.rank), parts)
-        tasks = prepare_tasks(job.plan, ranks, make_printer(ranks.rank))
+        job = agree_on_job(loaded, ranks, say, parts)
+        tasks = None
+        if parts.prepare_tasks is not None and config.batch.eval_tasks:
+            tasks = parts.prepare_tasks(job.plan, ranks, say)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         if roll_call is not None:
@@ -104,7 +106,7 @@ def pretrain(
             if config.batch.eval_only:
                 evaluate_only(run)
                 return
-            train_and_record(run, time.monotonic() - started)
+            train_and_record(run, time.monotonic() - started, parts)
             if run.rollback is None:
                 return
             started = time.monotonic()
@@ -113,7 +115,8 @@ def pretrain(
             # The next pass needs as much memory as this one. Reference cycles would keep the memory
             # of this one allocated.
             del run
-            build_ranks(mesh).work(opened.close, "closing the files", make_printer(ranks.rank))
+            build_ranks(mesh).work(opened.close, "closing the files", say)
             gc.collect()
-            roll_back_run(rollback, job.plan, mesh, lease)
-            job = agree_on_job(loaded, ranks, make_printer(ranks.rank), parts)
+            assert guards is not None, "the guard has decided on the rollback"
+            guards.roll_back(rollback, job.plan, mesh, lease)
+            job = agree_on_job(loaded, ranks, say, parts)

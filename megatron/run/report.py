@@ -11,11 +11,7 @@ from typing import Any
 
 from megatron.config.logging import LogFormat
 from megatron.engine.base import StepResult
-from megatron.extras.operations.chronicle.goodput_meter import GoodputMeter
-from megatron.extras.stragglers.stragglers import RankTimes
 from megatron.extras.stream.filters import FilterReport
-from megatron.extras.trackers.emissions import Emissions
-from megatron.extras.trackers.process import TrackerProcess
 from megatron.model.flops import compute_causal_share, count_iteration_flops
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.log_line import (
@@ -36,6 +32,7 @@ from megatron.observe.throughput import (
 )
 from megatron.parallel.mesh import Mesh
 from megatron.plan.plan import Plan
+from megatron.run.parts import EmissionsMeter, GoodputReport, Parts, RankTimes, RunTracker
 from megatron.run.state import TrainState
 
 
@@ -100,15 +97,17 @@ class StepRecord:
 class Reporter:
     """All outputs of a run. It gives each of them the same numbers."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, *, device_name: str) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, parts: Parts, *, device_name: str) -> None:
         """Create a reporter that only prints, until `open` is called.
 
         Args:
             plan: The resolved plan.
             mesh: The ranks of the run.
+            parts: The builders of trackers, emissions and goodput.
             device_name: Name of the device, from which its peak is looked up for MFU.
         """
         self._plan = plan
+        self._parts = parts
         self.device_name = device_name
         self._is_rank_zero = mesh.rank == 0
         self._rank_names = mesh.names
@@ -118,13 +117,13 @@ class Reporter:
         self._bar = ProgressBar(total=plan.train_iters, show=False)
         self._tensorboard: TensorBoard | None = None
         self._metrics: MetricsFile | None = None
-        self._trackers: list[TrackerProcess] = []
+        self._trackers: list[RunTracker] = []
         self._chronicle: Chronicle | None = None
         self._metrics_path: Path | None = None
-        self._goodput: GoodputMeter | None = None
+        self._goodput: GoodputReport | None = None
         self._last_event: tuple[str, Mapping[str, Any]] | None = None
         self._iteration: int | None = None
-        self._emissions: Emissions | None = None
+        self._emissions: EmissionsMeter | None = None
         self._pipeline_schedule: str | None = None
         # Data sets of which the filters leave out more than half.
         self._mostly_left_out: set[str] = set()
@@ -159,19 +158,18 @@ class Reporter:
                 self._metrics = MetricsFile(path, say=self.say)
             # A dictionary removes a name that was given twice.
             for name in dict.fromkeys(logging.tracker):
-                tracker = TrackerProcess(
-                    name,
-                    logging.tracker_project,
-                    folder=Path(str(save)),
-                    metrics=Path(str(path)),
-                    say=self.say,
-                )
+                build = self._parts.build_tracker
+                assert build is not None, "`check_parts` has checked it"
+                project = logging.tracker_project
+                tracker = build(name, project, Path(str(save)), Path(str(path)), self.say)
                 self._trackers.append(tracker)
             if save and not self._plan.config.batch.eval_only:
                 self._chronicle = Chronicle(Path(save) / CHRONICLE, say=self._bar.say)
-            self._emissions = Emissions(
-                logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say
-            )
+            start_emissions = self._parts.start_emissions
+            if logging.codecarbon_dir is not None and start_emissions is not None:
+                self._emissions = start_emissions(
+                    logging.codecarbon_dir, logging.codecarbon_country_iso_code, self.say
+                )
 
     def describe_conventions(self) -> list[tuple[str, str, str]]:
         """Return the row of the start table for the definitions of TFLOPs and MFU."""
@@ -236,8 +234,9 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.start(iteration)
         # The chronicle and the metrics file have the start of this launch now.
-        if self._chronicle is not None and self._metrics_path is not None:
-            self._goodput = GoodputMeter(self._chronicle.folder, self._metrics_path)
+        start_goodput = self._parts.start_goodput
+        if self._chronicle is not None and self._metrics_path is not None and start_goodput:
+            self._goodput = start_goodput(self._chronicle.folder, self._metrics_path)
 
     def report_pipeline_schedule(self, batch_size: int) -> None:
         """Print the pipeline schedule of a step of `batch_size` samples, and how long ranks idle.
@@ -366,8 +365,8 @@ class Reporter:
         return (step.train_iters - state.iteration) * tokens / tokens_per_second
 
     def _compute_goodput(self) -> float | None:
-        goodput = None if self._goodput is None else self._goodput.compute()
-        return None if goodput is None else round(goodput.share, 4)
+        share = None if self._goodput is None else self._goodput.compute_share()
+        return None if share is None else round(share, 4)
 
     def report_save(self, iteration: int) -> None:
         """Record a checkpoint that is safe, and print the goodput from time to time."""

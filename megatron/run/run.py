@@ -8,19 +8,13 @@ import torch
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
-from megatron.extras.guard.divergence import DivergenceWatch
-from megatron.extras.guard.interventions import GuardRecords
-from megatron.extras.guard.spike_guard import SpikeGuard
-from megatron.extras.profiling.memory_history import MemoryHistory
-from megatron.extras.profiling.profiler import Profiler
-from megatron.extras.scoring.eval_tasks import EvalTasks
-from megatron.extras.stragglers.stragglers import StragglerWatch
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan.plan import Plan
 from megatron.run.clock import RunClock
+from megatron.run.divergence import DivergenceWatch
 from megatron.run.exits import Exits
-from megatron.run.parts import Exporter
+from megatron.run.parts import Exporter, Guard, Profiling, RankComparison, Tasks
 from megatron.run.report import Reporter
 from megatron.run.start.data_files import DataFiles
 from megatron.run.state import TrainState
@@ -41,15 +35,16 @@ class Run:
     timers: Timers
     exits: Exits
     clock: RunClock
-    stragglers: StragglerWatch
     step_clock: StepClock
     saver: Saver | None
     """None if nothing is saved."""
-    profiler: Profiler
-    memory_history: MemoryHistory
+    profiling: Profiling | None = None
+    """With --profile-iterations or --memory-snapshot."""
+    stragglers: RankComparison | None = None
+    """With --straggler-interval and several ranks."""
     exporter: Exporter | None = None
     """Only on rank 0, with --hf-export-interval."""
-    tasks: EvalTasks | None = None
+    tasks: Tasks | None = None
     """With --eval-tasks."""
     checked_at: int | None = None
     """The last iteration after which replicas of parameters were found equal.
@@ -57,10 +52,8 @@ class Run:
     None until the first check.
     """
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
-    guard: SpikeGuard | None = None
+    guard: Guard | None = None
     """None with --spike-guard off."""
-    guard_records: GuardRecords | None = None
-    """Only on rank 0, with a guard and --save."""
     rollback: dict[str, Any] | None = None
     """The guard's rollback, after `train` has returned `StopReason.ROLLBACK`."""
     token_bytes: torch.Tensor | None = None

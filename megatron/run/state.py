@@ -72,6 +72,11 @@ class TrainState:
     spike_guard: dict[str, Any] = field(default_factory=dict)
     """State of the spike guard. Empty while it is off, and it is then left out of a checkpoint."""
 
+    def keep_guard_windows(self, windows: list[Any]) -> None:
+        """Store the ranges that the rollbacks of the spike guard skip, if there are any."""
+        if windows:
+            self.spike_guard = {**self.spike_guard, "windows": windows}
+
     def advance(self, samples: int, tokens: int) -> None:
         """Count one iteration, whether its step was applied, dropped or skipped."""
         self.iteration += 1

@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.chronicle.summary import format_text, list_facts
+from megatron.extras.planner.prediction import describe_prediction
 from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import CHRONICLE
 from megatron.plan.plan import Plan, resolve
-from megatron.run.start.launch_record import describe_prediction
 
 
 def make_plan(*more: str) -> Plan:

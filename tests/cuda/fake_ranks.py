@@ -250,7 +250,7 @@ def train(arguments: list[str]) -> StepTrace:
     with gpu:
         gpu.start_step()
         loaded = load_config(arguments)
-        pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain(loaded, parts=choose_parts())
         return gpu.end_step()
 
 

@@ -65,7 +65,8 @@ def test_process_ends_although_a_read_of_data_hangs(tmp_path: Path) -> None:
     code = f"""
 from contextlib import ExitStack
 from megatron.data.prefetch import Prefetcher
-from megatron.run import closing, setup
+from megatron.run import closing
+from megatron.run.start import setup
 closing.CLOSING_SECONDS = 1.0
 def read(name):
     return open(name).read()

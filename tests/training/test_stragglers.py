@@ -266,7 +266,7 @@ def test_hooks_exist_only_while_a_step_is_measured(tmp_path: Path) -> None:
         def get_blocks(self) -> dict[int, torch.nn.Module]:
             return {0: self.block}
 
-    watch = StragglerWatch([Stage()], Timers().blocks, 100, 1.5, 2)  # type: ignore[list-item]
+    watch = StragglerWatch([Stage()], Timers().blocks, 100, 1.5)  # type: ignore[list-item]
     measured = []
     for iteration in range(1, 201):
         with watch.measure(iteration):

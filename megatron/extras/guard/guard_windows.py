@@ -6,7 +6,6 @@ checkpoint's ranges, and must not bring back the data of a spike.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.load import Checkpoint
 from megatron.config.tree import Config
@@ -14,12 +13,6 @@ from megatron.extras.guard.interventions import find_guard_windows
 from megatron.plan.plan import Plan
 from megatron.run.state import TrainState
 from megatron.schedule.skip import merge_ranges
-
-
-def keep_guard_windows(state: TrainState, windows: list[Any]) -> None:
-    """Store the guard's ranges in the state, unless there are none."""
-    if windows:
-        state.spike_guard = {**state.spike_guard, "windows": windows}
 
 
 def add_guard_windows(
@@ -40,7 +33,7 @@ def add_guard_windows(
         return plan, []
     windows = find_guard_windows(Path(str(plan.config.checkpoint.save)), checkpoint)
     if windows is not None:
-        keep_guard_windows(state, windows)
+        state.keep_guard_windows(windows)
     ranges = [(first, last) for first, last in state.spike_guard.get("windows", [])]
     # Ranges that the run has passed need no message.
     ahead = [f"{first}-{last}" for first, last in ranges if last > state.iteration]

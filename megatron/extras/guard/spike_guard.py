@@ -20,8 +20,8 @@ from typing import Any
 
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepResult
-from megatron.extras.guard.divergence import compute_high_loss
 from megatron.extras.guard.spike_estimator import SpikeEstimator
+from megatron.run.divergence import compute_high_loss
 
 
 class Response(Enum):

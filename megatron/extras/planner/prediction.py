@@ -6,10 +6,10 @@ Nothing here looks at a device. docs/planner.md has the errors of the prediction
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from megatron.config.tree import Config
-from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.hardware import Hardware, find_hardware
 from megatron.extras.planner.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step import StepJob, StepPrediction
@@ -111,6 +111,26 @@ def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
     """Return whether the plan has no errors, and the hardware a peak for its precision."""
     known = describe_software(plan, hardware).half or hardware.fp32_tflops is not None
     return not plan.errors and known
+
+
+def describe_prediction(plan: Plan, device_name: str) -> dict[str, Any]:
+    """Return what the model of cost predicts for a step, for the record of a launch.
+
+    It is empty if the model does not know the device.
+    """
+    hardware = find_hardware(device_name)
+    if hardware is None or not can_be_predicted(plan, hardware):
+        return {}
+    prediction = predict_plan(plan, hardware)
+    return {
+        "predicted": {
+            "hardware": hardware.name,
+            "seconds": round(prediction.seconds, 6),
+            "batch_size": plan.batch_size.final,
+            "memory_gib": round(prediction.peak_bytes / 2**30, 2),
+            "verdict": prediction.verdict,
+        }
+    }
 
 
 def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError, MegatronError, TrainingError
 from megatron.config.tree import Config
-from megatron.extras.scoring.in_loop import PackedRequests
+from megatron.engine.base import Engine
+from megatron.extras.scoring.in_loop import EngineScorer, PackedRequests
 from megatron.extras.scoring.tasks import find_tasks
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_integers
 from megatron.parallel.ranks import Ranks
 from megatron.plan.plan import Plan
@@ -38,6 +40,13 @@ class EvalTasks:
     ranks: Ranks
     evaluated_at: int | None = None
     """The last iteration after which the tasks were evaluated."""
+
+    def evaluate(
+        self, engine: Engine, plan: Plan, mesh: Mesh, say: Callable[[str], None]
+    ) -> dict[str, dict[str, float]]:
+        """See `Tasks`."""
+        likelihoods = EngineScorer(engine, plan, mesh).score(self.requests)
+        return self.compute_scores(likelihoods, say)
 
     def compute_scores(
         self, likelihoods: Tensor, say: Callable[[str], None]
@@ -71,8 +80,8 @@ class EvalTasks:
         return scores
 
 
-def prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> EvalTasks | None:
-    """Return the tasks of the run, or None without --eval-tasks. All ranks call it together.
+def prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> EvalTasks:
+    """Return the tasks of --eval-tasks. All ranks call it together.
 
     Args:
         plan: The plan of the run.
@@ -84,8 +93,6 @@ def prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> EvalT
             cannot be prepared, or it needs generated text.
     """
     config = plan.config
-    if not config.batch.eval_tasks:
-        return None
     built: list[FixedTasks] = []
     ranks.call_on_rank_0(lambda: built.append(build_tasks(config)), "preparing --eval-tasks", say)
     tasks = built[0] if built else None

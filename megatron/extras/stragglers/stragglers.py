@@ -11,50 +11,34 @@ single pause of a process is not reported.
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch.utils.hooks import RemovableHandle
 
 from megatron.model.gpt import GPT
 from megatron.observe.block_timer import BlockTimer
+from megatron.run.parts import RankTimes
 
 MEASURED_STEPS = 10
 """Number of steps before a comparison that are measured."""
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """How long a block's forward pass takes on the ranks, without waiting for other ranks."""
-
-    median: float
-    """Seconds. With an even number of ranks it is the faster one of the two in the middle."""
-    slowest: int
-    """The slowest rank."""
-    slow: dict[int, float]
-    """Slow rank -> its time as a multiple of the median, the slowest one first."""
-    seconds: Sequence[float]
-    """The time of each rank."""
 
 
 class StragglerWatch:
     """Measures this rank's blocks, and compares the times of all ranks."""
 
     def __init__(
-        self, stages: Sequence[GPT], timer: BlockTimer, interval: int, factor: float, ranks: int
+        self, stages: Sequence[GPT], timer: BlockTimer, interval: int, factor: float
     ) -> None:
         """Create a watch without a measurement.
 
         Args:
             stages: This rank's stages.
             timer: Measures their blocks.
-            interval: The value of `--straggler-interval`.
+            interval: The value of `--straggler-interval`, above 0.
             factor: The value of `--straggler-factor`.
-            ranks: Number of ranks. A single one is not measured, because it has no other to
-                compare with.
         """
         self._stages = stages
         self._timer = timer
-        self._interval = interval if ranks > 1 else 0
+        self._interval = interval
         self._factor = factor
 
     @contextmanager
@@ -64,7 +48,7 @@ class StragglerWatch:
         Args:
             iteration: The iteration, which is the same on all ranks.
         """
-        if not self._interval or -iteration % self._interval >= MEASURED_STEPS:
+        if -iteration % self._interval >= MEASURED_STEPS:
             yield
             return
         self._timer.begin_step()
@@ -93,7 +77,7 @@ class StragglerWatch:
             before: The iteration before the last step or jump.
             after: The iteration after it.
         """
-        if not self._interval or after // self._interval == before // self._interval:
+        if after // self._interval == before // self._interval:
             return None
         return statistics.median(self._timer.take_steps() or [0.0])
 

@@ -25,7 +25,6 @@ from megatron.config.loss import LOSS_MEAN
 from megatron.config.tree import Config
 from megatron.data.documents import needs_documents
 from megatron.data.phases import PlannedPhase
-from megatron.extras.guard.guard_windows import add_guard_windows, keep_guard_windows
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
@@ -103,7 +102,7 @@ class Job:
             data_phases=tuple(map(PlannedPhase.from_json, record["data_phases"])),
         )
         # Only rank 0 reads the file of interventions.
-        keep_guard_windows(state, record["guard_windows"])
+        state.keep_guard_windows(record["guard_windows"])
         return cls(plan, state, checkpoint, record["notes"], parts)
 
 
@@ -210,14 +209,16 @@ def resolve_job(
         iteration=state.iteration,
         ranks_per_node=read_ranks_per_node(world_size),
     )
-    check_plan(plan)
+    check_plan(plan, parts)
     if checkpoint is None:
         _refuse_missing_checkpoint(config.checkpoint)
     _refuse_kill_switch(config.batch)
     check_optimizer(plan.config, checkpoint)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
-    plan, about_windows = add_guard_windows(plan, state, checkpoint)
+    about_windows: list[str] = []
+    if parts.load_guard is not None:
+        plan, about_windows = parts.load_guard().add_windows(plan, state, checkpoint)
     about_tokenizer = check_tokenizer(plan.config, state)
     about_settings = list_changes(plan.config, checkpoint)
     notes = [

@@ -12,27 +12,31 @@ from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
 from megatron.data.epochs import measure_training_data
 from megatron.observe.timers import EVALUATE, SAVE
-from megatron.plan.plan import Plan
 from megatron.run.exits import StopReason
 from megatron.run.loop import train
+from megatron.run.parts import Parts
 from megatron.run.run import Run
 
 _LONGEST_ERROR = 2000
 """Characters of an error's message that are recorded."""
 
 
-def train_and_record(run: Run, start_seconds: float) -> None:
+def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     """Train, and record the start of the launch and the reason of its stop.
 
     Args:
         run: The run.
         start_seconds: Seconds from the start of this launch until now.
+        parts: They may predict the time of a step.
 
     Raises:
         MegatronError: See `train`.
     """
     if run.reporter.has_chronicle:
-        run.reporter.record("start", describe_start(run, start_seconds), run.state.iteration)
+        details = describe_start(run, start_seconds)
+        if parts.predict is not None:
+            details |= parts.predict(run.plan, run.reporter.device_name)
+        run.reporter.record("start", details, run.state.iteration)
     try:
         stop = train(run)
     except BaseException as error:
@@ -73,30 +77,8 @@ def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:
         "attention_heads": model.num_attention_heads,
         "seq_length": model.seq_length,
         "train_iterations": plan.train_iters,
-        **describe_prediction(plan, run.reporter.device_name),
         "data": _list_data(run),
         "settings": list_settings(plan.config),
-    }
-
-
-def describe_prediction(plan: Plan, device_name: str) -> dict[str, Any]:
-    """Return what the model of cost predicts for a step. Empty if it does not know the device."""
-    # Only the rank that writes the chronicle needs them. Each rank would take time to import them.
-    from megatron.extras.planner.cost.hardware import find_hardware
-    from megatron.extras.planner.prediction import can_be_predicted, predict_plan
-
-    hardware = find_hardware(device_name)
-    if hardware is None or not can_be_predicted(plan, hardware):
-        return {}
-    prediction = predict_plan(plan, hardware)
-    return {
-        "predicted": {
-            "hardware": hardware.name,
-            "seconds": round(prediction.seconds, 6),
-            "batch_size": plan.batch_size.final,
-            "memory_gib": round(prediction.peak_bytes / 2**30, 2),
-            "verdict": prediction.verdict,
-        }
     }
 
 

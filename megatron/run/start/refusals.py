@@ -8,15 +8,15 @@ import os
 from megatron.config.cli import LoadedConfig, combine_errors
 from megatron.config.rules import check_rules, list_missing_for_training
 from megatron.engine.support import refuse_unsupported
-from megatron.extras.trackers.trackers import check_trackers_are_installed
 from megatron.plan.plan import Plan, resolve
+from megatron.run.parts import NO_PARTS, Parts
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
 _UNKNOWN_VOCABULARY = 1
 """A vocabulary size that breaks no rule, for a plan that is only checked."""
 
 
-def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
+def check_before_torch(loaded: LoadedConfig, world_size: int, parts: Parts = NO_PARTS) -> None:
     """Refuse a configuration with errors that no checkpoint could correct.
 
     Each rank calls this without communication. In `resolve_job`, rank 0 checks everything again
@@ -25,6 +25,7 @@ def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
     Args:
         loaded: The configuration as this rank loaded it.
         world_size: Number of processes.
+        parts: The parts of the run besides the core.
 
     Raises:
         ConfigError: See `check_plan`, or the tokenizer cannot be downloaded.
@@ -52,14 +53,15 @@ def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
         loaded.origin,
         vocab_size=None if alone else _UNKNOWN_VOCABULARY,
     )
-    check_plan(plan, read_files=alone)
+    check_plan(plan, parts, read_files=alone)
 
 
-def check_plan(plan: Plan, *, read_files: bool = True) -> None:
+def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) -> None:
     """Refuse a plan that cannot be trained.
 
     Args:
         plan: The plan of the run.
+        parts: The parts of the run besides the core.
         read_files: Also look for the files of the tokenizer.
 
     Raises:
@@ -75,6 +77,7 @@ def check_plan(plan: Plan, *, read_files: bool = True) -> None:
     if errors:
         raise combine_errors(errors)
     refuse_unsupported(plan)
-    check_trackers_are_installed(plan.config.logging.tracker)
+    if parts.check_trackers is not None:
+        parts.check_trackers(plan.config.logging.tracker)
     if missing := list_missing_for_training(plan.config):
         raise combine_errors(missing)

@@ -35,9 +35,6 @@ from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
-from megatron.extras.guard.spike_response import build_guard
-from megatron.extras.profiling.profilers import build_profilers
-from megatron.extras.stragglers.stragglers import StragglerWatch
 from megatron.extras.stream.build import StreamTools, find_stream_mixtures, list_streamed_datasets
 from megatron.extras.stream.source import StreamSource
 from megatron.observe.log_line import (
@@ -61,7 +58,7 @@ from megatron.run.closing import close_within_limit
 from megatron.run.exits import Exits, ignore_stop_signals
 from megatron.run.host_memory import require_host_memory
 from megatron.run.loop import check_invariants
-from megatron.run.parts import Exporter
+from megatron.run.parts import Exporter, Guard, Profiling, RankComparison
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles, check_small_files, open_same
@@ -195,7 +192,7 @@ def start_run(
         check_small_files(job.plan.config, ranks, mesh.describe())
         for line in format_warnings(job.notes):
             say(line)
-        reporter = Reporter(job.plan, mesh, device_name=get_device_name(mesh.device))
+        reporter = Reporter(job.plan, mesh, job.parts, device_name=get_device_name(mesh.device))
         exporter = build_exporter(job, mesh, reporter)
         saver = build_saver(job, mesh, reporter, lease, exporter)
         # The optimizer must not change tensors that the saver is still copying.
@@ -393,31 +390,23 @@ def build_run(
         reporter.say(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
-    guard, guard_records = build_guard(plan, state, mesh.rank)
     run = Run(
-        plan,
-        mesh,
-        engine,
-        sources,
-        data_files,
-        state,
-        reporter,
-        timers,
-        exits,
-        RunClock(plan, state, sets=(len(sources.valid), len(sources.test))),
-        StragglerWatch(
-            engine.stages,
-            timers.blocks,
-            config.parallel.straggler_interval,
-            config.parallel.straggler_factor,
-            mesh.grid.world_size,
-        ),
-        StepClock(mesh.device),
-        saver,
-        *build_profilers(config, mesh.rank, reporter.say),
+        plan=plan,
+        mesh=mesh,
+        engine=engine,
+        sources=sources,
+        data_files=data_files,
+        state=state,
+        reporter=reporter,
+        timers=timers,
+        exits=exits,
+        clock=RunClock(plan, state, sets=(len(sources.valid), len(sources.test))),
+        step_clock=StepClock(mesh.device),
+        saver=saver,
+        profiling=build_profiling(job, mesh, reporter),
+        stragglers=build_stragglers(job, mesh, engine, timers),
         exporter=exporter,
-        guard=guard,
-        guard_records=guard_records,
+        guard=build_guard(job, mesh, reporter),
     )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.
@@ -428,10 +417,42 @@ def build_run(
 def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> Exporter | None:
     """Build the exporter of --hf-export-interval on rank 0, or return None."""
     config = job.plan.config
-    build = job.parts.exporter
-    if mesh.rank != 0 or build is None or config.batch.eval_only:
+    build = job.parts.build_exporter
+    is_asked = config.checkpoint.hf_export_interval is not None and not config.batch.eval_only
+    if mesh.rank != 0 or build is None or not is_asked:
         return None
     return build(config.checkpoint, reporter.say, job.state.iteration)
+
+
+def build_guard(job: Job, mesh: Mesh, reporter: Reporter) -> Guard | None:
+    """Build the guard of --spike-guard, or return None without one."""
+    if job.parts.load_guard is None:
+        return None
+    return job.parts.load_guard().build(job.plan, job.state, mesh, reporter.say)
+
+
+def build_profiling(job: Job, mesh: Mesh, reporter: Reporter) -> Profiling | None:
+    """Build what writes profiler traces and memory snapshots, or return None without them."""
+    config = job.plan.config
+    build = job.parts.build_profiling
+    is_asked = config.logging.memory_snapshot or config.logging.profile_iterations is not None
+    if build is None or not is_asked:
+        return None
+    return build(config, mesh.rank, reporter.say)
+
+
+def build_stragglers(job: Job, mesh: Mesh, engine: Engine, timers: Timers) -> RankComparison | None:
+    """Build the comparison of how fast ranks compute, or return None without one.
+
+    A single rank has no other to compare with.
+    """
+    parallel = job.plan.config.parallel
+    build = job.parts.build_stragglers
+    if build is None or mesh.grid.world_size == 1 or not parallel.straggler_interval:
+        return None
+    return build(
+        engine.stages, timers.blocks, parallel.straggler_interval, parallel.straggler_factor
+    )
 
 
 def build_saver(

@@ -80,6 +80,11 @@ class GoodputMeter:
         }
         return Totals(totals.begin, totals.end, seconds).compute(time.time())
 
+    def compute_share(self) -> float | None:
+        """Return the share of the run's time in kept steps. It is None until the files are read."""
+        goodput = self.compute()
+        return None if goodput is None else goodput.share
+
     def report_if_due(self, say: Callable[[str], None]) -> None:
         """Print the goodput at a save, if the last line was long enough ago."""
         if time.monotonic() - self._line_at >= _LINE_SECONDS:

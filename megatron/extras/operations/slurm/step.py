@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from megatron.base.code_version import PACKAGE
 from megatron.base.durable import append_lines
 from megatron.base.errors import OperationsError
 from megatron.extras.operations.monitor.alerts import format_time
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT = PACKAGE.parent
 """Root of the repository, if the package runs from a checkout. The steps of srun run there."""
 
 

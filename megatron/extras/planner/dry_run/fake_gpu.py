@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.base.code_version import PACKAGE
 from megatron.extras.planner.dry_run.memory import MemoryLog
 from megatron.extras.planner.dry_run.record import Collective, HostCopy, StepTrace, Synchronisation
 from megatron.extras.planner.dry_run.stand_ins import (
@@ -65,7 +66,7 @@ _KEEP_ANSWER = {
     _ATEN._to_copy.default,
 }
 """Operators whose result is true if all arguments are, and false if none is."""
-_PACKAGE = str(Path(__file__).parents[1]) + "/"
+_PACKAGE = f"{PACKAGE}/"
 _OWN = str(Path(__file__).parent) + "/"
 _FILL = {torch.bool: 1, torch.float32: 2, torch.float64: 2, torch.float16: 2, torch.bfloat16: 2}
 """Type -> the value that the host reads from the GPU. It is 0 for all others."""
