@@ -33,4 +33,9 @@ def choose_parts(config: Config) -> Parts:
         from megatron.extras.convert.hf_export import HFExporter
 
         exporter = HFExporter
-    return Parts(exporter=exporter)
+    source = None
+    if config.data.dataset_format is not None:
+        from megatron.extras.sources.kinds import SOURCE_KINDS
+
+        source = SOURCE_KINDS[config.data.dataset_format]
+    return Parts(exporter=exporter, source=source)

@@ -11,6 +11,7 @@ from typing import Protocol
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.tree import Config
+from megatron.data.source_kind import SourceKind
 
 
 class Exporter(Protocol):
@@ -38,6 +39,8 @@ class Parts:
 
     exporter: Callable[[CheckpointConfig, Callable[[str], None], int], Exporter] | None = None
     """For --hf-export-interval. It takes the settings, a printer and the last iteration."""
+    source: SourceKind | None = None
+    """The kind of data of --dataset-format."""
 
 
 NO_PARTS = Parts()
@@ -57,6 +60,7 @@ def check_parts(config: Config, parts: Parts) -> None:
             "--hf-export-interval",
             "convert",
         ),
+        (config.data.dataset_format is not None, parts.source, "--dataset-format", "sources"),
     ]
     for is_needed, part, flag, package in needed:
         if is_needed and part is None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.logging import LogFormat
+from megatron.data.source import LeftOut
 from megatron.engine.base import StepResult
 from megatron.extras.operations.chronicle.goodput_meter import GoodputMeter
 from megatron.extras.stragglers.stragglers import RankTimes
-from megatron.extras.stream.filters import FilterReport
 from megatron.extras.trackers.emissions import Emissions
 from megatron.extras.trackers.process import TrackerProcess
 from megatron.model.flops import compute_causal_share, count_iteration_flops
@@ -451,7 +451,7 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write_task(iteration, task, scores)
 
-    def report_filters(self, iteration: int, reports: Sequence[FilterReport]) -> None:
+    def report_filters(self, iteration: int, reports: Sequence[LeftOut]) -> None:
         """Report what was left out of each data set since the start of the run.
 
         A launch warns once about each data set of which more than half is left out.

@@ -202,7 +202,7 @@ def test_rank_that_sleeps_or_skips_a_collective_is_named(
         "decide": "megatron.run.loop.decide",
         "sum": "megatron.run.evaluate._sum_over_ranks",
         "validation": "megatron.run.loop.evaluate_validation",
-        "read": "megatron.data.source.compute_sample_positions",
+        "read": "megatron.data.position_source.compute_sample_positions",
     }
     replaced = next(name for key, name in names.items() if fault.__name__.endswith(key))
     reports = tmp_path / "reports"
