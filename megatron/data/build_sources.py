@@ -83,11 +83,15 @@ def _build_indexed_sources(request: SourceRequest, registry: DatasetRegistry) ->
             data.num_workers,
         )
     evaluated: list[dict[str, Source]] = []
-    for which, num_samples in (("valid", request.valid_samples), ("test", request.test_samples)):
+    counts: dict[Literal["valid", "test"], int | None] = {
+        "valid": request.valid_samples,
+        "test": request.test_samples,
+    }
+    for which, num_samples in counts.items():
         sources: dict[str, Source] = {}
         mixtures: tuple[NamedMixture, ...] = ()
         if num_samples is None or num_samples > 0:
-            mixtures = _list_evaluation_mixtures(data, which, request.phases)  # type: ignore[arg-type]
+            mixtures = _list_evaluation_mixtures(data, which, request.phases)
         for mixture in mixtures:
             requested = opener.open(mixture, request.seed, num_samples)
             # Sets without documents in their split are left out. A note reports them.

@@ -34,20 +34,16 @@ class LeftOut(Protocol):
     @property
     def name(self) -> str:
         """Name of the data set."""
-        ...
 
     @property
     def document_share(self) -> float:
         """Share of the documents that were left out."""
-        ...
 
     def to_json(self) -> dict[str, int]:
         """Return all counts by name, for the metrics."""
-        ...
 
     def describe(self) -> str:
         """Return the line of the log."""
-        ...
 
 
 class Source(Protocol):
@@ -58,20 +54,16 @@ class Source(Protocol):
     @property
     def consumed_samples(self) -> int:
         """Number of samples that all ranks together have read or skipped."""
-        ...
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """Digest of each data set that is not in the registry, by its name."""
-        ...
 
     def prepare(self) -> None:
         """Build or open all indices now."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON values. All ranks call it together."""
-        ...
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state.
@@ -79,11 +71,9 @@ class Source(Protocol):
         Raises:
             DataError: the state belongs to other data.
         """
-        ...
 
     def advance(self, samples: int) -> None:
         """Skip samples without reading them."""
-        ...
 
     def read_batch(self, batch_size: int, seq_length: int | None = None) -> list[Microbatch]:
         """Return this rank's microbatches of the next global batch, in order.
@@ -95,15 +85,12 @@ class Source(Protocol):
         Raises:
             DataError: the data end, are damaged, or have an id outside the vocabulary.
         """
-        ...
 
     def take_notes(self) -> list[str]:
         """Return messages for the user since the last call that are not in the registry."""
-        ...
 
     def close(self) -> None:
         """Stop the reading threads."""
-        ...
 
 
 class TrainSource(Source, Protocol):
@@ -112,11 +99,9 @@ class TrainSource(Source, Protocol):
     @property
     def has_filters(self) -> bool:
         """Return whether documents are left out."""
-        ...
 
     def must_extend(self, batch_size: int) -> bool:
         """Return whether endless data must be extended before the next batch."""
-        ...
 
     def extend(self, batch_size: int) -> None:
         """Add passes over endless data, so that the next batch is covered.
@@ -124,21 +109,18 @@ class TrainSource(Source, Protocol):
         Raises:
             DataError: an index cannot be built.
         """
-        ...
 
     def describe(self) -> tuple[str, str] | None:
         """Return what is read, and how much there is, for the table at the start.
 
         None if `measure_training_data` describes the data.
         """
-        ...
 
     def take_filter_reports(self) -> Sequence[LeftOut]:
         """Return what the filters had left out at the last call of `state`, once.
 
         The reports are those of the whole run, over all ranks.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,6 @@ class SourceKind(Protocol):
             ConfigError: a flag cannot be parsed.
             DataError: data are missing or damaged.
         """
-        ...
 
     def build(self, request: SourceRequest, registry: DatasetRegistry) -> Sources:
         """Return the sources of this rank. It must not communicate.
@@ -69,4 +68,3 @@ class SourceKind(Protocol):
             ConfigError: a flag cannot be parsed, or this kind of data cannot do what it asks.
             DataError: data are missing, damaged or too small.
         """
-        ...
