@@ -442,6 +442,8 @@ def test_what_a_resume_refuses(corpus: Path, tmp_path: Path):
     source = build(corpus, MIXTURE, Ranks())
     with pytest.raises(DataError, match="--finetune"):
         source.load({"consumed_samples": 3, "segments": []})
+    with pytest.raises(DataError, match="data with --dataset-format bytes"):
+        source.load({"consumed_samples": 3, "segments": [], "kind": "bytes"})
     with pytest.raises(DataError, match="--logical-shards 7"):
         source.load({**state, "stream": {**state["stream"], "logical_shards": 7}})
     documents = make_documents(900, 0, first=10_000)

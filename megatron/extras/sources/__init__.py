@@ -1,1 +1,1 @@
-"""The kinds of data of --dataset-format, and those that are small enough for one file."""
+"""The kinds of data of --dataset-format."""
