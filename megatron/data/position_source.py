@@ -144,7 +144,9 @@ class PositionSource(abc.ABC):
             DataError: the data cannot be read, or a token id is outside the vocabulary.
         """
         length = self._seq_length if seq_length is None else seq_length
-        assert 0 < length <= self._seq_length, f"{length} is not in 1 to {self._seq_length}"
+        assert 0 < length <= self._seq_length, (
+            f"sequence length {length} is not in 1 to {self._seq_length}"
+        )
         # The reading threads must not start before the indices are open.
         self.prepare()
         request = _Request(self._consumed, batch_size, length)
