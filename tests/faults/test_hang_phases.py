@@ -56,7 +56,7 @@ class Site:
     """What the function returns in the place of a skipped collective."""
 
 
-INDEX = Site("megatron.data.indexed_source.IndexedSource.prepare", "data/indexed_source.py")
+INDEX = Site("megatron.data.indexed_source.IndexedSource.prepare", "data/source.py")
 LOAD = Site("megatron.checkpoint.load.Checkpoint.load_into", "run/start/setup.py")
 AFTER_LOAD = Site("megatron.run.start.setup.agree_on_damage", "run/start/setup.py")
 FIRST_STEP = Site("megatron.run.loop.count_step", "run/loop.py")
