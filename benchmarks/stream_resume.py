@@ -21,10 +21,10 @@ import pyarrow.parquet as parquet
 
 from megatron.data.source import BatchSlice
 from megatron.extras.stream.listing import list_dataset
-from megatron.extras.stream.rank_group import OneRank
 from megatron.extras.stream.shard_order import MixturePhase
 from megatron.extras.stream.source import StreamSource
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.parallel.ranks import Ranks
 
 SEQ_LENGTH = 1024
 LONGEST = 60
@@ -50,7 +50,7 @@ def open_source(folder: Path, cache: Path, shards: int) -> StreamSource:
     rows = (0, int(listing.rows.sum()))
     dataset = StreamedDataset("web", listing, rows, 1, shards, Specials(eos=50_000), None, 50_001)
     phases = [MixturePhase(0, {"web": 1.0})]
-    return StreamSource("train", [dataset], phases, SEQ_LENGTH, BatchSlice(1), 2, OneRank())
+    return StreamSource("train", [dataset], phases, SEQ_LENGTH, BatchSlice(1), 2, Ranks())
 
 
 def measure(work: Callable[[], None]) -> tuple[float, float]:

@@ -64,7 +64,7 @@ from megatron.data.source import BatchSlice
 from megatron.extras.stream.listing import list_dataset
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.extras.stream.shard_order import MixturePhase
-from megatron.extras.stream.rank_group import OneRank
+from megatron.parallel.ranks import Ranks
 from megatron.extras.stream.source import StreamSource
 
 def make():
@@ -72,7 +72,7 @@ def make():
     rows = (0, int(listing.rows.sum()))
     dataset = StreamedDataset("data", listing, rows, 1, 64, Specials(eos=0), None, {vocabulary})
     phases = [MixturePhase(0, {{"data": 1.0}})]
-    source = StreamSource("train", [dataset], phases, {sequence}, BatchSlice(1), 0, OneRank())
+    source = StreamSource("train", [dataset], phases, {sequence}, BatchSlice(1), 0, Ranks())
     while True:
         yield from source.read_batch(64)
 """

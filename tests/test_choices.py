@@ -25,7 +25,7 @@ from megatron.engine.sharding import STAGES
 from megatron.extras.generate.token_positions import TokenPositions
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.tensors import measure_tensors
-from megatron.extras.stream.formats import FORMATS
+from megatron.extras.sources.kinds import SOURCE_KINDS
 from megatron.extras.trackers.trackers import TRACKERS
 from megatron.extras.translators.translator import load_config
 from megatron.model import flops
@@ -181,7 +181,7 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     "guard.spike_guard_signals": [
         lambda value: SpikeGuardConfig(spike_guard_signals=value).watches_gradient_norm
     ],
-    "data.dataset_format": [lambda value: FORMATS[value]],
+    "data.dataset_format": [lambda value: SOURCE_KINDS[value]],
     "tokenizer.tokenizer_type": [
         use_tokenizer(use) for use in (build_tokenizer, find_tokenizer_files, count_token_ids)
     ],

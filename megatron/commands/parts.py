@@ -17,6 +17,7 @@ from megatron.run.parts import NO_PARTS, Parts
 if TYPE_CHECKING:
     from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.tree import Config
+    from megatron.data.source_kind import SourceKind
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.ranks import Ranks
@@ -63,6 +64,12 @@ def _build_exporter(config: CheckpointConfig, say: Printer, iteration: int) -> E
     from megatron.extras.convert.hf_export import HFExporter
 
     return HFExporter(config, say, iteration)
+
+
+def _load_source(dataset_format: str) -> SourceKind:
+    from megatron.extras.sources.kinds import SOURCE_KINDS
+
+    return SOURCE_KINDS[dataset_format]
 
 
 def _load_guard() -> GuardKind:
@@ -125,6 +132,7 @@ def _predict(plan: Plan, device_name: str) -> dict[str, Any]:
 
 _ALL_PARTS = Parts(
     build_exporter=_build_exporter,
+    load_source=_load_source,
     load_guard=_load_guard,
     build_profiling=_build_profiling,
     build_stragglers=_build_stragglers,

@@ -25,8 +25,10 @@ from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources
+from megatron.data.indexed_source import GPTTrainSource
 from megatron.data.segments import History
-from megatron.data.source import BatchSlice, GPTTrainSource
+from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan, resolve
 from megatron.run.start.job import build_starting_state
@@ -205,15 +207,20 @@ def find_samples_of_iterations(
 def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
     """Return the order of the run's training samples."""
     config = plan.config
+    indexed_only = "this tool shows samples of indexed data (.bin and .idx) only."
+    if config.data.dataset_format is not None:
+        raise ConfigError(indexed_only)
     sources = build_sources(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=config.batch.seed,
-        train_samples=None if plan.train_seconds is not None else plan.train_samples,
-        valid_samples=0,
-        test_samples=0,
-        batch_slice=BatchSlice(1),
-        phases=plan.data_phases,
+        SourceRequest(
+            data=config.data,
+            seq_length=config.model.seq_length,
+            seed=config.batch.seed,
+            train_samples=None if plan.train_seconds is not None else plan.train_samples,
+            valid_samples=0,
+            test_samples=0,
+            batch_slice=BatchSlice(1),
+            phases=plan.data_phases,
+        )
     )
     if sources.train is None:
         # Without a number of samples no order of samples is defined.
@@ -225,7 +232,7 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
     for note in sources.take_notes():
         print(f"note: {note}", file=sys.stderr)
     if not isinstance(sources.train, GPTTrainSource):
-        raise ConfigError("this tool shows samples of indexed data (.bin and .idx) only.")
+        raise ConfigError(indexed_only)
     return sources.train.history
 
 

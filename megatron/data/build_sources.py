@@ -9,20 +9,14 @@ from megatron.config.data import DataConfig
 from megatron.data.building import Say
 from megatron.data.cache import WAIT_SECONDS, say_to_stderr
 from megatron.data.documents import check_documents_end
+from megatron.data.indexed_source import GPTTrainSource, GPTValidSource, check_vocabulary
+from megatron.data.mock_source import MockSource
 from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import RequestedData, open_mixture
-from megatron.data.source import (
-    BatchSlice,
-    GPTTrainSource,
-    GPTValidSource,
-    MockSource,
-    Source,
-    Sources,
-    check_vocabulary,
-)
+from megatron.data.source import BatchSlice, Source, Sources
+from megatron.data.source_kind import SourceKind, SourceRequest
 from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
-from megatron.extras.stream.build import StreamTools, build_stream_sources, find_stream_mixtures
 
 
 def count_evaluation_samples(
@@ -43,16 +37,9 @@ def count_evaluation_samples(
 
 
 def build_sources(
-    data: DataConfig,
+    request: SourceRequest,
+    other: SourceKind | None = None,
     *,
-    seq_length: int,
-    seed: int,
-    train_samples: int | None,
-    valid_samples: int | None,
-    test_samples: int,
-    batch_slice: BatchSlice,
-    phases: Sequence[PlannedPhase] = (),
-    stream_tools: StreamTools | None = None,
     say: Say = say_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
@@ -61,17 +48,8 @@ def build_sources(
     Indices are built by `Sources.prepare`, or at the first use.
 
     Args:
-        data: The data section of the configuration.
-        seq_length: Tokens of a sample, without the last label.
-        seed: Seed of the data order.
-        train_samples: Samples that training will read. 0 opens no training data. None if the number
-            is not known in advance.
-        valid_samples: Samples that all validations together will read, or None likewise.
-        test_samples: Samples that the test will read.
-        batch_slice: The part of each batch that this rank reads.
-        phases: The phases of --data-phases. Without them, one mixture is read from start to end.
-            Those before the present one are not opened.
-        stream_tools: The ranks and the tokenizer for --dataset-format.
+        request: What the run asks of its data.
+        other: The kind of data of --dataset-format.
         say: Receives urgent messages while an index is built.
         wait_seconds: Longest time to wait for another process that builds the same index.
 
@@ -79,60 +57,47 @@ def build_sources(
         ConfigError: the values of the flags cannot be parsed, or name no data at all.
         DataError: data are missing, damaged or too small, or need another vocabulary.
     """
+    data = request.data
     registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)
     if data.mock_data:
-        # Synthetic data never end. Only whether a set is read matters.
-        known = (train_samples, valid_samples, test_samples)
-        counts = [1 if count is None else count for count in known]
-        return _build_mock_sources(data, seed, seq_length, counts, batch_slice, registry)
+        return _build_mock_sources(request, registry)
     if data.dataset_format is not None:
-        streamed = build_stream_sources(
-            data,
-            find_stream_mixtures(
-                data,
-                phases,
-                train_samples=train_samples,
-                valid_samples=valid_samples,
-                test_samples=test_samples,
-            ),
-            seq_length=seq_length,
-            seed=seed,
-            batch_slice=batch_slice,
-            tools=stream_tools or StreamTools(),
-            say=registry.notes.append,
-        )
-        registry.file_sets += streamed.list_file_sets()
-        return Sources(
-            streamed.train,
-            {"validation": streamed.valid} if streamed.valid is not None else {},
-            {"test": streamed.test} if streamed.test is not None else {},
-            registry,
-        )
+        assert other is not None, "`check_parts` refuses --dataset-format without its part"
+        return other.build(request, registry)
+    return _build_indexed_sources(request, registry)
 
-    opener = _Opener(registry, seq_length, batch_slice)
+
+def _build_indexed_sources(request: SourceRequest, registry: DatasetRegistry) -> Sources:
+    """Return the sources of indexed data sets."""
+    data = request.data
+    opener = _Opener(registry, request.seq_length, request.batch_slice)
     train = None
     # A run that only evaluates needs no training data.
-    if train_samples is None or train_samples > 0:
-        wanted = _list_train_mixtures(data, seed, train_samples, phases)
+    if request.train_samples is None or request.train_samples > 0:
+        wanted = _list_train_mixtures(data, request.seed, request.train_samples, request.phases)
         train = GPTTrainSource(
             wanted[0][0].name,
             [opener.open_train(*each) for each in wanted],
             registry,
-            batch_slice,
+            request.batch_slice,
             data.num_workers,
         )
     evaluated: list[dict[str, Source]] = []
-    for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
+    counts: dict[Literal["valid", "test"], int | None] = {
+        "valid": request.valid_samples,
+        "test": request.test_samples,
+    }
+    for which, num_samples in counts.items():
         sources: dict[str, Source] = {}
         mixtures: tuple[NamedMixture, ...] = ()
         if num_samples is None or num_samples > 0:
-            mixtures = _list_evaluation_mixtures(data, which, phases)  # type: ignore[arg-type]
+            mixtures = _list_evaluation_mixtures(data, which, request.phases)
         for mixture in mixtures:
-            requested = opener.open(mixture, seed, num_samples)
+            requested = opener.open(mixture, request.seed, num_samples)
             # Sets without documents in their split are left out. A note reports them.
             if requested is not None:
                 sources[mixture.name] = GPTValidSource(
-                    mixture.name, [requested], registry, batch_slice, data.valid_num_workers
+                    mixture.name, [requested], registry, request.batch_slice, data.valid_num_workers
                 )
         evaluated.append(sources)
     return Sources(train, evaluated[0], evaluated[1], registry)
@@ -229,24 +194,18 @@ def _list_evaluation_mixtures(
     return mixtures
 
 
-def _build_mock_sources(
-    data: DataConfig,
-    seed: int,
-    seq_length: int,
-    counts: Sequence[int],
-    batch_slice: BatchSlice,
-    registry: DatasetRegistry,
-) -> Sources:
-    """Return synthetic sources. `counts` are the samples for training, validation and test."""
+def _build_mock_sources(request: SourceRequest, registry: DatasetRegistry) -> Sources:
+    """Return synthetic sources. They never end, so only whether a set is read matters."""
 
-    def make(name: str, threads: int) -> MockSource:
-        return MockSource(name, seed, seq_length, batch_slice, threads)
+    def make(name: str, samples: int | None, threads: int) -> MockSource | None:
+        if samples == 0:
+            return None
+        return MockSource(name, request.seed, request.seq_length, request.batch_slice, threads)
 
-    training, validation, test = counts
-    valid_threads = data.valid_num_workers
-    return Sources(
-        make("train", data.num_workers) if training > 0 else None,
-        {"validation": make("validation", valid_threads)} if validation > 0 else {},
-        {"test": make("test", valid_threads)} if test > 0 else {},
+    threads = request.data.valid_num_workers
+    return Sources.of_three(
+        make("train", request.train_samples, request.data.num_workers),
+        make("validation", request.valid_samples, threads),
+        make("test", request.test_samples, threads),
         registry,
     )

@@ -18,8 +18,8 @@ from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
 from megatron.config.fields import all_fields
 from megatron.config.yaml_file import compose, get_line, read_items, read_value
+from megatron.data.shares import parse_shares
 from megatron.data.splits import NamedMixture, find_train_mixture
-from megatron.extras.stream.flags import parse_shares
 from megatron.schedule.batch_size import parse_amount
 from megatron.schedule.position import Progress, Steps
 

@@ -11,7 +11,6 @@ from megatron.base.errors import TrainingError
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.yaml_file import dump_yaml
 from megatron.engine.base import StepResult
-from megatron.extras.stream.source import StreamSource
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
@@ -440,7 +439,7 @@ def save_at_end(run: Run) -> None:
         # Without a save, this is the only place where a changed data file would be noticed.
         run.data_files.check()
         train = run.sources.train
-        if isinstance(train, StreamSource) and train.has_filters:
+        if train is not None and train.has_filters:
             # The ranks gather what was left out together with their positions.
             train.state()
             report_filters(run)
@@ -459,8 +458,8 @@ def save_at_end(run: Run) -> None:
 
 
 def report_filters(run: Run) -> None:
-    """Report what the filters of streamed data had left out at the last `Sources.state`."""
-    if isinstance(run.sources.train, StreamSource):
+    """Report what the filters of the data had left out at the last `Sources.state`."""
+    if run.sources.train is not None:
         reports = run.sources.train.take_filter_reports()
         run.reporter.report_filters(run.state.iteration, reports)
 

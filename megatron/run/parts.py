@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.save import Saver
     from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.tree import Config
+    from megatron.data.source_kind import SourceKind
     from megatron.engine.base import Accept, Engine, StepResult
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
@@ -241,6 +242,8 @@ class Parts:
 
     build_exporter: Callable[[CheckpointConfig, Printer, int], Exporter] | None = None
     """Builds the exporter of --hf-export-interval, from settings, printer and last iteration."""
+    load_source: Callable[[str], SourceKind] | None = None
+    """Loads the kind of data of --dataset-format."""
     load_guard: Callable[[], GuardKind] | None = None
     """Loads the guard of --spike-guard. A run without one completes its earlier rollbacks too."""
     build_profiling: Callable[[Config, int, Printer], Profiling] | None = None
@@ -281,6 +284,7 @@ def check_parts(config: Config, parts: Parts) -> None:
             "hf-export-interval",
             "convert",
         ),
+        (config.data.dataset_format, parts.load_source, "dataset-format", "sources"),
         (config.guard.is_on, parts.load_guard, "spike-guard", "guard"),
         (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),
         (logging.memory_snapshot, parts.build_profiling, "memory-snapshot", "profiling"),

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.logging import LogFormat
+from megatron.data.source import LeftOut
 from megatron.engine.base import StepResult
-from megatron.extras.stream.filters import FilterReport
 from megatron.model.flops import compute_causal_share, count_iteration_flops
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.log_line import (
@@ -450,7 +450,7 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write_task(iteration, task, scores)
 
-    def report_filters(self, iteration: int, reports: Sequence[FilterReport]) -> None:
+    def report_filters(self, iteration: int, reports: Sequence[LeftOut]) -> None:
         """Report what was left out of each data set since the start of the run.
 
         A launch warns once about each data set of which more than half is left out.

@@ -14,7 +14,7 @@ from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
 from megatron.config.rules import check_rules
-from megatron.extras.stream.flags import parse_shares
+from megatron.data.shares import parse_shares
 from megatron.extras.translators.compat import SYSTEMS, TABLE, find_row, find_rows
 from megatron.extras.translators.compat_row import Row
 from megatron.extras.translators.translator import load_config

@@ -13,6 +13,7 @@ from megatron.config.data import DataConfig
 from megatron.data import index_helpers, index_numpy
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
 
 
 @pytest.fixture(params=["C++", "NumPy"])
@@ -34,13 +35,15 @@ def sources(request, tmp_path, monkeypatch):
 
     def build(seed):
         return build_sources(
-            config,
-            seq_length=16,
-            seed=seed,
-            train_samples=120,
-            valid_samples=0,
-            test_samples=0,
-            batch_slice=BatchSlice(4),
+            SourceRequest(
+                data=config,
+                seq_length=16,
+                seed=seed,
+                train_samples=120,
+                valid_samples=0,
+                test_samples=0,
+                batch_slice=BatchSlice(4),
+            )
         )
 
     first = build(1)

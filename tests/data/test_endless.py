@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
+from megatron.data.indexed_source import GPTTrainSource
 from megatron.data.phases import DataPhase, PlannedPhase
-from megatron.data.source import BatchSlice, GPTTrainSource, Sources
+from megatron.data.source import BatchSlice, Sources
+from megatron.data.source_kind import SourceRequest
 
 SEQ_LENGTH = 10
 DOCUMENTS = 12
@@ -38,14 +40,16 @@ def build(tmp_path: Path, *data_path: str, seed: int = 7, **flags: object) -> So
         valid_num_workers=0,
     )
     return build_sources(
-        config,
-        seq_length=SEQ_LENGTH,
-        seed=seed,
-        train_samples=flags.pop("train_samples", None),  # type: ignore[arg-type]
-        valid_samples=0,
-        test_samples=0,
-        batch_slice=BatchSlice(1),
-        **flags,  # type: ignore[arg-type]
+        SourceRequest(
+            data=config,
+            seq_length=SEQ_LENGTH,
+            seed=seed,
+            train_samples=flags.pop("train_samples", None),  # type: ignore[arg-type]
+            valid_samples=0,
+            test_samples=0,
+            batch_slice=BatchSlice(1),
+            **flags,  # type: ignore[arg-type]
+        )
     )
 
 

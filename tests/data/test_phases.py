@@ -18,6 +18,7 @@ from megatron.data.phases import (
     read_phases,
 )
 from megatron.data.source import BatchSlice, Sources
+from megatron.data.source_kind import SourceRequest
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
@@ -268,14 +269,16 @@ class Runs:
         )
         steps = Steps(ConstantBatchSize(1), SEQ)
         return build_sources(
-            config,
-            seq_length=SEQ,
-            seed=seed,
-            train_samples=samples,
-            valid_samples=0,
-            test_samples=0,
-            batch_slice=BatchSlice(1),
-            phases=plan_phases(phases, steps, Progress(consumed, consumed, consumed * SEQ)),
+            SourceRequest(
+                data=config,
+                seq_length=SEQ,
+                seed=seed,
+                train_samples=samples,
+                valid_samples=0,
+                test_samples=0,
+                batch_slice=BatchSlice(1),
+                phases=plan_phases(phases, steps, Progress(consumed, consumed, consumed * SEQ)),
+            )
         )
 
     def resume(self, old: Sources, *phases: DataPhase, samples: int, seed: int = 1) -> Sources:

@@ -15,6 +15,7 @@ from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.segments import Segment
 from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
 
 # 300 tokens, which give 29 samples in each epoch.
 SEQ = 10
@@ -42,13 +43,15 @@ def build(tmp_path):
             num_workers=0,
         )
         return build_sources(
-            config,
-            seq_length=seq_length,
-            seed=seed,
-            train_samples=samples,
-            valid_samples=0,
-            test_samples=0,
-            batch_slice=BatchSlice(1),
+            SourceRequest(
+                data=config,
+                seq_length=seq_length,
+                seed=seed,
+                train_samples=samples,
+                valid_samples=0,
+                test_samples=0,
+                batch_slice=BatchSlice(1),
+            )
         )
 
     return make

@@ -18,8 +18,10 @@ from megatron.config.data import DataConfig
 from megatron.data.batches import compute_sample_positions
 from megatron.data.build_sources import build_sources, count_evaluation_samples
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_source import check_vocabulary
 from megatron.data.prefetch import Prefetcher
-from megatron.data.source import BatchSlice, check_vocabulary
+from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
 
 
 @pytest.fixture
@@ -46,13 +48,15 @@ def build(tmp_path):
         }
         config = DataConfig(num_workers=num_workers, valid_num_workers=num_workers, **data)
         sources = build_sources(
-            config,
-            seq_length=seq_length,
-            seed=seed,
-            train_samples=train_samples,
-            valid_samples=valid_samples,
-            test_samples=test_samples,
-            batch_slice=batch_slice or BatchSlice(2),
+            SourceRequest(
+                data=config,
+                seq_length=seq_length,
+                seed=seed,
+                train_samples=train_samples,
+                valid_samples=valid_samples,
+                test_samples=test_samples,
+                batch_slice=batch_slice or BatchSlice(2),
+            )
         )
         opened.append(sources)
         return sources
@@ -328,7 +332,7 @@ def test_a_token_beyond_the_vocabulary_is_found_at_the_start(build, tmp_path):
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_token_beyond_the_vocabulary_is_found_when_read(build, tmp_path, monkeypatch, threads):
-    monkeypatch.setattr("megatron.data.source._SCANNED_TOKENS", 100)
+    monkeypatch.setattr("megatron.data.indexed_source._SCANNED_TOKENS", 100)
     bad = write_bad_token(tmp_path, document=11, padding=200)
     sources = build(
         BatchSlice(2, vocab_size=5000),
@@ -343,7 +347,7 @@ def test_a_token_beyond_the_vocabulary_is_found_when_read(build, tmp_path, monke
 
 
 def test_a_negative_token_is_found_when_read(build, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.data.source._SCANNED_TOKENS", 100)
+    monkeypatch.setattr("megatron.data.indexed_source._SCANNED_TOKENS", 100)
     bad = write_bad_token(tmp_path, document=11, padding=200, token=-1)
     sources = build(
         BatchSlice(2, vocab_size=5000),

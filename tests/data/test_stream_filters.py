@@ -25,9 +25,9 @@ from megatron.extras.stream.filters import (
     compute_ngram_repetition,
 )
 from megatron.extras.stream.listing import list_dataset
-from megatron.extras.stream.rank_group import OneRank
 from megatron.extras.stream.reader import Cursor, ShardReader
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.parallel.ranks import Ranks
 
 ALL = Filters(max_document_tokens=60, max_ngram_repetition=0.3, drop_duplicates=True)
 CHOICES = [
@@ -251,7 +251,7 @@ def test_filters_that_leave_nothing(dirty: Path):
     dataset = open_dataset(dirty, "web", Specials(eos=EOS), 1, Filters(max_ngram_repetition=0.3))
     assert ShardReader(dataset, 0, Cursor()).read_sample(LENGTH)
     nothing = Filters(max_document_tokens=1, drop_duplicates=True)
-    source = build(dirty, MIXTURE, OneRank(), filters=Filters(max_document_tokens=0))
+    source = build(dirty, MIXTURE, Ranks(), filters=Filters(max_document_tokens=0))
     with pytest.raises(DataError, match="--max-document-tokens: ") as raised:
         source.read_batch(SHARDS)
     assert "logical shard" in str(raised.value)

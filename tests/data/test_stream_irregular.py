@@ -122,16 +122,18 @@ import resource, sys
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
+from megatron.extras.stream.build import StreamedData
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
 data = DataConfig(
     data_path=(sys.argv[1],), dataset_format="parquet", col_name="tokens", logical_shards=300,
     split="1", num_workers=0,
 )
-sources = build_sources(
-    data, seq_length=16, seed=1, train_samples=300, valid_samples=0, test_samples=0,
+sources = build_sources(SourceRequest(
+    data=data, seq_length=16, seed=1, train_samples=300, valid_samples=0, test_samples=0,
     batch_slice=BatchSlice(1),
-)
+), StreamedData())
 print(len(sources.train.read_batch(300)), "samples")
 """
 

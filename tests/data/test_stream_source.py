@@ -21,11 +21,11 @@ from megatron.data.source import BatchSlice
 from megatron.extras.stream.filters import Filters
 from megatron.extras.stream.listing import list_dataset
 from megatron.extras.stream.open_shard import OpenShard
-from megatron.extras.stream.rank_group import OneRank, RankGroup
 from megatron.extras.stream.reader import Cursor, ShardReader
 from megatron.extras.stream.shard_order import MixturePhase
 from megatron.extras.stream.source import StreamSource
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.parallel.ranks import Ranks
 
 SHARDS = 12
 LENGTH = 32
@@ -62,10 +62,10 @@ class ThreadRanks:
         self._barrier = threading.Barrier(size)
         self._values: list[str] = [""] * size
 
-    def of(self, rank: int) -> RankGroup:
+    def of(self, rank: int) -> Ranks:
         group = self
 
-        class Member(OneRank):
+        class Member(Ranks):
             def gather(self, mine: Any) -> list[Any]:
                 group._values[rank] = json.dumps(mine)
                 group._barrier.wait(60)
@@ -94,7 +94,7 @@ def list_phases(mixture: Mixture | Phases) -> list[MixturePhase]:
 def build(
     corpus: Path,
     mixture: Mixture | Phases,
-    ranks: RankGroup,
+    ranks: Ranks,
     micro_batch: int = 1,
     threads: int = 0,
     **others: Any,
@@ -392,25 +392,25 @@ def test_a_phase_that_begins_at_the_position_may_still_be_moved(corpus: Path):
     assert [segment["start_sample"] for segment in last["stream"]["segments"]] == [0, 84]
     # A phase that has started keeps its past. The change is reported.
     _, state = run(corpus, [12] * 6, PHASES)
-    source = build(corpus, moved, OneRank())
+    source = build(corpus, moved, Ranks())
     source.load(state)
     assert "applies from sample 72 on" in source.take_notes()[0]
     starts = [segment["start_sample"] for segment in source.state()["stream"]["segments"]]
     assert starts == [0, 60, 72, 84]
     # What was planned is not reported.
     for source_phases in (PHASES[1:], PHASES):
-        source = build(corpus, source_phases[-2:], OneRank())
+        source = build(corpus, source_phases[-2:], Ranks())
         source.load(run(corpus, [12] * 5, PHASES)[1])
         assert source.take_notes() == []
 
 
 def test_another_sequence_length_continues_at_the_token(corpus: Path):
-    first = build(corpus, {"web": 1.0}, OneRank())
+    first = build(corpus, {"web": 1.0}, Ranks())
     tokens = [batch.tokens[0].tolist() for batch in first.read_batch(SHARDS * 2)]
-    second = build(corpus, {"web": 1.0}, OneRank(), seq_length=LENGTH * 2)
+    second = build(corpus, {"web": 1.0}, Ranks(), seq_length=LENGTH * 2)
     second.load(first.state())
     longer = [batch.tokens[0].tolist() for batch in second.read_batch(SHARDS)]
-    whole = build(corpus, {"web": 1.0}, OneRank(), seq_length=LENGTH * 4)
+    whole = build(corpus, {"web": 1.0}, Ranks(), seq_length=LENGTH * 4)
     for shard, batch in enumerate(whole.read_batch(SHARDS)):
         expected = tokens[shard] + tokens[shard + SHARDS] + longer[shard]
         assert batch.tokens[0].tolist() == expected
@@ -419,7 +419,7 @@ def test_another_sequence_length_continues_at_the_token(corpus: Path):
 def test_bounds_come_from_the_files(corpus: Path):
     """No token marks the end of a document here."""
     rules = DocumentRules(-1, True, True, True)
-    source = build(corpus, {"web": 1.0}, OneRank(), specials=Specials(), rules=rules)
+    source = build(corpus, {"web": 1.0}, Ranks(), specials=Specials(), rules=rules)
     for batch in source.read_batch(SHARDS) + source.read_batch(SHARDS, LENGTH // 2):
         assert batch.documents is not None
         assert batch.position_ids is not None
@@ -439,14 +439,16 @@ def test_bounds_come_from_the_files(corpus: Path):
 
 def test_what_a_resume_refuses(corpus: Path, tmp_path: Path):
     _, state = run(corpus, [12], MIXTURE)
-    source = build(corpus, MIXTURE, OneRank())
+    source = build(corpus, MIXTURE, Ranks())
     with pytest.raises(DataError, match="--finetune"):
         source.load({"consumed_samples": 3, "segments": []})
+    with pytest.raises(DataError, match="data with --dataset-format bytes"):
+        source.load({"consumed_samples": 3, "segments": [], "kind": "bytes"})
     with pytest.raises(DataError, match="--logical-shards 7"):
         source.load({**state, "stream": {**state["stream"], "logical_shards": 7}})
     documents = make_documents(900, 0, first=10_000)
     write_dataset(tmp_path / "web", documents[:-1], group=130)
-    changed = build(tmp_path, {"web": 1.0}, OneRank())
+    changed = build(tmp_path, {"web": 1.0}, Ranks())
     with pytest.raises(DataError, match="files of data set web"):
         changed.load(state)
 

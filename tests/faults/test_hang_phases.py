@@ -56,12 +56,12 @@ class Site:
     """What the function returns in the place of a skipped collective."""
 
 
-INDEX = Site("megatron.data.source._Source.prepare", "data/source.py")
+INDEX = Site("megatron.data.indexed_source.IndexedSource.prepare", "data/source.py")
 LOAD = Site("megatron.checkpoint.load.Checkpoint.load_into", "run/start/setup.py")
 AFTER_LOAD = Site("megatron.run.start.setup.agree_on_damage", "run/start/setup.py")
 FIRST_STEP = Site("megatron.run.loop.count_step", "run/loop.py")
 FIRST_DECISION = Site("megatron.run.loop.decide", "run/loop.py")
-FIRST_READ = Site("megatron.data.source.compute_sample_positions", "data/")
+FIRST_READ = Site("megatron.data.position_source.compute_sample_positions", "data/")
 TRAIN = Site("megatron.run.loop.count_step", "run/loop.py", 3, is_long=False)
 DECISION = Site("megatron.run.loop.decide", "run/loop.py", 3, is_long=False)
 EVALUATE = Site(

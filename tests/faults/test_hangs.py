@@ -15,7 +15,7 @@ from faults.launches import BOUND_SECONDS, Job, Launch, NewJob
 from faults.test_silent_ranks import children
 
 from megatron.base.error_report import FOLDER_VARIABLE, read_reports
-from megatron.data import source
+from megatron.data import position_source
 from megatron.run import evaluate, loop
 from megatron.run.exits import StopReason
 
@@ -42,7 +42,7 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "decide": loop.decide,
     "sum": evaluate._sum_over_ranks,
     "validation": evaluate.evaluate_validation,
-    "read": source.compute_sample_positions,
+    "read": position_source.compute_sample_positions,
 }
 _calls: list[str] = []
 
@@ -202,7 +202,7 @@ def test_rank_that_sleeps_or_skips_a_collective_is_named(
         "decide": "megatron.run.loop.decide",
         "sum": "megatron.run.evaluate._sum_over_ranks",
         "validation": "megatron.run.loop.evaluate_validation",
-        "read": "megatron.data.source.compute_sample_positions",
+        "read": "megatron.data.position_source.compute_sample_positions",
     }
     replaced = next(name for key, name in names.items() if fault.__name__.endswith(key))
     reports = tmp_path / "reports"

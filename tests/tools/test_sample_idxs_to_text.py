@@ -12,6 +12,7 @@ from megatron.commands import sample_idxs_to_text as tool
 from megatron.config.cli import dump_yaml
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
 from megatron.run.state import TrainState
 
@@ -54,13 +55,15 @@ def save(root: Path, run: list[str], consumed: int, iteration: int) -> None:
     """Save the checkpoint that a run would have saved at this iteration."""
     config = load_config(run).config
     sources = build_sources(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=config.batch.seed,
-        train_samples=96,
-        valid_samples=0,
-        test_samples=0,
-        batch_slice=BatchSlice(1),
+        SourceRequest(
+            data=config.data,
+            seq_length=config.model.seq_length,
+            seed=config.batch.seed,
+            train_samples=96,
+            valid_samples=0,
+            test_samples=0,
+            batch_slice=BatchSlice(1),
+        )
     )
     assert sources.train is not None
     sources.train.advance(consumed)

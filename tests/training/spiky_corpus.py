@@ -13,6 +13,7 @@ from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
 
 VOCABULARY = 64
 BATCH = 16
@@ -90,13 +91,15 @@ def find_order(prefix: Path, iterations: int) -> list[int]:
         data_path=(str(prefix),), split="1,0,0", data_cache_path=str(prefix.parent / "order-cache")
     )
     sources = build_sources(
-        data,
-        seq_length=SEQUENCE,
-        seed=SEED,
-        train_samples=samples,
-        valid_samples=0,
-        test_samples=0,
-        batch_slice=BatchSlice(BATCH),
+        SourceRequest(
+            data=data,
+            seq_length=SEQUENCE,
+            seed=SEED,
+            train_samples=samples,
+            valid_samples=0,
+            test_samples=0,
+            batch_slice=BatchSlice(BATCH),
+        )
     )
     assert sources.train is not None
     order: list[int] = []

@@ -13,13 +13,15 @@ from megatron.base.open_files import allow_open_files
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.content import FileSet
-from megatron.data.phases import PlannedPhase, find_phase_shares, select_phases
-from megatron.data.source import BatchSlice
+from megatron.data.phases import find_phase_shares, select_phases
+from megatron.data.registry import DatasetRegistry
+from megatron.data.shares import parse_shares
+from megatron.data.source import Sources
+from megatron.data.source_kind import SourceRequest
 from megatron.data.splits import compute_split_bounds
 from megatron.extras.stream.filters import Filters
-from megatron.extras.stream.flags import get_filters, parse_shares, parse_strip_tokens
+from megatron.extras.stream.flags import get_filters, parse_strip_tokens
 from megatron.extras.stream.listing import Listing, list_dataset
-from megatron.extras.stream.rank_group import OneRank, RankGroup
 from megatron.extras.stream.shard_order import MixturePhase, RowRange
 from megatron.extras.stream.source import StreamSource
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
@@ -31,16 +33,6 @@ _CHECKED_DOCUMENTS = 256
 _NEARLY_ALL = 0.9
 # With fewer documents than this for each shard, all documents of a shard might be empty.
 _FEW_DOCUMENTS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamTools:
-    """What streamed data need beyond the configuration."""
-
-    ranks: RankGroup = dataclasses.field(default_factory=OneRank)
-    """The ranks that read together."""
-    build_tokenizer: Callable[[], Tokenizer] | None = None
-    """Called only if files hold texts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,42 +52,30 @@ class StreamMixtures:
         return list(dict.fromkeys(name for phase in phases for name in phase.shares))
 
 
-def find_stream_mixtures(
-    data: DataConfig,
-    phases: Sequence[PlannedPhase],
-    *,
-    train_samples: int | None,
-    valid_samples: int | None,
-    test_samples: int,
-) -> StreamMixtures:
+def find_stream_mixtures(request: SourceRequest) -> StreamMixtures:
     """Return the mixtures of a run.
 
     With phases, evaluations read the documents that --split holds out of the first phase. All
     evaluations of a run then have the same samples.
 
-    Args:
-        data: The data section of the configuration.
-        phases: The phases of --data-phases, or none.
-        train_samples: Samples that training will read. None if the number is not known.
-        valid_samples: Samples that all validations together will read, or None likewise.
-        test_samples: Samples that the test will read.
-
     Raises:
         ConfigError: --datasets or --weights cannot be parsed.
     """
+    data = request.data
+    phases = request.phases
     if phases:
         train = tuple(
             MixturePhase(planned.start_sample, find_phase_shares(data, planned.phase))
-            for planned in select_phases(phases, train_samples)
+            for planned in select_phases(phases, request.train_samples)
         )
         evaluation = (MixturePhase(0, find_phase_shares(data, phases[0].phase)),)
     else:
         train = (MixturePhase(0, parse_shares(data)),)
         evaluation = train
     return StreamMixtures(
-        train if train_samples != 0 else (),
-        evaluation if valid_samples != 0 else (),
-        evaluation if test_samples > 0 else (),
+        train if request.train_samples != 0 else (),
+        evaluation if request.valid_samples != 0 else (),
+        evaluation if request.test_samples > 0 else (),
     )
 
 
@@ -130,77 +110,59 @@ def _join_name(root: str, name: str) -> str:
     return f"{root.rstrip('/')}/{name}"
 
 
-@dataclasses.dataclass(frozen=True)
-class StreamSources:
-    """The sources of a run with streamed data. Each is None if it has no samples."""
+class StreamedData:
+    """The kind of data of --dataset-format parquet, arrow and jsonl."""
 
-    train: StreamSource | None
-    valid: StreamSource | None
-    test: StreamSource | None
+    def list_files(self, request: SourceRequest, say: Callable[[str], None]) -> None:
+        """Find the files and their row groups, and store them in the cache.
 
-    def list_file_sets(self) -> list[FileSet]:
-        """Return the files of each data set that is not remote, once."""
-        sources = [each for each in (self.train, self.valid, self.test) if each is not None]
-        found = [listing.get_file_set() for source in sources for listing in source.listings]
-        return list({each.fingerprint: each for each in found if each is not None}.values())
+        Raises:
+            ConfigError: a flag cannot be parsed.
+            DataError: see `list_dataset`.
+        """
+        list_streamed_datasets(request.data, find_stream_mixtures(request).list_names(), say)
 
+    def build(self, request: SourceRequest, registry: DatasetRegistry) -> Sources:
+        """List the files and return the sources.
 
-def build_stream_sources(
-    data: DataConfig,
-    mixtures: StreamMixtures,
-    *,
-    seq_length: int,
-    seed: int,
-    batch_slice: BatchSlice,
-    tools: StreamTools,
-    say: Callable[[str], None],
-) -> StreamSources:
-    """List the files and return the sources.
-
-    Args:
-        data: The data section of the configuration.
-        mixtures: What is read.
-        seq_length: Tokens of a sample, without the last label.
-        seed: Seed of the data order.
-        batch_slice: The part of each batch that this rank reads.
-        tools: The ranks and the tokenizer.
-        say: Receives lines for the user.
-
-    Raises:
-        ConfigError: a flag cannot be parsed, or contradicts the documents.
-        DataError: data are missing or damaged, or have too few documents.
-    """
-    listings = list_streamed_datasets(data, mixtures.list_names(), say)
-    pieces = (mixtures.train, mixtures.valid, mixtures.test)
-    # Each shard keeps the file open that it reads.
-    allow_open_files(data.logical_shards * len(listings) * sum(map(bool, pieces)))
-    opener = _StreamOpener(
-        data,
-        listings,
-        seq_length,
-        seed,
-        batch_slice,
-        tools.ranks,
-        _build_tokenizer(listings, tools),
-    )
-    sources = [
-        opener.open_source(name, piece, phases, threads, say) if phases else None
-        for piece, (name, phases, threads) in enumerate(
-            [
-                ("train", mixtures.train, data.num_workers),
-                ("validation", mixtures.valid, data.valid_num_workers),
-                ("test", mixtures.test, data.valid_num_workers),
-            ]
+        Raises:
+            ConfigError: a flag cannot be parsed, or contradicts the documents.
+            DataError: data are missing or damaged, or have too few documents.
+        """
+        data = request.data
+        mixtures = find_stream_mixtures(request)
+        say = registry.notes.append
+        listings = list_streamed_datasets(data, mixtures.list_names(), say)
+        pieces = (mixtures.train, mixtures.valid, mixtures.test)
+        # Each shard keeps the file open that it reads.
+        allow_open_files(data.logical_shards * len(listings) * sum(map(bool, pieces)))
+        opener = _StreamOpener(request, listings, _build_tokenizer(listings, request))
+        train, valid, test = (
+            opener.open_source(name, piece, phases, threads, say) if phases else None
+            for piece, (name, phases, threads) in enumerate(
+                [
+                    ("train", mixtures.train, data.num_workers),
+                    ("validation", mixtures.valid, data.valid_num_workers),
+                    ("test", mixtures.test, data.valid_num_workers),
+                ]
+            )
         )
-    ]
-    return StreamSources(*sources)
+        registry.file_sets += _list_file_sets([train, valid, test])
+        return Sources.of_three(train, valid, test, registry)
 
 
-def _build_tokenizer(listings: dict[str, Listing], tools: StreamTools) -> Tokenizer | None:
+def _list_file_sets(sources: Sequence[StreamSource | None]) -> list[FileSet]:
+    """Return the files of each data set that is not remote, once."""
+    listings = [listing for each in sources if each is not None for listing in each.listings]
+    found = [listing.get_file_set() for listing in listings]
+    return list({each.fingerprint: each for each in found if each is not None}.values())
+
+
+def _build_tokenizer(listings: dict[str, Listing], request: SourceRequest) -> Tokenizer | None:
     """Return the tokenizer if files hold texts."""
     texts = any(listing.kind == "text" for listing in listings.values())
-    if texts and tools.build_tokenizer is not None:
-        return tools.build_tokenizer()
+    if texts and request.build_tokenizer is not None:
+        return request.build_tokenizer()
     return None
 
 
@@ -208,13 +170,14 @@ def _build_tokenizer(listings: dict[str, Listing], tools: StreamTools) -> Tokeni
 class _StreamOpener:
     """Opens the data sets of a source."""
 
-    data: DataConfig
+    request: SourceRequest
     listings: dict[str, Listing]
-    seq_length: int
-    seed: int
-    batch_slice: BatchSlice
-    ranks: RankGroup
     tokenizer: Tokenizer | None
+
+    @property
+    def data(self) -> DataConfig:
+        """The data section of the configuration."""
+        return self.request.data
 
     def open_source(
         self,
@@ -257,10 +220,10 @@ class _StreamOpener:
             name,
             datasets,
             left,
-            self.seq_length,
-            self.batch_slice,
+            self.request.seq_length,
+            self.request.batch_slice,
             threads,
-            self.ranks,
+            self.request.ranks,
             # Another data set on a resume may change the number of shards of an evaluation.
             may_restart=piece > 0,
             allow_changed_data=self.data.allow_changed_data,
@@ -289,11 +252,11 @@ class _StreamOpener:
             name,
             listing,
             documents,
-            self.seed,
+            self.request.seed,
             shards,
             Specials(self.data.bos_token, eos, parse_strip_tokens(self.data)),
             None if self.tokenizer is None else self._encode,
-            self.batch_slice.vocab_size,
+            self.request.batch_slice.vocab_size,
             filters,
         )
 

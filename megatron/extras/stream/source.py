@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.base.plural import format_count
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
+from megatron.data.position_source import find_kind
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
 from megatron.extras.stream.filters import NO_COUNTS, FilterReport, add_counts, parse_counts
 from megatron.extras.stream.listing import Listing
 from megatron.extras.stream.open_shard import OpenShard
-from megatron.extras.stream.rank_group import RankGroup
 from megatron.extras.stream.reader import Cursor, Sample, ShardReader
 from megatron.extras.stream.records import (
     continue_segments,
@@ -37,6 +37,7 @@ from megatron.extras.stream.records import (
 )
 from megatron.extras.stream.shard_order import MixturePhase, PhasedMixture
 from megatron.extras.stream.streamed_dataset import StreamedDataset
+from megatron.parallel.ranks import Ranks
 
 _COUNTED_AT_ONCE = 1 << 20
 _NEW = (0, Cursor())
@@ -75,7 +76,7 @@ class StreamSource:
         seq_length: int,
         batch_slice: BatchSlice,
         threads: int,
-        ranks: RankGroup,
+        ranks: Ranks,
         *,
         may_restart: bool = False,
         allow_changed_data: bool = False,
@@ -229,13 +230,8 @@ class StreamSource:
             DataError: the state is that of other data, or of another number of logical shards.
         """
         self._prefetcher.discard()
-        stream = state.get("stream")
-        if stream is None:
-            raise DataError(
-                f"{self.name}: the checkpoint was trained on data without --dataset-format. Resume "
-                "with these data, or start a new run from its weights with --finetune and another "
-                "--save."
-            )
+        _refuse_other_data(self.name, find_kind(state))
+        stream = state["stream"]
         if stream["logical_shards"] != self._number_of_shards:
             if self._may_restart:
                 self.notes.append(
@@ -436,3 +432,21 @@ class StreamSource:
         """Return what chooses the data set of each sample."""
         names = [dataset.name for dataset in self._datasets]
         return PhasedMixture(names, self._phases, self._number_of_shards, seed)
+
+
+def _refuse_other_data(name: str, kind: str) -> None:
+    """Raise an error if a state is that of another kind of data.
+
+    Raises:
+        DataError: it is.
+    """
+    if kind == "streamed":
+        return
+    if kind in ("indexed", "mock"):
+        flag = "without --dataset-format"
+    else:
+        flag = f"with --dataset-format {kind}"
+    raise DataError(
+        f"{name}: the checkpoint was trained on data {flag}. Resume with these data, or start a "
+        "new run from its weights with --finetune and another --save."
+    )

@@ -33,10 +33,9 @@ from megatron.data.epochs import (
 )
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources
+from megatron.data.source_kind import SourceKind, SourceRequest
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
-from megatron.extras.stream.build import StreamTools, find_stream_mixtures, list_streamed_datasets
-from megatron.extras.stream.source import StreamSource
 from megatron.observe.log_line import (
     format_first_start_line,
     format_from_scratch_line,
@@ -336,7 +335,10 @@ def build_run(
     config = job.plan.config
     ranks = build_ranks(mesh)
     say = make_printer(mesh.rank)
-    sources = open_data(plan, mesh, state, say)
+    kind = None
+    if config.data.dataset_format is not None and job.parts.load_source is not None:
+        kind = job.parts.load_source(config.data.dataset_format)
+    sources = open_data(plan, mesh, state, say, kind)
     data_files = DataFiles(
         sources.registry,
         state,
@@ -363,7 +365,7 @@ def build_run(
         ("device", *describe_devices(mesh)),
         ("model", f"{plan.parameters:,} parameters", "with the padded vocabulary"),
         *describe_data(uses),
-        *describe_stream(sources),
+        *describe_source(sources),
         *describe_phases(plan),
         *describe_loss(plan),
         *engine.describe_choices(),
@@ -495,7 +497,11 @@ def build_saver(
 
 
 def open_data(
-    plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], None] = lambda line: None
+    plan: Plan,
+    mesh: Mesh,
+    state: TrainState,
+    say: Callable[[str], None] = lambda line: None,
+    other: SourceKind | None = None,
 ) -> Sources:
     """Open the data at the state's position, and build the indices.
 
@@ -506,6 +512,7 @@ def open_data(
         mesh: The ranks of the run.
         state: The counters and the position in the data.
         say: Prints lines that must appear while an index is still being built.
+        other: The kind of data of --dataset-format.
 
     Raises:
         ConfigError: Data were made with another tokenizer.
@@ -531,10 +538,10 @@ def open_data(
 
     ranks = build_ranks(mesh)
 
-    def build() -> Sources:
-        """Build the sources of this rank's slice of the batch, without communication."""
-        return build_sources(
-            config.data,
+    def ask() -> SourceRequest:
+        """Return what this rank asks for. It may fail, because it may build the tokenizer."""
+        return SourceRequest(
+            data=config.data,
             seq_length=config.model.seq_length,
             seed=batch.seed,
             train_samples=train_samples,
@@ -548,25 +555,17 @@ def open_data(
                 build_document_rules(config),
             ),
             phases=plan.data_phases,
-            stream_tools=StreamTools(ranks, lambda: build_tokenizer(config.tokenizer)),
-            say=say,
-            wait_seconds=PATIENCE_SECONDS,
+            ranks=ranks,
+            build_tokenizer=lambda: build_tokenizer(config.tokenizer),
         )
 
-    if config.data.dataset_format is not None:
-        mixtures = find_stream_mixtures(
-            config.data,
-            plan.data_phases,
-            train_samples=train_samples,
-            valid_samples=valid_samples,
-            test_samples=test_samples,
-        )
+    def build() -> Sources:
+        """Build the sources of this rank's slice of the batch, without communication."""
+        return build_sources(ask(), other, say=say, wait_seconds=PATIENCE_SECONDS)
+
+    if other is not None and not config.data.mock_data:
         # The other ranks then find the row groups in the cache, and do not open all files as well.
-        ranks.call_on_rank_0(
-            lambda: list_streamed_datasets(config.data, mixtures.list_names(), say) and None,
-            "listing the data files",
-            say,
-        )
+        ranks.call_on_rank_0(lambda: other.list_files(ask(), say), "listing the data files", say)
     sources = open_same(build, ranks, mesh.describe(), say)
     prefixes = list(sources.registry.datasets)
     ranks.call_on_rank_0(
@@ -653,11 +652,12 @@ def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:
     return [("training data", epochs, tokens)]
 
 
-def describe_stream(sources: Sources) -> list[tuple[str, str, str]]:
-    """Return the row "training data" for data that are read without preparation, or no row."""
-    if isinstance(sources.train, StreamSource):
-        return [("training data", *sources.train.describe())]
-    return []
+def describe_source(sources: Sources) -> list[tuple[str, str, str]]:
+    """Return the row "training data" for data that describe themselves, or no row."""
+    described = None if sources.train is None else sources.train.describe()
+    if described is None:
+        return []
+    return [("training data", *described)]
 
 
 def describe_phases(plan: Plan) -> list[tuple[str, str, str]]:

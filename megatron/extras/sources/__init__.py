@@ -1,0 +1,1 @@
+"""The kinds of data of --dataset-format."""

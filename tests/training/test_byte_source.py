@@ -1,0 +1,82 @@
+"""A kind of data that the package does not have trains, evaluates and resumes.
+
+CONTRIBUTING.md names its file as the example. Its choice takes the place of jsonl, because the
+choices of --dataset-format are fixed.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+from process_pool import Outcome, ProcessPool
+from training.byte_text import ByteText
+from training.runs import SIZES, Runner
+
+from megatron.base.errors import ConfigError
+from megatron.extras.translators.translator import load_config
+from megatron.run.parts import NO_PARTS, Parts, check_parts
+
+FLAGS = (
+    "--vocab-size 256 --dataset-format jsonl --split 80,10,10 --eval-iters 1 --train-iters 5 "
+    "--save-interval 3"
+)
+
+
+def pretrain_bytes(argv: list[str]) -> None:
+    """Run a command line on this rank with another kind of data."""
+    import megatron.run.pretrain as pretrain_module
+
+    pretrain_module.pretrain(load_config(argv), parts=Parts(load_source=lambda name: ByteText()))
+
+
+class ByteRunner(Runner):
+    """Train in a folder on the bytes of a file."""
+
+    def outcomes(self, flags: str = "", ranks: int = 1) -> list[Outcome]:
+        return self.pool.run(ranks, pretrain_bytes, self.argv(f"{FLAGS} {flags}"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    words = ["the", "cat", "sat", "on", "a", "mat"]
+    path = tmp_path / "words.txt"
+    path.write_text(" ".join(random.Random(1).choices(words, k=600)))
+    return path
+
+
+def test_a_new_kind_of_data_trains_and_resumes_with_other_ranks(
+    pool: ProcessPool, text: Path, tmp_path: Path
+) -> None:
+    run = ByteRunner(pool, str(text), tmp_path / "run")
+    other = ByteRunner(pool, str(text), tmp_path / "other")
+    output = other()
+    assert "training data     | bytes of words.txt" in output
+    assert "validation loss at iteration 5" in output
+    assert "test loss at iteration 5" in output
+    losses = other.losses()
+    assert losses[1] > 5
+    assert losses[5] < losses[1]
+    run("--exit-interval 3")
+    resumed = run("--micro-batch-size 1", ranks=2)
+    assert "iteration        4/" in resumed
+    assert run.losses() == pytest.approx(losses, rel=1e-5)
+    # The second launch must not go on with other data.
+    text.write_text(text.read_text().replace("mat", "hat"))
+    error = run.error("--train-iters 6")
+    assert error.startswith("DataError: train: the checkpoint records {'words.txt': ")
+    assert "leave out --datasets" in other.error("--datasets web")
+
+
+def test_mock_data_refuse_the_checkpoint_of_a_new_kind(
+    pool: ProcessPool, text: Path, tmp_path: Path
+) -> None:
+    run = ByteRunner(pool, str(text), tmp_path / "run")
+    run("--train-iters 1")
+    assert "was trained on real data" in run.error("--mock-data")
+
+
+def test_a_format_without_its_package_is_refused() -> None:
+    config = load_config(f"{SIZES} {FLAGS} --data-path words.txt".split()).config
+    with pytest.raises(ConfigError, match=r"--dataset-format needs megatron\.extras\.sources"):
+        check_parts(config, NO_PARTS)
+    check_parts(config, Parts(load_source=lambda name: ByteText()))
