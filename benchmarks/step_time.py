@@ -51,7 +51,7 @@ from worlds import (
 )
 
 from megatron.commands.plan_estimates import estimate_memory
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.data.source import TrainSource
 from megatron.extras.translators.translator import load_config
 from megatron.model.flops import count_model_flops_per_token
@@ -64,7 +64,8 @@ from megatron.parallel.mesh import TensorParallel, build_mesh
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.run.run import Run
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.setup import open_data, start_run

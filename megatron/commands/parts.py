@@ -3,7 +3,8 @@
 import importlib.util
 from collections.abc import Sequence
 
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import load_config
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
 from megatron.run.parts import Parts
 

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from megatron.base.errors import ConfigError, MegatronError
+from megatron.base.errors import ConfigError, MegatronError, combine_errors
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_config import write_config
@@ -57,7 +57,6 @@ from megatron.commands.plan_source import (
 )
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.run_tool import run_tool
-from megatron.config.cli import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
@@ -66,7 +65,8 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.step import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.plan.rules import replace_wrong_values
 from megatron.schedule.progress import ForecastPoint
 

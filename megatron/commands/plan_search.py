@@ -32,7 +32,8 @@ from megatron.extras.planner.prediction import (
     describe_software,
     predict_plan,
 )
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

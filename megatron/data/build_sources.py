@@ -9,7 +9,8 @@ from megatron.config.data import DataConfig
 from megatron.data.building import Say
 from megatron.data.cache import WAIT_SECONDS, say_to_stderr
 from megatron.data.documents import check_documents_end
-from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
+from megatron.data.phases import find_phase_mixture, select_phases, use_phase
+from megatron.data.planned_phase import PlannedPhase
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import RequestedData, open_mixture
 from megatron.data.source import (

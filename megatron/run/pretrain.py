@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.base.errors import MegatronError
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.extras.guard.interventions import finish_interrupted_rollback
 from megatron.extras.guard.spike_response import roll_back_run
 from megatron.extras.scoring.eval_tasks import prepare_tasks

@@ -8,7 +8,8 @@ from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.chronicle.summary import format_text, list_facts
 from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import CHRONICLE
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.run.start.launch_record import describe_prediction
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
-from megatron.data.phases import DataPhase, PlannedPhase
+from megatron.data.planned_phase import DataPhase, PlannedPhase
 from megatron.data.source import BatchSlice, GPTTrainSource, Sources
 
 SEQ_LENGTH = 10

@@ -18,7 +18,7 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     from megatron.engine.base import Engine
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.plan.plan import resolve
+    from megatron.plan.resolve import resolve
     from megatron.run.start.join import join_ranks
     from megatron.run.start.setup import build_engine, build_timers, divide_ranks
 

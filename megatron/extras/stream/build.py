@@ -13,7 +13,8 @@ from megatron.base.open_files import allow_open_files
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.content import FileSet
-from megatron.data.phases import PlannedPhase, find_phase_shares, select_phases
+from megatron.data.phases import find_phase_shares, select_phases
+from megatron.data.planned_phase import PlannedPhase
 from megatron.data.source import BatchSlice
 from megatron.data.splits import compute_split_bounds
 from megatron.extras.stream.filters import Filters

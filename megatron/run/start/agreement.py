@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron.base.code_version import compute_file_digests, get_code_version
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.digest import digest_of_text
-from megatron.config.cli import load_yaml
 from megatron.config.compare import compute_config_digest, list_config_differences
+from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
 from megatron.extras.translators.deepspeed_json import read_json, select_passed_on

@@ -20,16 +20,19 @@ from megatron.checkpoint.start import (
 )
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.loss import LOSS_MEAN
+from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
+from megatron.config.yaml_file import dump_yaml
 from megatron.data.documents import needs_documents
-from megatron.data.phases import PlannedPhase
+from megatron.data.planned_phase import PlannedPhase
 from megatron.extras.guard.guard_windows import add_guard_windows, keep_guard_windows
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import (

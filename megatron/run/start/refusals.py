@@ -5,11 +5,13 @@ Importing torch takes seconds. Where possible, a wrong command line is therefore
 
 import os
 
-from megatron.config.cli import LoadedConfig, combine_errors
+from megatron.base.errors import combine_errors
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.rules import check_rules, list_missing_for_training
 from megatron.engine.support import refuse_unsupported
 from megatron.extras.trackers.trackers import check_trackers_are_installed
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
 _UNKNOWN_VOCABULARY = 1

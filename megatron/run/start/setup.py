@@ -20,7 +20,7 @@ from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
 from megatron.config.without_effect import format_warnings
 from megatron.data.build_sources import build_sources, count_evaluation_samples
