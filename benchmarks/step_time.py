@@ -50,6 +50,7 @@ from worlds import (
     write_random_tokens,
 )
 
+from megatron.commands.parts import choose_parts
 from megatron.commands.plan_estimates import estimate_memory
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.data.source import TrainSource
@@ -169,7 +170,7 @@ def command_line(arguments: Arguments, shape: str, precision: str) -> str:
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     """Build the trainer without its output."""
     timers = Timers(device)
-    job = agree_on_job(loaded, Ranks(), print)
+    job = agree_on_job(loaded, Ranks(), print, choose_parts(loaded.config))
     run = start_run(loaded, job, build_mesh(Grid(1, 1, 1), device), timers, None)
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
+from megatron.engine.kind import EngineKind
+from megatron.engine.native_kind import NATIVE
 from megatron.run.parts import Parts
 
 
@@ -22,6 +24,15 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
     return load_config(argv, prog=prog, translator=OtherTrainers())
 
 
+def choose_engine(config: Config) -> EngineKind:
+    """Return the kind of engine that a configuration asks for. This imports no torch."""
+    if config.parallel.deepspeed and importlib.util.find_spec("megatron.extras") is not None:
+        from megatron.extras.deepspeed.kind import DEEPSPEED
+
+        return DEEPSPEED
+    return NATIVE
+
+
 def choose_parts(config: Config) -> Parts:
     """Return the parts that a configuration asks for. Others are not imported.
 
@@ -34,4 +45,4 @@ def choose_parts(config: Config) -> Parts:
         from megatron.extras.convert.hf_export import HFExporter
 
         exporter = HFExporter
-    return Parts(exporter=exporter)
+    return Parts(exporter=exporter, engine=choose_engine(config))

@@ -11,6 +11,7 @@ from typing import Protocol
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.tree import Config
+from megatron.engine.kind import EngineKind
 
 
 class Exporter(Protocol):
@@ -38,6 +39,8 @@ class Parts:
 
     exporter: Callable[[CheckpointConfig, Callable[[str], None], int], Exporter] | None = None
     """For --hf-export-interval. It takes the settings, a printer and the last iteration."""
+    engine: EngineKind | None = None
+    """The kind of the engine. None stands for the engine of the core."""
 
 
 NO_PARTS = Parts()
@@ -57,6 +60,7 @@ def check_parts(config: Config, parts: Parts) -> None:
             "--hf-export-interval",
             "convert",
         ),
+        (config.parallel.deepspeed, parts.engine, "--deepspeed", "deepspeed"),
     ]
     for is_needed, part, flag, package in needed:
         if is_needed and part is None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from megatron.base.errors import MegatronError
 from megatron.config.config_with_origin import LoadedConfig
+from megatron.engine.native_kind import NATIVE
 from megatron.extras.guard.interventions import finish_interrupted_rollback
 from megatron.extras.guard.spike_response import roll_back_run
 from megatron.extras.scoring.eval_tasks import prepare_tasks
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.ranks import build_ranks, build_roll_call
+from megatron.plan.plan import Plan
 from megatron.run.evaluate import evaluate_only
 from megatron.run.leaving import (
     close_after_error,
@@ -34,14 +36,14 @@ from megatron.run.start.setup import (
 )
 
 
-def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS) -> None:
+def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None = None) -> None:
     """Train, and end the process after an error. See `megatron.commands.pretrain`.
 
     An error is printed first, and then the files and threads of the run are closed.
     """
     closing = ExitStack()
     try:
-        pretrain(loaded, closing, parts)
+        pretrain(loaded, closing, parts, early)
         leave(closing)
     except MegatronError as error:
         leave_with_error(error, closing)
@@ -53,7 +55,10 @@ def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS) -> None:
 
 
 def pretrain(
-    loaded: LoadedConfig, closing: ExitStack | None = None, parts: Parts = NO_PARTS
+    loaded: LoadedConfig,
+    closing: ExitStack | None = None,
+    parts: Parts = NO_PARTS,
+    early: Plan | None = None,
 ) -> None:
     """Run everything between the configuration and the end of training.
 
@@ -62,10 +67,11 @@ def pretrain(
         closing: Receives what must be closed at the end of the run. The caller closes it. If None,
             everything is closed before this function returns.
         parts: The parts of the run besides the core.
+        early: What `check_before_torch` returned, if it was called.
     """
     if closing is None:
         with ExitStack() as own:
-            pretrain(loaded, own, parts)
+            pretrain(loaded, own, parts, early)
         return
     started = time.monotonic()
     config = loaded.config
@@ -79,11 +85,11 @@ def pretrain(
         folder=None if saving is None else Path(saving),
         report=report_hang,
     ) as roll_call:
-        check_agreement(config, ranks)
+        check_agreement(config, ranks, parts.engine or NATIVE)
         # First, because no run starts from a folder that is half rolled back.
         finish_interrupted_rollback(config, ranks, make_printer(ranks.rank))
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
-        job = agree_on_job(loaded, ranks, make_printer(ranks.rank), parts)
+        job = agree_on_job(loaded, ranks, make_printer(ranks.rank), parts, early)
         tasks = prepare_tasks(job.plan, ranks, make_printer(ranks.rank))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)

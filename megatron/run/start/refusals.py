@@ -8,8 +8,9 @@ import os
 from megatron.base.errors import combine_errors
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.rules import check_rules, list_missing_for_training
-from megatron.engine.support import refuse_unsupported
+from megatron.engine.kind import EngineKind, refuse_unsupported
 from megatron.extras.trackers.trackers import check_trackers_are_installed
+from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
@@ -18,15 +19,19 @@ _UNKNOWN_VOCABULARY = 1
 """A vocabulary size that breaks no rule, for a plan that is only checked."""
 
 
-def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
+def check_before_torch(loaded: LoadedConfig, world_size: int, kind: EngineKind) -> Plan | None:
     """Refuse a configuration with errors that no checkpoint could correct.
 
-    Each rank calls this without communication. In `resolve_job`, rank 0 checks everything again
-    together with the checkpoint.
+    Each rank calls this without communication. In `resolve_job`, rank 0 checks what depends on the
+    checkpoint, or on files that many ranks must not read at the same time.
 
     Args:
         loaded: The configuration as this rank loaded it.
         world_size: Number of processes.
+        kind: The kind of the engine.
+
+    Returns:
+        The plan of a run from scratch. None if it may depend on a checkpoint, or on such files.
 
     Raises:
         ConfigError: See `check_plan`, or the tokenizer cannot be downloaded.
@@ -34,7 +39,7 @@ def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
     config = loaded.config
     # The checkpoint's curriculum may replace the one that is wrong here.
     if config.optimizer.use_checkpoint_lr_scheduler:
-        return
+        return None
     load = config.checkpoint.load
     # `os.path.exists` raises no error for a folder that cannot be read. Rank 0 reports that later.
     if load is not None and os.path.exists(load):
@@ -42,26 +47,29 @@ def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
         errors, _ = check_rules(config, loaded.origin)
         if errors:
             raise combine_errors(errors)
-        return
+        return None
     # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
     alone = world_size == 1
     if alone:
         # The plan needs the size of the vocabulary.
-        fetch_missing_tokenizer(config.tokenizer, needs_text=False)
+        fetch_missing_tokenizer(config.tokenizer, needs_text=config.data.needs_documents)
     plan = resolve(
         config,
         world_size,
         loaded.origin,
         vocab_size=None if alone else _UNKNOWN_VOCABULARY,
+        ranks_per_node=read_ranks_per_node(world_size),
     )
-    check_plan(plan, read_files=alone)
+    check_plan(plan, kind, read_files=alone)
+    return plan if alone else None
 
 
-def check_plan(plan: Plan, *, read_files: bool = True) -> None:
+def check_plan(plan: Plan, kind: EngineKind, *, read_files: bool = True) -> None:
     """Refuse a plan that cannot be trained.
 
     Args:
         plan: The plan of the run.
+        kind: The kind of the engine.
         read_files: Also look for the files of the tokenizer.
 
     Raises:
@@ -76,7 +84,7 @@ def check_plan(plan: Plan, *, read_files: bool = True) -> None:
         errors += [error for error in missing if error not in errors]
     if errors:
         raise combine_errors(errors)
-    refuse_unsupported(plan)
+    refuse_unsupported(plan, kind)
     check_trackers_are_installed(plan.config.logging.tracker)
     if missing := list_missing_for_training(plan.config):
         raise combine_errors(missing)
