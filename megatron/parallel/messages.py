@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_WRAPPERS = (__file__, str(_PACKAGE / "checkpoint" / "ranks.py"))
+_WRAPPERS = (__file__, str(Path(__file__).with_name("ranks.py")))
 """Files whose functions send messages for others."""
 
 
