@@ -26,6 +26,7 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
 
 def choose_engine(config: Config) -> EngineKind:
     """Return the kind of engine that a configuration asks for. This imports no torch."""
+    # Without the package, `check_parts` refuses the flag.
     if config.parallel.deepspeed and importlib.util.find_spec("megatron.extras") is not None:
         from megatron.extras.deepspeed.kind import DEEPSPEED
 

@@ -30,6 +30,7 @@ def record_plan(plan: Plan) -> dict[str, Any]:
     record = {field.name: getattr(plan, field.name) for field in fields(plan)}
     # The shape consists of the configuration and the sizes of the vocabulary.
     del record["shape"]
+    # A batch size of a class that is not in the table fails here, on rank 0.
     (kind,) = [name for name, kind in _BATCH_SIZES.items() if kind is type(plan.batch_size)]
     return record | {
         "config": dump_yaml(plan.config),
@@ -48,7 +49,7 @@ def restore_plan(record: dict[str, Any]) -> Plan:
     """Return the plan that `record_plan` recorded. Nothing is derived, and no file is read."""
     config = load_yaml(record["config"], fast=True)
     shape = ModelShape(config.model, record["vocab_size"], record["padded_vocab_size"])
-    # JSON has no tuples.
+    # JSON has no tuples, and no ranges. An equal plan needs them.
     restored = {
         "config": config,
         "shape": shape,

@@ -38,7 +38,7 @@ class Parts:
     """Builders of the parts of a run. None stands for a part that the run does not use."""
 
     exporter: Callable[[CheckpointConfig, Callable[[str], None], int], Exporter] | None = None
-    """For --hf-export-interval. It takes the settings, a printer and the last iteration."""
+    """Builder for --hf-export-interval. It takes the settings, a printer and the last iteration."""
     engine: EngineKind | None = None
     """The kind of the engine. None stands for the engine of the core."""
 

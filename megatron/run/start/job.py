@@ -124,6 +124,7 @@ def _share_job(
         return None if own is None else own.to_json()
 
     record = ranks.call_on_rank_0(find_and_record, _SEARCH, say)
+    # Rank 0 keeps its own job. Building it again would give the same.
     if record is None or own is not None:
         return own
     return Job.from_json(record, parts)
@@ -201,6 +202,7 @@ def resolve_job(
     # that the plan is resolved from. The schedule and the ranges are compared with the plan.
     config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
     config, about_curriculum = choose_curriculum(config, checkpoint)
+    # Without a checkpoint, the functions above have changed nothing, and all counters are 0.
     if checkpoint is None and early is not None:
         plan = early
     else:

@@ -61,6 +61,7 @@ def check_before_torch(loaded: LoadedConfig, world_size: int, kind: EngineKind) 
         ranks_per_node=read_ranks_per_node(world_size),
     )
     check_plan(plan, kind, read_files=alone)
+    # Several ranks have planned with a placeholder for the vocabulary. Nothing can use that plan.
     return plan if alone else None
 
 
