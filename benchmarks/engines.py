@@ -75,7 +75,7 @@ class BareRank:
         world = read_launcher_world()
         loaded = load_config(argv)
         ranks = join_ranks(loaded, world)
-        plan = agree_on_job(loaded, ranks, print, choose_parts()).plan
+        plan = agree_on_job(loaded, ranks, print, choose_parts(loaded.config)).plan
         mesh = divide_ranks(plan, ranks, world, build_timers(world))
         self._device = mesh.device
         self._size = plan.batch_size.final

@@ -30,7 +30,8 @@ from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.observe.throughput import find_peak_tflops
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 Variant = Literal["eager", "fused", "cudnn", "fused-cudnn", "compiled", "recompute"]
 FLAGS: dict[Variant, str] = {

@@ -284,7 +284,7 @@ def train(
     with spoil_data(cell.kind, cell.seed, arguments.length.bad), contextlib.redirect_stdout(output):
         try:
             loaded = load_config(flags.split())
-            pretrain(loaded, parts=choose_parts())
+            pretrain(loaded, parts=choose_parts(loaded.config))
         except MegatronError as problem:
             error = str(problem)
     return error, [line for line in output.getvalue().splitlines() if "spike guard" in line]

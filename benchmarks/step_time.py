@@ -50,8 +50,9 @@ from worlds import (
     write_random_tokens,
 )
 
+from megatron.commands.parts import choose_parts
 from megatron.commands.plan_estimates import estimate_memory
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.data.source import TrainSource
 from megatron.extras.translators.translator import load_config
 from megatron.model.flops import count_model_flops_per_token
@@ -64,7 +65,8 @@ from megatron.parallel.mesh import TensorParallel, build_mesh
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.run.run import Run
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.setup import open_data, start_run
@@ -168,7 +170,7 @@ def command_line(arguments: Arguments, shape: str, precision: str) -> str:
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     """Build the trainer without its output."""
     timers = Timers(device)
-    job = agree_on_job(loaded, Ranks(), print)
+    job = agree_on_job(loaded, Ranks(), print, choose_parts(loaded.config))
     run = start_run(loaded, job, build_mesh(Grid(1, 1, 1), device), timers, None)
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run

@@ -132,7 +132,7 @@ class Rank:
         loaded = load_config(argv)
         world = read_launcher_world()
         ranks = join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print, choose_parts())
+        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         self._cuda = mesh.device.type == "cuda"

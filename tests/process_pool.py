@@ -236,7 +236,7 @@ def pretrain(argv: list[str]) -> None:
     from megatron.extras.translators.translator import load_config
 
     loaded = load_config(argv)
-    pretrain_module.pretrain(loaded, parts=choose_parts())
+    pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
 
 
 def start_without_lease(argv: list[str]) -> "Run":
@@ -251,7 +251,7 @@ def start_without_lease(argv: list[str]) -> "Run":
     loaded = load_config(argv)
     world = read_launcher_world()
     ranks = join_ranks(loaded, world)
-    job = agree_on_job(loaded, ranks, print, choose_parts())
+    job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
     timers = build_timers(world)
     mesh = divide_ranks(job.plan, ranks, world, timers)
     return start_run(loaded, job, mesh, timers, None)

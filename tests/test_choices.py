@@ -35,7 +35,7 @@ from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
 from megatron.observe.log_line import LINE_FORMATS
 from megatron.parallel.mesh import TensorParallel
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer.build import build_tokenizer

@@ -16,10 +16,20 @@ COMPILER_AND_FSDP = (
 # `leave_with_error` ends the process with os._exit, so the modules are printed there.
 PROGRAM = """
 import json, os, sys
+import megatron.plan.resolve as module
+
+resolve = module.resolve
+positions = []
+
+def resolve_and_record(*args, consumed_samples=0, **options):
+    positions.append(consumed_samples)
+    return resolve(*args, consumed_samples=consumed_samples, **options)
+
+module.resolve = resolve_and_record
 from megatron.commands.pretrain import main
 
 def print_modules(code=0):
-    print(json.dumps([code, sorted(sys.modules)]), flush=True)
+    print(json.dumps([code, sorted(sys.modules), positions]), flush=True)
     end(code)
 
 end = os._exit
@@ -33,23 +43,39 @@ print_modules()
 TINY = SIZES.replace("--vocab-size 5000", "")
 
 
-def run_and_list_modules(*arguments: str) -> tuple[int, set[str], str]:
-    """Run a command line, and return its exit code, the modules it imported and what it printed."""
+def run_and_record(*arguments: str) -> tuple[int, set[str], list[int], str]:
+    """Run a command line.
+
+    Returns:
+        Its exit code, the modules that it imported, the position in samples from which it resolved
+        each plan, and what it printed.
+    """
     process = command("-c", PROGRAM, *arguments)
     output, errors = process.communicate()
     printed, _, last = output.rstrip().rpartition("\n")
-    code, modules = json.loads(last)
-    return code, set(modules), printed + errors
+    code, modules, positions = json.loads(last)
+    return code, set(modules), positions, printed + errors
 
 
-def test_training_on_one_device_imports_no_compiler_and_no_fsdp(
+def run_and_list_modules(*arguments: str) -> tuple[int, set[str], str]:
+    """Run a command line, and return its exit code, the modules it imported and what it printed."""
+    code, modules, _, printed = run_and_record(*arguments)
+    return code, modules, printed
+
+
+def test_start_on_one_device_resolves_once_and_imports_no_compiler_and_no_fsdp(
     corpus: str, tmp_path: Path
 ) -> None:
+    folder = str(tmp_path / "run")
     paths = ["--data-path", corpus, "--data-cache-path", str(tmp_path)]
-    code, modules, printed = run_and_list_modules(*SIZES.split(), *paths, "--exit-interval", "1")
-    assert code == 0, printed
-    assert "torch" in modules
-    assert modules.isdisjoint(COMPILER_AND_FSDP)
+    paths += ["--save", folder, "--load", folder, "--exit-interval", "1"]
+    # The second launch continues from the checkpoint of the first, after 4 samples.
+    for position in (0, 4):
+        code, modules, positions, printed = run_and_record(*SIZES.split(), *paths)
+        assert code == 0, printed
+        assert "torch" in modules
+        assert modules.isdisjoint(COMPILER_AND_FSDP)
+        assert positions == [position]
 
 
 def test_list_of_presets_imports_no_torch() -> None:

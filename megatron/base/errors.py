@@ -66,6 +66,16 @@ class OperationsError(MegatronError):
     """A tool for operating runs has failed, such as a rollback, a sync or a query of the queue."""
 
 
+def combine_errors(errors: Sequence[str]) -> ConfigError:
+    """Return one error that lists all of the messages."""
+    if len(errors) == 1:
+        return ConfigError(errors[0])
+    return ConfigError(
+        f"{len(errors)} errors in the configuration:"
+        + "".join(f"\n  - {error}" for error in errors)
+    )
+
+
 def describe_os_error(error: OSError) -> str:
     """Return the name of the file that an error is about, and the system's message."""
     if error.filename is None or error.strerror is None:

@@ -39,7 +39,7 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.prediction import describe_software, predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import iterate_objects
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 _SKIPPED = 10
 """First steps of a run that are left out: they compile and allocate."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import load_config
+from megatron.config.config_with_origin import LoadedConfig
+from megatron.engine.kind import EngineKind
+from megatron.engine.native_kind import NATIVE
 from megatron.run.parts import NO_PARTS, Parts
 
 if TYPE_CHECKING:
@@ -48,12 +52,23 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
     return load_config(argv, prog=prog, translator=OtherTrainers())
 
 
-def choose_parts() -> Parts:
-    """Return the builders of all parts, or none if the package has no extras.
+def choose_engine(config: Config) -> EngineKind:
+    """Return the kind of engine that a configuration asks for. This imports no torch."""
+    # Without the package, `check_parts` refuses the flag.
+    if config.parallel.deepspeed and _has_extras():
+        from megatron.extras.deepspeed.kind import DEEPSPEED
+
+        return DEEPSPEED
+    return NATIVE
+
+
+def choose_parts(config: Config) -> Parts:
+    """Return the engine of a configuration, and the builders of all parts that are installed.
 
     `check_parts` explains what is missing.
     """
-    return _ALL_PARTS if _has_extras() else NO_PARTS
+    parts = _ALL_PARTS if _has_extras() else NO_PARTS
+    return replace(parts, engine=choose_engine(config))
 
 
 def _has_extras() -> bool:

@@ -26,9 +26,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from megatron.base.errors import ConfigError, MegatronError
+from megatron.base.errors import ConfigError, MegatronError, combine_errors
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
+from megatron.commands.parts import choose_engine
 from megatron.commands.plan_config import write_config
 from megatron.commands.plan_cost import (
     CostOptions,
@@ -57,16 +58,15 @@ from megatron.commands.plan_source import (
 )
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.run_tool import run_tool
-from megatron.config.cli import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
-from megatron.engine.support import list_unsupported
 from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.step import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.plan.rules import replace_wrong_values
 from megatron.schedule.progress import ForecastPoint
 
@@ -283,9 +283,12 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             "are those of its start."
         )
     at = plan.forecast().predict(options.at)
-    refused = list_unsupported(plan)
+    kind = choose_engine(plan.config)
+    refused = kind.list_unsupported(plan)
     if refused:
-        warnings.append(f"planned here, but --deepspeed does not support it: {'; '.join(refused)}.")
+        warnings.append(
+            f"planned here, but {kind.flag or kind.name} does not support it: {'; '.join(refused)}."
+        )
     uses = find_training_data(plan)
     # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron.base.errors import ConfigError
 from megatron.commands.plan_source import CommandSource
-from megatron.config.cli import LoadedConfig, compute_config_digest
-from megatron.config.compare import find_config_differences
+from megatron.config.compare import compute_config_digest, find_config_differences
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import all_fields, flatten
 from megatron.config.yaml_file import dump_fields
 from megatron.extras.translators.translator import load_config

@@ -21,7 +21,7 @@ from megatron.config.without_effect import (
     split_off_flags_without_effect,
 )
 from megatron.data.epochs import DatasetUse, describe_epochs
-from megatron.data.phases import PlannedPhase
+from megatron.data.planned_phase import PlannedPhase
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import get_recomputed_share

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from megatron.base.errors import ConfigError
 from megatron.base.figure import make_figure, save_figure
 from megatron.base.plural import format_count
+from megatron.commands.parts import choose_engine
 from megatron.commands.plan_cost import build_verdict_json, format_days, predict_days
 from megatron.config.fields import all_fields, flatten
-from megatron.engine.support import list_unsupported
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.layout import RankLayout
@@ -32,7 +32,8 @@ from megatron.extras.planner.prediction import (
     describe_software,
     predict_plan,
 )
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -301,7 +302,7 @@ def predict_explained(text: str, plan: Plan, hardware: Hardware) -> StepPredicti
     problems = list(changed.errors)
     if not problems and not build_layout_rules(plan)(describe_layout(changed)):
         problems.append("a batch size of the ramp-up does not fit; use a smaller micro-batch.")
-    problems += list_unsupported(changed)
+    problems += choose_engine(config).list_unsupported(changed)
     if problems:
         raise ConfigError(f"--explain {text}: {'; '.join(problems)}")
     return predict_plan(changed, hardware)

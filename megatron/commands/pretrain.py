@@ -21,8 +21,9 @@ from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.standard_streams import end_without_reader, protect_standard_streams
 from megatron.commands.parts import choose_parts, load_command_line
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.parallel.launcher import read_launcher_world
+from megatron.plan.plan import Plan
 from megatron.run.leaving import leave_with_error
 from megatron.run.start.orphans import die_with_launcher
 from megatron.run.start.refusals import check_before_torch
@@ -64,15 +65,15 @@ def _train(argv: list[str]) -> None:
     # After a signal such as SIGBUS or SIGSEGV, the log then shows where each thread was.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.enable()
-    loaded = _load(argv)
+    loaded, plan = _load(argv)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
     from megatron.run.pretrain import run_loaded
 
-    run_loaded(loaded, choose_parts())
+    run_loaded(loaded, choose_parts(loaded.config), plan)
 
 
-def _load(argv: list[str]) -> LoadedConfig:
-    """Return the configuration, after all checks that need no torch.
+def _load(argv: list[str]) -> tuple[LoadedConfig, Plan | None]:
+    """Return the configuration and the early plan, after all checks that need no torch.
 
     --help and --list-presets print their text and exit.
 
@@ -85,7 +86,7 @@ def _load(argv: list[str]) -> LoadedConfig:
     try:
         loaded = load_command_line(argv, "pretrain_gpt.py")
         world = read_launcher_world(loaded.config.parallel.local_rank)
-        check_before_torch(loaded, world.size, choose_parts())
+        plan = check_before_torch(loaded, world.size, choose_parts(loaded.config))
     except BrokenPipeError:
         # The reader of --help has ended.
         raise
@@ -93,7 +94,7 @@ def _load(argv: list[str]) -> LoadedConfig:
         raise ConfigError(
             f"a file of the command line cannot be read: {describe_os_error(error)}"
         ) from error
-    return loaded
+    return loaded, plan
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
+from megatron.commands.parts import choose_parts
 from megatron.commands.run_tool import run_tool
 from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources
@@ -30,7 +31,8 @@ from megatron.data.segments import History
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.run.start.job import build_starting_state
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import read_bare_thresholds
@@ -112,7 +114,7 @@ def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[s
     )
     # Without its phases, the run would seem to have no data.
     if config.data.data_phases is not None and not plan.data_phases:
-        check_plan(plan)
+        check_plan(plan, choose_parts(config))
     wanted = [
         SampleRange(first, last, config.model.seq_length)
         for first, last in parse_numbers("--samples", options.samples, 0)

@@ -7,35 +7,19 @@ process. All that is wrong is collected into one `ConfigError`. Rules that conne
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, combine_errors
 from megatron.config.command_line import CommandLine, Translator
-from megatron.config.compare import compute_config_digest, list_config_differences
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
 from megatron.config.help import print_help
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.normalise import read_argv
 from megatron.config.parallel import STRATEGY_STAGES
-from megatron.config.presets import read_preset
-from megatron.config.tree import Config
-from megatron.config.yaml_file import (
-    YamlContents,
-    dump_yaml,
-    read_file,
-    read_text,
-)
-
-__all__ = [
-    "LoadedConfig",
-    "compute_config_digest",
-    "dump_yaml",
-    "list_config_differences",
-    "load_config",
-    "load_yaml",
-]
+from megatron.config.presets import read_chosen_preset
+from megatron.config.yaml_file import YamlContents, read_file
 
 FOREIGN_DEFAULT = "'s default"
 """Suffix of the origin of a value that is another system's default."""
@@ -50,16 +34,6 @@ _EXAMPLE = (
     "--save runs/small --load runs/small --save-interval 200\n"
     "The README makes data and tokenizer from text files. --help lists all flags"
 )
-
-
-@dataclass(frozen=True)
-class LoadedConfig:
-    """A configuration as it was loaded, the origin of each value, and the warnings."""
-
-    config: Config
-    origin: dict[str, str]
-    """Dotted field -> 'default', 'preset llama2-7b', 'run.yaml:9', or the flag as it was typed."""
-    warnings: list[str]
 
 
 def _complete_words(argv: Sequence[str]) -> list[str]:
@@ -108,7 +82,7 @@ def load_config(
     elif line.config_files:
         contents = read_file(line.config_files[0])
         errors += contents.errors
-    given, preset_errors = _read_preset(line.preset or contents.preset)
+    given, preset_errors = read_chosen_preset(line.preset or contents.preset)
     errors += preset_errors
     # The file replaces values of the preset and their origins, and flags replace those of the file.
     given |= contents.given
@@ -210,22 +184,6 @@ def _merge_lines(below: CommandLine, above: CommandLine) -> CommandLine:
     )
 
 
-def _read_preset(
-    choice: ValueWithOrigin | None,
-) -> tuple[dict[str, ValueWithOrigin], list[str]]:
-    """Return the values of the chosen preset and the errors. Without a choice, both are empty."""
-    if choice is None or choice.value is None:
-        return {}, []
-    try:
-        return dict(read_preset(choice.value).values), []
-    except ValueError as error:
-        if choice.origin.startswith("-"):
-            note = ""
-        else:
-            note = f" ({choice.origin})"
-        return {}, [f"--preset {choice.value}{note} {error}."]
-
-
 def _check_conditions(line: CommandLine, given: Mapping[str, ValueWithOrigin]) -> list[str]:
     """Return an error for each flag that is not possible with the other fields.
 
@@ -243,38 +201,3 @@ def _get_value(given: Mapping[str, ValueWithOrigin], dotted: str) -> Any:
     if dotted in given:
         return given[dotted].value
     return None
-
-
-def load_yaml(text: str, *, fast: bool = False) -> Config:
-    """Return the configuration that `dump_yaml` wrote.
-
-    Args:
-        text: The text.
-        fast: See `read_text`.
-
-    Raises:
-        ConfigError: the text is not YAML, or has an unknown key, a wrong value or a missing field.
-    """
-    contents = read_text(text, "<yaml>", fast=fast)
-    given, errors = _read_preset(contents.preset)
-    given |= contents.given
-    # Versions without this field averaged the means of the microbatches.
-    given.setdefault(
-        LOSS_MEAN, ValueWithOrigin("microbatch", "the configuration of an older version")
-    )
-    # A text that cannot be parsed gives no values, so each required field would be reported as
-    # missing too.
-    errors = contents.errors or errors or find_missing(given)
-    if errors:
-        raise combine_errors(errors)
-    return build_config({dotted: item.value for dotted, item in given.items()})
-
-
-def combine_errors(errors: Sequence[str]) -> ConfigError:
-    """Return one error that lists all of the messages."""
-    if len(errors) == 1:
-        return ConfigError(errors[0])
-    return ConfigError(
-        f"{len(errors)} errors in the configuration:"
-        + "".join(f"\n  - {error}" for error in errors)
-    )

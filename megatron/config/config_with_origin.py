@@ -62,3 +62,13 @@ class ConfigWithOrigin:
         return (
             f"{field.flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}{note}"
         )
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration as it was loaded, the origin of each value, and the warnings."""
+
+    config: Config
+    origin: dict[str, str]
+    """Dotted field -> 'default', 'preset llama2-7b', 'run.yaml:9', or the flag as it was typed."""
+    warnings: list[str]

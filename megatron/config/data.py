@@ -93,6 +93,11 @@ class DataConfig:
     """Exclude from the loss what is predicted from an end-of-document token, which is the start of
     another document."""
 
+    @property
+    def needs_documents(self) -> bool:
+        """Whether a flag needs to know where documents end."""
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+
 
 @dataclass(frozen=True)
 class TokenizerConfig:

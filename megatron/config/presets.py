@@ -91,3 +91,19 @@ def _suggest_preset(name: str) -> str:
     if hints:
         return f"; perhaps you meant {', '.join(hints)}; --list-presets lists all"
     return "; --list-presets lists all"
+
+
+def read_chosen_preset(
+    choice: ValueWithOrigin | None,
+) -> tuple[dict[str, ValueWithOrigin], list[str]]:
+    """Return the values of the chosen preset and the errors. Without a choice, both are empty."""
+    if choice is None or choice.value is None:
+        return {}, []
+    try:
+        return dict(read_preset(choice.value).values), []
+    except ValueError as error:
+        if choice.origin.startswith("-"):
+            note = ""
+        else:
+            note = f" ({choice.origin})"
+        return {}, [f"--preset {choice.value}{note} {error}."]

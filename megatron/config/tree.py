@@ -1,6 +1,6 @@
 """The complete configuration that a user asked for, frozen.
 
-Derived numbers are in `megatron.plan.plan`. State that changes during training is in `TrainState`.
+Derived numbers are in `megatron.plan`. State that changes during training is in `TrainState`.
 """
 
 from dataclasses import dataclass, field

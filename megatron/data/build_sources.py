@@ -11,7 +11,8 @@ from megatron.data.cache import WAIT_SECONDS, say_to_stderr
 from megatron.data.documents import check_documents_end
 from megatron.data.indexed_source import GPTTrainSource, GPTValidSource, check_vocabulary
 from megatron.data.mock_source import MockSource
-from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
+from megatron.data.phases import find_phase_mixture, select_phases, use_phase
+from megatron.data.planned_phase import PlannedPhase
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import RequestedData, open_mixture
 from megatron.data.source import BatchSlice, Source, Sources

@@ -80,11 +80,6 @@ class DocumentRules:
         )
 
 
-def needs_documents(data: DataConfig) -> bool:
-    """Return whether a flag needs to know where documents end."""
-    return data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
-
-
 def find_document_bounds(tokens: Tensor, eod: int) -> tuple[tuple[int, ...], ...]:
     """Return the bounds of the documents in each sample.
 

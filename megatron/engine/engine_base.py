@@ -5,26 +5,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data.batches import Microbatch
-from megatron.engine.base import PhaseTimers, StepResult, build_inputs
-from megatron.engine.invariants import InvariantChecker
+from megatron.engine.base import (
+    PhaseTimers,
+    StepResult,
+    build_inputs,
+    skip_timing,
+    skip_waiting,
+)
+from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.attention_kernels import require_attention_kernels
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.goldfish import find_loss_mask
-from megatron.model.gpt import GPT
-from megatron.model.init import Initialise
+from megatron.model.gpt import GPT, WORD_EMBEDDING
+from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.packed_attention import require_packed_attention
 from megatron.model.tally import Tally
+from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan.plan import Plan
@@ -33,20 +40,18 @@ from megatron.plan.plan import Plan
 class EngineBase(ABC):
     """The state and the methods that are the same in both engines. See `Engine`."""
 
-    _invariants: InvariantChecker
-    """Compares the replicas of this rank. The engine creates it."""
+    _uses_fsdp: ClassVar[bool]
+    """Whether FSDP2 shards the stages. See `build_stages`."""
 
     def __init__(
         self,
         plan: Plan,
         mesh: Mesh,
-        timers: PhaseTimers,
-        before_update: Callable[[], None],
-        initialise: Initialise,
-        *,
-        use_fsdp: bool,
+        timers: PhaseTimers = skip_timing,
+        before_update: Callable[[], None] = skip_waiting,
+        initialise: Initialise = initialise,
     ) -> None:
-        """Build this rank's stages.
+        """Build this rank's stages and the engine around them, and initialise the weights.
 
         Args:
             plan: The plan of the run.
@@ -54,7 +59,9 @@ class EngineBase(ABC):
             timers: Called with the name of a phase to time it.
             before_update: Called before weights or moments change.
             initialise: Fills a shard of a parameter with its initial values.
-            use_fsdp: See `build_stages`.
+
+        Raises:
+            ConfigError: A package that the engine needs is not installed or refuses the settings.
         """
         self._plan = plan
         self._mesh = mesh
@@ -83,9 +90,21 @@ class EngineBase(ABC):
         if plan.config.precision.fp16:
             self._loss_scale = LossScale(plan.config.precision)
         self._rank_stages: list[RankStage] = build_stages(
-            plan, mesh, self._execution, use_fsdp=use_fsdp
+            plan, mesh, self._execution, use_fsdp=self._uses_fsdp
         )
         self.stages: Sequence[GPT] = [stage.model for stage in self._rank_stages]
+        self._build()
+        self._invariants = InvariantChecker(self._list_replicas(), mesh)
+        # It needs the shards, so it comes last.
+        self._initialise_weights()
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Build what runs the stages and what updates the weights. The weights have no values."""
+
+    @abstractmethod
+    def _list_replicas(self) -> list[tuple[dist.ProcessGroup | None, list[Replica]]]:
+        """Return the groups of ranks that replicate state, each with this rank's replicas."""
 
     @abstractmethod
     def _evaluate(self, inputs: list[Inputs]) -> float:
@@ -111,6 +130,25 @@ class EngineBase(ABC):
     def _refresh_model(self) -> None:
         """Copy the fp32 masters to the weights that the model computes with."""
 
+    def _is_tied(self, global_name: str) -> bool:
+        """Return whether the other end of the pipeline holds the parameter too."""
+        untied = self._plan.config.model.untie_embeddings_and_output_weights
+        return global_name == WORD_EMBEDDING and self._mesh.ends is not None and not untied
+
+    def _compute_tensor_offset(self, spec: ParameterSpec, shape: Sequence[int]) -> list[int]:
+        """Return the offset of this rank's tensor-parallel shard in the global parameter.
+
+        It is 0 for a parameter in pieces, whose offsets count in the shard.
+
+        Args:
+            spec: The parameter.
+            shape: The shape of the shard.
+        """
+        offset = [0] * len(spec.shape)
+        if spec.shard_dim is not None and spec.pieces is None:
+            offset[spec.shard_dim] = self._mesh.coordinate.tensor * shape[spec.shard_dim]
+        return offset
+
     def _initialise_weights(self) -> None:
         """Fill the weights with their initial values."""
         kinds = {
@@ -129,6 +167,7 @@ class EngineBase(ABC):
                 self._plan.shape,
                 self._plan.config.batch.seed,
             )
+        # DeepSpeed does not notice writes into its fp32 partitions, whose views the shards are.
         self._refresh_model()
 
     @contextmanager

@@ -6,7 +6,7 @@ fp32 masters. Autograd accumulates their gradients in fp32.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -19,28 +19,21 @@ from megatron.base.plural import format_count
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
     Accept,
-    PhaseTimers,
     StepResult,
     Vote,
-    skip_timing,
-    skip_waiting,
 )
 from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
-from megatron.engine.invariants import InvariantChecker, Replica
+from megatron.engine.invariants import Replica
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.optimizer import MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
-from megatron.model.gpt import WORD_EMBEDDING
-from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
-from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind, TensorShard
-from megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -52,50 +45,27 @@ class NativeEngine(EngineBase):
     It builds this rank's stages, shards them, and initialises only the shards that this rank holds.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Mesh,
-        timers: PhaseTimers = skip_timing,
-        before_update: Callable[[], None] = skip_waiting,
-        initialise: Initialise = initialise,
-    ) -> None:
-        """Build, shard and initialise this rank's stages.
+    _uses_fsdp = True
 
-        Args:
-            plan: The plan of the run.
-            mesh: This rank's mesh.
-            timers: Called with the name of a phase to time it.
-            before_update: Called before weights or moments change.
-            initialise: Fills a shard of a parameter with its initial values.
-        """
-        super().__init__(plan, mesh, timers, before_update, initialise, use_fsdp=True)
-        config = plan.config
-        self._clip = config.optimizer.clip_grad
-        self._count_zeros = config.logging.log_num_zeros_in_grad
+    # -- construction -----------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        plan = self._plan
+        self._clip = plan.config.optimizer.clip_grad
+        self._count_zeros = plan.config.logging.log_num_zeros_in_grad
         self._masters = [
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
-        self._optimizer = build_optimizer(self._masters, plan, mesh)
+        self._optimizer = build_optimizer(self._masters, plan, self._mesh)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
-        shared = mesh.ends is not None and not config.model.untie_embeddings_and_output_weights
-        self._tied = [m for m in self._masters if shared and m.name == WORD_EMBEDDING]
-        replicated = [m for m in self._masters if m.spec.shard_dim is None]
-        self._invariants = InvariantChecker(
-            [
-                (mesh.sharding.replicas, self._list_replicas(self._masters)),
-                (mesh.tensor_parallel.group, self._list_replicas(replicated)),
-                (mesh.ends, self._list_replicas(self._tied)),
-            ],
-            mesh,
-        )
+        self._tied = [master for master in self._masters if self._is_tied(master.name)]
         self.runner = build_runner(
-            self._rank_stages, mesh, num_stages=len(plan.stages), execution=self._execution
+            self._rank_stages,
+            self._mesh,
+            num_stages=len(plan.stages),
+            execution=self._execution,
         )
-        self._initialise_weights()
-
-    # -- construction -----------------------------------------------------------------------------
 
     def _make_masters(self, stage: RankStage) -> list[MasterParameter]:
         """Return the fp32 masters of a stage's parameters, filled with zeros.
@@ -142,9 +112,7 @@ class NativeEngine(EngineBase):
         Tensor parallelism shards first, along `shard_dim`. FSDP2 then shards the rows of the
         result. For a parameter in pieces, it is the offset in the tensor-parallel shard.
         """
-        offset = [0] * len(spec.shape)
-        if spec.shard_dim is not None and spec.pieces is None:
-            offset[spec.shard_dim] = self._mesh.coordinate.tensor * tp_local_shape[spec.shard_dim]
+        offset = self._compute_tensor_offset(spec, tp_local_shape)
         if self._mesh.grid.data > 1:
             offset[0] += shard_offset(
                 tp_local_shape[0], self._mesh.sharding.rank, self._mesh.sharding.size
@@ -396,7 +364,15 @@ class NativeEngine(EngineBase):
                 tensors[kind] = self._optimizer.get_moment(master, kind)
         return tensors
 
-    def _list_replicas(self, masters: list[MasterParameter]) -> list[Replica]:
+    def _list_replicas(self) -> list[tuple[dist.ProcessGroup | None, list[Replica]]]:
+        replicated = [m for m in self._masters if m.spec.shard_dim is None]
+        return [
+            (self._mesh.sharding.replicas, self._make_replicas(self._masters)),
+            (self._mesh.tensor_parallel.group, self._make_replicas(replicated)),
+            (self._mesh.ends, self._make_replicas(self._tied)),
+        ]
+
+    def _make_replicas(self, masters: list[MasterParameter]) -> list[Replica]:
         return [
             Replica(m.name, kind, tensor)
             for m in masters

@@ -20,7 +20,7 @@ from megatron.config.model_rules import LAYER_CHOICES
 from megatron.config.profiling import parse_profile_iterations
 from megatron.config.tree import Config
 from megatron.config.url import is_url
-from megatron.data.phases import PlannedPhase
+from megatron.data.planned_phase import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron.config.tree import Config
     from megatron.data.source_kind import SourceKind
     from megatron.engine.base import Accept, Engine, StepResult
+    from megatron.engine.kind import EngineKind
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.mesh import Mesh
@@ -240,6 +241,8 @@ class Parts:
     A builder imports its package when it is called, so a run pays only for what it uses.
     """
 
+    engine: EngineKind | None = None
+    """The kind of the engine. None stands for the engine of the core."""
     build_exporter: Callable[[CheckpointConfig, Printer, int], Exporter] | None = None
     """Builds the exporter of --hf-export-interval, from settings, printer and last iteration."""
     load_source: Callable[[str], SourceKind] | None = None
@@ -284,6 +287,7 @@ def check_parts(config: Config, parts: Parts) -> None:
             "hf-export-interval",
             "convert",
         ),
+        (config.parallel.deepspeed, parts.engine, "deepspeed", "deepspeed"),
         (config.data.dataset_format, parts.load_source, "dataset-format", "sources"),
         (config.guard.is_on, parts.load_guard, "spike-guard", "guard"),
         (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),

@@ -6,9 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.base.errors import MegatronError
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
+from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.ranks import build_ranks, build_roll_call
+from megatron.plan.plan import Plan
 from megatron.run.evaluate import evaluate_only
 from megatron.run.leaving import (
     close_after_error,
@@ -31,14 +33,14 @@ from megatron.run.start.setup import (
 )
 
 
-def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS) -> None:
+def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None = None) -> None:
     """Train, and end the process after an error. See `megatron.commands.pretrain`.
 
     An error is printed first, and then the files and threads of the run are closed.
     """
     closing = ExitStack()
     try:
-        pretrain(loaded, closing, parts)
+        pretrain(loaded, closing, parts, early)
         leave(closing)
     except MegatronError as error:
         leave_with_error(error, closing)
@@ -50,7 +52,10 @@ def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS) -> None:
 
 
 def pretrain(
-    loaded: LoadedConfig, closing: ExitStack | None = None, parts: Parts = NO_PARTS
+    loaded: LoadedConfig,
+    closing: ExitStack | None = None,
+    parts: Parts = NO_PARTS,
+    early: Plan | None = None,
 ) -> None:
     """Run everything between the configuration and the end of training.
 
@@ -59,10 +64,11 @@ def pretrain(
         closing: Receives what must be closed at the end of the run. The caller closes it. If None,
             everything is closed before this function returns.
         parts: The parts of the run besides the core.
+        early: What `check_before_torch` returned, if it was called.
     """
     if closing is None:
         with ExitStack() as own:
-            pretrain(loaded, own, parts)
+            pretrain(loaded, own, parts, early)
         return
     started = time.monotonic()
     config = loaded.config
@@ -76,14 +82,14 @@ def pretrain(
         folder=None if saving is None else Path(saving),
         report=report_hang,
     ) as roll_call:
-        check_agreement(config, ranks)
+        check_agreement(config, ranks, parts.engine or NATIVE)
         say = make_printer(ranks.rank)
         guards = None if parts.load_guard is None else parts.load_guard()
         if guards is not None:
             # First, because no run starts from a folder that is half rolled back.
             guards.finish_interrupted_rollback(config, ranks, say)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
-        job = agree_on_job(loaded, ranks, say, parts)
+        job = agree_on_job(loaded, ranks, say, parts, early)
         tasks = None
         if parts.prepare_tasks is not None and config.batch.eval_tasks:
             tasks = parts.prepare_tasks(job.plan, ranks, say)

@@ -15,7 +15,7 @@ from megatron.config.fields import all_fields
 from megatron.config.help import DESCRIPTION, format_help_line
 from megatron.extras.translators.compat import TABLE
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

@@ -4,7 +4,7 @@ from config.minimal import config_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.cli import compute_config_digest, list_config_differences
+from megatron.config.compare import compute_config_digest, list_config_differences
 
 
 def test_equal_configurations_have_equal_digests():

@@ -9,16 +9,18 @@ import pytest
 from config.minimal import REQUIRED
 
 from megatron.base.errors import ConfigError
-from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
 from megatron.config.rules import check_rules
+from megatron.config.saved import load_yaml
+from megatron.config.yaml_file import dump_yaml
 from megatron.data.shares import parse_shares
 from megatron.extras.translators.compat import SYSTEMS, TABLE, find_row, find_rows
 from megatron.extras.translators.compat_row import Row
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
 SOURCES = (

@@ -15,9 +15,10 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.commands.plan import main
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 COMPLETE = (
     "--model_variant=llama3_194m_4k --ckpt_load_path=runs/a --ckpt_save_path=runs/a "

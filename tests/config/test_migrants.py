@@ -13,7 +13,7 @@ from shared_data import shared_dir
 from megatron.base.errors import ConfigError
 from megatron.config.without_effect import split_off_flags_without_effect
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 COUNT = 53
 COUNT_IN_SCOPE = 38

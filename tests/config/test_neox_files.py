@@ -8,11 +8,11 @@ from config.neox_texts import MODEL, SETUP
 
 from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
-from megatron.config.cli import LoadedConfig
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
 from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 SMALL = """
 pipe_parallel_size: 0

@@ -10,11 +10,14 @@ from config.minimal import published_arguments
 from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
 from megatron.commands.preset_table import build_preset_shape, format_preset_table
-from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import all_fields, find_missing
 from megatron.config.presets import list_preset_names, read_preset
+from megatron.config.saved import load_yaml
+from megatron.config.yaml_file import dump_yaml
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 BATCH = ["--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-3"]
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"

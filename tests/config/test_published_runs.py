@@ -7,7 +7,7 @@ import pytest
 from config.minimal import published_arguments
 
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 RUNS = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs"
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import ConfigError
-from megatron.config.cli import dump_yaml, load_yaml
 from megatron.config.fields import Field, all_fields, build_config
+from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
+from megatron.config.yaml_file import dump_yaml
 from megatron.extras.translators.translator import load_config
 
 

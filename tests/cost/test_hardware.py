@@ -27,7 +27,7 @@ from megatron.extras.planner.cost.step import StepJob, StepPrediction
 from megatron.extras.planner.cost.tensors import choose_kernel
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 A100 = load_hardware("a100-80g")
 SMALL = (

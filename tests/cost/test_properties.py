@@ -9,9 +9,9 @@ from fractions import Fraction
 import pytest
 from cost.published import make_gpt
 
+from megatron.commands.parts import choose_engine
 from megatron.commands.plan_cost import list_breakdown
 from megatron.commands.plan_search import format_flags, predict_explained, search_plan
-from megatron.engine.support import list_unsupported
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import estimate_memory
@@ -21,7 +21,8 @@ from megatron.extras.planner.cost.step import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 BASE = (
     "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
@@ -80,7 +81,7 @@ def test_a_plan_with_the_flags_of_a_layout_has_its_prediction(flags, world_size)
     for prediction in (*found.result.fastest, found.configured):
         chosen = format_flags(plan, prediction.job.layout)
         changed = make_plan(f"{flags} {chosen}", world_size)
-        assert list_unsupported(changed) == []
+        assert choose_engine(changed.config).list_unsupported(changed) == []
         again = predict_plan(changed, hardware)
         assert again.job.layout.describe() == prediction.job.layout.describe()
         assert again.seconds == prediction.seconds

@@ -13,7 +13,7 @@ from megatron.extras.planner.cost.search import SearchResult, SearchSpace, searc
 from megatron.extras.planner.cost.step import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 GIB = 2**30
 SEVEN = "--preset llama2-7b --bf16 --micro-batch-size 1 --train-iters 10 --lr 1e-4"

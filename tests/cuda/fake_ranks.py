@@ -16,7 +16,8 @@ from megatron.extras.planner.dry_run.process import choose_microbatches
 from megatron.extras.planner.dry_run.record import RankReport, StepTrace
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.grid import Grid, GridCoordinate
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
@@ -250,7 +251,7 @@ def train(arguments: list[str]) -> StepTrace:
     with gpu:
         gpu.start_step()
         loaded = load_config(arguments)
-        pretrain(loaded, parts=choose_parts())
+        pretrain(loaded, parts=choose_parts(loaded.config))
         return gpu.end_step()
 
 

@@ -14,7 +14,7 @@ from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.tensors import LOGIT_CHUNK_BYTES
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 RUN = "--train-iters 10 --lr 1e-4 --global-batch-size 64 "
 LLAMA = (

@@ -13,7 +13,7 @@ from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.indexed_source import GPTTrainSource
-from megatron.data.phases import DataPhase, PlannedPhase
+from megatron.data.planned_phase import DataPhase, PlannedPhase
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.source_kind import SourceRequest
 

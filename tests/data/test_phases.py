@@ -11,12 +11,12 @@ from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.phases import (
-    DataPhase,
     check_phase_data,
     find_phase_shares,
     plan_phases,
     read_phases,
 )
+from megatron.data.planned_phase import DataPhase
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.source_kind import SourceRequest
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule

@@ -14,11 +14,12 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     """Return what called `before_update`, and for each call whether the state was unchanged."""
     import torch
 
+    from megatron.commands.parts import choose_engine
     from megatron.data.batches import Microbatch
     from megatron.engine.base import Engine
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.plan.plan import resolve
+    from megatron.plan.resolve import resolve
     from megatron.run.start.join import join_ranks
     from megatron.run.start.setup import build_engine, build_timers, divide_ranks
 
@@ -41,7 +42,7 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
         unchanged.append(all(map(torch.equal, before, copy_state())))
 
     mesh = divide_ranks(plan, join_ranks(loaded, world), world, timers)
-    engine = build_engine(plan, mesh, timers, before_update)
+    engine = build_engine(plan, mesh, timers, before_update, choose_engine(loaded.config))
     tokens = torch.randint(0, 100, (2, 1, 17), generator=torch.Generator().manual_seed(0))
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
     before = copy_state()

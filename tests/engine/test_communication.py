@@ -79,7 +79,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
 
     with mock.patch.object(NativeEngine, "train_batch", train):
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts())
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     return {name: (counts[name], sizes[name]) for name in counts}, *shapes
 
 

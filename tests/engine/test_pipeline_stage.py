@@ -116,7 +116,7 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     from megatron.engine.native import NativeEngine
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.plan.plan import resolve
+    from megatron.plan.resolve import resolve
     from megatron.run.start.join import join_ranks
     from megatron.run.start.setup import build_timers, divide_ranks
 

@@ -51,7 +51,7 @@ def count_gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
         mock.patch.object(GPT, "forward", count_after),
     ):
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts())
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     return seen
 
 

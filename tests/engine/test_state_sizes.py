@@ -6,7 +6,7 @@ from process_pool import ProcessPool, succeed
 
 from megatron.commands.plan_estimates import estimate_memory
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 # No number is padded or divided unevenly. Two stages have the same number of layers.
 ARGV = (

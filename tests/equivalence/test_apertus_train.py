@@ -22,7 +22,7 @@ from tiny_corpus import EOD, REFERENCE_PREFIX
 
 from megatron.base.errors import ConfigError
 from megatron.commands.plan_report import build_json
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.without_effect import split_off_flags_without_effect
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
@@ -31,7 +31,7 @@ from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 from megatron.run.start.setup import open_data
 from megatron.run.state import TrainState
 

@@ -108,7 +108,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     pretrain_module.start_run = start_and_look  # type: ignore[assignment]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts())
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         pretrain_module.start_run = original
     return counts[0], different

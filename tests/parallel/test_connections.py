@@ -355,7 +355,7 @@ def train_without_rank_3(argv: list[str]) -> None:
 
     with mock.patch.object(connections, "connect_group", end):
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts())
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
 
 
 def test_lost_rank_and_the_group_that_misses_it_are_named(

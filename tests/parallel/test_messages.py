@@ -78,22 +78,22 @@ def gather_values(values: list) -> tuple[list, list[str]]:
 
 
 def leave_out_a_message(victim: int, function: str) -> dict[int, list[str]]:
-    """Exchange two messages by a function of `messages`, of which one rank leaves out the first."""
+    """Exchange two messages by a method of `Ranks`, of which one rank leaves out the first."""
     import torch.distributed as dist
 
-    from megatron.parallel import messages
     from megatron.parallel.messages import OutOfStepError
+    from megatron.parallel.ranks import Ranks
     from megatron.parallel.rendezvous import start_process_group
 
-    send = getattr(messages, function)
+    start_process_group("gloo", 1)
+    send = getattr(Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), function)
 
     def send_first() -> None:
-        send({"first": 1}, dist.group.WORLD)
+        send({"first": 1})
 
     def send_second() -> None:
-        send(["second"], dist.group.WORLD)
+        send(["second"])
 
-    start_process_group("gloo", 1)
     try:
         if dist.get_rank() != victim:
             send_first()
@@ -185,7 +185,7 @@ def test_a_run_unpickles_nothing(
         assert "seed: 1234 and 7" in error
 
 
-@pytest.mark.parametrize("function", ["gather_json", "gather_json_on_rank_0"])
+@pytest.mark.parametrize("function", ["gather", "gather_on_rank_0"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_rank_that_leaves_out_a_message_is_found(
     victim: int, function: str, pool: ProcessPool

@@ -22,7 +22,7 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
     from megatron.extras.translators.translator import load_config
 
     loaded = load_config(argv)
-    pretrain_module.pretrain(loaded, parts=choose_parts())
+    pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     groups = [
         group
         for group in dist.distributed_c10d._world.pg_map

@@ -11,7 +11,7 @@ import pytest
 from megatron.extras.translators.translator import load_config
 from megatron.observe.log_line import parse_log_line
 from megatron.observe.metrics import read_metrics
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "curriculum_learning"

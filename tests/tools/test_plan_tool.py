@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron.commands import plan, plan_search
-from megatron.config.cli import compute_config_digest
+from megatron.config.compare import compute_config_digest
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
 from megatron.extras.planner.cost.hardware import load_hardware

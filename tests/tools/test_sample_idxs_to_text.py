@@ -9,7 +9,7 @@ import pytest
 
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.commands import sample_idxs_to_text as tool
-from megatron.config.cli import dump_yaml
+from megatron.config.yaml_file import dump_yaml
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest

@@ -13,7 +13,7 @@ from training.runs import Runner
 
 from megatron.extras.translators.translator import load_config
 from megatron.observe.log_line import parse_log_line
-from megatron.plan.plan import resolve
+from megatron.plan.resolve import resolve
 
 BATCH = 4
 LENGTHS = [8, 16, 16, 24, 32, 32, 32, 32]

@@ -249,7 +249,7 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts())
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from process_pool import ProcessPool, pretrain, succeed
 
-from megatron.config.cli import dump_yaml
+from megatron.config.yaml_file import dump_yaml
 from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 

@@ -106,7 +106,7 @@ def pretrain_without_tokens(argv: list[str], empty: tuple[int, ...]) -> None:
     NativeEngine.eval_batch = eval_batch  # type: ignore[assignment, method-assign]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts())
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         NativeEngine.train_batch = train  # type: ignore[method-assign]
         NativeEngine.eval_batch = evaluate  # type: ignore[method-assign]

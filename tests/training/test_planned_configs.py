@@ -7,7 +7,7 @@ from process_pool import pretrain, succeed
 from training.runs import Runner
 
 from megatron.commands import plan
-from megatron.config.cli import compute_config_digest
+from megatron.config.compare import compute_config_digest
 from megatron.extras.translators.translator import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

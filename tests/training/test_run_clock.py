@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.run.clock import RunClock
 from megatron.run.state import TrainState
 

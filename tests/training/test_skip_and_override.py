@@ -23,7 +23,7 @@ def train_only(argv: list[str], iterations: list[int]) -> list[float]:
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
-    from megatron.plan.plan import resolve
+    from megatron.plan.resolve import resolve
     from megatron.run.start.setup import open_data
 
     loaded = load_config(argv)

@@ -60,7 +60,7 @@ def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts())
+        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
     finally:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 

@@ -1,5 +1,6 @@
 """Tests of the start: rank 0 finds and resolves the job, and the other ranks get it as JSON."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from training.runs import SIZES, Runner
 import megatron
 from megatron.checkpoint.start import find_start
 from megatron.extras.translators.translator import load_config
+from megatron.run.parts import Parts
 from megatron.run.start.job import Job, resolve_job, select_checkpoint_config
 from megatron.run.start.refusals import check_before_torch
 
@@ -168,18 +170,15 @@ def test_a_rank_without_the_deepspeed_json_is_named(
 
 def pretrain_with_file(argv: list[str], file: str) -> None:
     """Train with another path of the DeepSpeed JSON in this rank's agreement."""
-    import dataclasses
-
-    import megatron.run.start.agreement as agreement
-
-    original = agreement._describe_deepspeed_settings
+    from megatron.extras.deepspeed.kind import DEEPSPEED
+    from megatron.run.pretrain import pretrain
 
     def describe(config):
         parallel = dataclasses.replace(config.parallel, deepspeed_config=file)
-        return original(dataclasses.replace(config, parallel=parallel))
+        return DEEPSPEED.describe_settings(dataclasses.replace(config, parallel=parallel))
 
-    with mock.patch.object(agreement, "_describe_deepspeed_settings", describe):
-        pretrain(argv)
+    engine = dataclasses.replace(DEEPSPEED, describe_settings=describe)
+    pretrain(load_config(argv), parts=Parts(engine=engine))
 
 
 @pytest.mark.parametrize(
@@ -190,13 +189,19 @@ def pretrain_with_file(argv: list[str], file: str) -> None:
         ("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8", 4),
         ("--rampup-batch-size 2 2 100 --lr-decay-style cosine --lr-warmup-fraction 0.1", 1),
         ("--skip-train-iteration-range 3-4 6-7", 1),
+        ("--step-batch-size-schedule 0:2 64samples:4", 1),
+        (
+            "--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 16 "
+            "--curriculum-max-steps 4 --train-tokens 1000 --lr-decay-tokens 900",
+            2,
+        ),
         ("--num-layers 2 --hidden-size 48 --lr 0.1 --min-lr 1e-9 --fp16", 1),
     ],
 )
 def test_every_rank_builds_the_plan_that_rank_0_resolved(flags: str, world_size: int) -> None:
     job = resolve_job(load_config([*ARGV, *flags.split()]), world_size, None)
-    received = Job.from_json(json.loads(json.dumps(job.to_json())), world_size)
-    assert vars(received.plan) | {"warnings": ()} == vars(job.plan) | {"warnings": ()}
+    received = Job.from_json(json.loads(json.dumps(job.to_json())))
+    assert received.plan == job.plan
     assert received.state == job.state
     assert received.notes == job.notes
 
@@ -210,8 +215,8 @@ def test_what_a_checkpoint_decides_reaches_every_rank(run: Runner) -> None:
     job = resolve_job(loaded, 1, start.checkpoint)
     assert job.plan.lr_schedule.max_lr == 2e-3
     assert job.plan.skip_ranges == ((5, 6),)
-    received = Job.from_json(json.loads(json.dumps(job.to_json())), 1)
-    assert vars(received.plan) | {"warnings": ()} == vars(job.plan) | {"warnings": ()}
+    received = Job.from_json(json.loads(json.dumps(job.to_json())))
+    assert received.plan == job.plan
     assert received.state == job.state
     assert received.checkpoint == job.checkpoint
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron.base.code_version import get_code_version
 from megatron.base.errors import CheckpointError
 from megatron.checkpoint.contents import CheckpointContents
-from megatron.config.cli import dump_yaml
 from megatron.config.model import ModelConfig
+from megatron.config.yaml_file import dump_yaml
 from megatron.extras.convert.megatron_args import load_run_config, make_state
 from megatron.extras.convert.megatron_deepspeed import open_megatron_deepspeed
 from megatron.extras.convert.megatron_lm import open_megatron_lm

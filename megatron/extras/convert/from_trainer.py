@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron.base.code_version import get_code_version
 from megatron.base.errors import CheckpointError
 from megatron.checkpoint.contents import CheckpointContents
-from megatron.config.cli import LoadedConfig, dump_yaml
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
+from megatron.config.yaml_file import dump_yaml
 from megatron.extras.convert.architectures import Architecture
 from megatron.extras.convert.problems import refuse_problems
 from megatron.extras.convert.tensors import VOCABULARY_TENSORS, TensorPair, pair_tensors

@@ -13,10 +13,10 @@ from megatron.base.code_version import get_code_version
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.config.batch import BatchConfig
-from megatron.config.cli import dump_yaml
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
+from megatron.config.yaml_file import dump_yaml
 from megatron.extras.convert.architectures import Architecture, find_architecture
 from megatron.extras.convert.compare import Comparison, TheirModel, compare_models
 from megatron.extras.convert.tensors import TensorPair, pair_tensors

@@ -24,7 +24,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +37,12 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
     Accept,
-    PhaseTimers,
     StepResult,
     Vote,
-    skip_timing,
-    skip_waiting,
 )
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
-from megatron.engine.invariants import InvariantChecker, Replica
+from megatron.engine.invariants import Replica
 from megatron.engine.optimizer import choose_rate, compute_squared_norm
 from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.extras.deepspeed.deepspeed_adapters import (
@@ -63,15 +60,12 @@ from megatron.extras.deepspeed.flat_moments import (
     build_adamw,
 )
 from megatron.extras.deepspeed.fragments import Fragment
-from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
-from megatron.model.init import Initialise, initialise
+from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.inputs import Inputs
 from megatron.parallel.collectives import all_gather_single
 from megatron.parallel.layers import ParameterSpec
-from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
 from megatron.parallel.time_limit import TimeLimit
-from megatron.plan.plan import Plan
 
 _LOGGING_KEYS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 """Keys of DeepSpeed's JSON that request output in the log."""
@@ -84,27 +78,11 @@ class DeepSpeedEngine(EngineBase):
     them.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Mesh,
-        timers: PhaseTimers = skip_timing,
-        before_update: Callable[[], None] = skip_waiting,
-        initialise: Initialise = initialise,
-    ) -> None:
-        """Build this rank's stage, give it to DeepSpeed, and initialise the weights.
+    _uses_fsdp = False
 
-        Args:
-            plan: The plan of the run.
-            mesh: This rank's mesh.
-            timers: Called with the name of a phase to time it.
-            before_update: Called before weights or moments change.
-            initialise: Fills a shard of a parameter with its initial values.
+    # -- construction -----------------------------------------------------------------------------
 
-        Raises:
-            ConfigError: DeepSpeed is not installed or refuses its configuration.
-        """
-        super().__init__(plan, mesh, timers, before_update, initialise, use_fsdp=False)
+    def _build(self) -> None:
         # DeepSpeed's pipeline has one stage on each rank.
         (stage,) = self._rank_stages
         self._specs = stage.specs
@@ -115,7 +93,7 @@ class DeepSpeedEngine(EngineBase):
         """Decides on the step that runs. None: every finite step is applied."""
         self._rejected = False
         """Whether `_accept` has refused the step that runs."""
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         """Mean loss of this rank's microbatches so far. It stays zero with a pipeline."""
         self._microbatches = 1
         """Number of this rank's microbatches in the step that runs."""
@@ -123,12 +101,6 @@ class DeepSpeedEngine(EngineBase):
         self._flats = self._find_flats()
         self._moments = self._make_moments()
         self._fragments = list(self._find_fragments())
-        self._invariants = self._make_invariants()
-        # The shards are views of the fp32 partitions. DeepSpeed does not notice writes into them,
-        # so this ends with `_refresh_model`, which copies them to the weights of the model.
-        self._initialise_weights()
-
-    # -- construction -----------------------------------------------------------------------------
 
     def _initialize(self) -> Any:
         """Return DeepSpeed's engine around this rank's stage."""
@@ -398,16 +370,12 @@ class DeepSpeedEngine(EngineBase):
         # DeepSpeed ties only layers of the class TiedLayerSpec. A stage is one layer, so its tied
         # weights are returned here.
         tied = [
-            TiedWeight(p) for name, p in self.stages[0].named_parameters() if self._is_tied(name)
+            TiedWeight(parameter)
+            for name, parameter in self.stages[0].named_parameters()
+            if self._is_tied(self._specs[name].get_global_name(name))
         ]
         module.get_tied_weights_and_groups = lambda: [(weight, self._mesh.ends) for weight in tied]
         return module
-
-    def _is_tied(self, name: str) -> bool:
-        """Return whether the other end of the pipeline holds the parameter too."""
-        if self._plan.config.model.untie_embeddings_and_output_weights or self._mesh.ends is None:
-            return False
-        return WORD_EMBEDDING in (name, self._specs[name].copy_of)
 
     def _mark(self, parameter: nn.Parameter, spec: ParameterSpec) -> None:
         """Mark a parameter for DeepSpeed's gradient norm, and add up partial gradients.
@@ -538,9 +506,7 @@ class DeepSpeedEngine(EngineBase):
             if size <= 0:
                 continue
             spec = self._specs[name]
-            offset = [0] * len(spec.shape)
-            if spec.shard_dim is not None and spec.pieces is None:
-                offset[spec.shard_dim] = self._mesh.coordinate.tensor * shape[spec.shard_dim]
+            offset = self._compute_tensor_offset(spec, shape)
             yield Fragment(
                 spec.get_global_name(name), spec, tuple(offset), shape, start, size, flat, at
             )
@@ -550,8 +516,8 @@ class DeepSpeedEngine(EngineBase):
             return self._flats[index].data
         return self._moments.open(index, kind)
 
-    def _make_invariants(self) -> InvariantChecker:
-        """Return the checker of the parameters that tensor-parallel ranks replicate.
+    def _list_replicas(self) -> list[tuple[dist.ProcessGroup | None, list[Replica]]]:
+        """Return the parameters that tensor-parallel ranks replicate.
 
         DeepSpeed divides the two copies of a tied embedding at different elements, so they are not
         compared.
@@ -564,7 +530,7 @@ class DeepSpeedEngine(EngineBase):
             if f.spec.shard_dim is None
             for kind in kinds
         ]
-        return InvariantChecker([(self._mesh.tensor_parallel.group, replicas)], self._mesh)
+        return [(self._mesh.tensor_parallel.group, replicas)]
 
     # -- a step -----------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         plan.world_size,
         hardware,
         describe_software(plan, hardware),
-        # DeepSpeed has neither of them (`megatron/engine/support.py`).
+        # DeepSpeed has neither of them (`megatron/extras/deepspeed/support.py`).
         virtual=1 if deepspeed else None,
         hsdp=False if deepspeed else None,
         pad=pad,

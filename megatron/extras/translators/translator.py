@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.cli import FOREIGN_DEFAULT, LoadedConfig
+from megatron.config.cli import FOREIGN_DEFAULT
 from megatron.config.cli import load_config as load_with
 from megatron.config.command_line import CommandLine, Found, Given
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import Arity, ValueWithOrigin, all_fields
 from megatron.config.normalise import read_argv
 from megatron.extras.translators.compat import find_row, find_rows

@@ -1,33 +1,33 @@
 """Comparison of what the ranks were started with.
 
-Rank 0's configuration is the run's. A rank whose own command line, YAML file, DeepSpeed JSON, code
-version or source files differ is named before anything is read for the run.
+Rank 0's configuration is the run's. A rank whose own command line, YAML file, settings of the
+engine, code version or source files differ is named before anything is read for the run.
 """
 
 import json
-from pathlib import Path
 
 from megatron.base.code_version import compute_file_digests, get_code_version
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.digest import digest_of_text
-from megatron.config.cli import load_yaml
 from megatron.config.compare import compute_config_digest, list_config_differences
+from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
-from megatron.extras.translators.deepspeed_json import read_json, select_passed_on
+from megatron.engine.kind import EngineKind
 from megatron.parallel.ranks import Ranks
 
 _NAMED_FILES = 5
 
 
-def check_agreement(config: Config, ranks: Ranks) -> None:
-    """Compare configuration, code and DeepSpeed's settings between ranks.
+def check_agreement(config: Config, ranks: Ranks, kind: EngineKind) -> None:
+    """Compare configuration, code and settings of the engine between ranks.
 
     All ranks call it together.
 
     Args:
         config: The configuration as this rank loaded it.
         ranks: All ranks of the run.
+        kind: The kind of the engine.
 
     Raises:
         LayoutError: A rank differs from rank 0. The error is raised on every rank. It names the
@@ -39,11 +39,12 @@ def check_agreement(config: Config, ranks: Ranks) -> None:
     # megabytes over the control group in a large job.
     # The version is the commit. A file of a checkout may have been edited since.
     code = compute_file_digests()
+    own_settings = kind.describe_settings(config)
     mine = [
         compute_config_digest(config),
         get_code_version(),
         digest_of_text(json.dumps(code)),
-        _describe_deepspeed_settings(config),
+        None if own_settings is None else own_settings.content,
     ]
     everyone = ranks.gather(mine)
     if all(other == everyone[0] for other in everyone):
@@ -73,9 +74,10 @@ def check_agreement(config: Config, ranks: Ranks) -> None:
         differing.append(
             f"these files of its package differ: {', '.join(names[:_NAMED_FILES])}{more}"
         )
-    if settings != first_settings:
+    # If a rank has no file, its configuration differs, which explains the difference already.
+    if own_settings is not None and settings != first_settings:
         differing.append(
-            f"its {config.parallel.deepspeed_config} passes {settings} to DeepSpeed, and "
+            f"its {own_settings.path} passes {settings} to {kind.name}, and "
             f"rank 0's passes {first_settings}"
         )
     raise LayoutError(
@@ -95,23 +97,3 @@ def _differences(rank_0: str, other: str) -> list[str]:
         return list_config_differences(load_yaml(rank_0), load_yaml(other))
     except ConfigError as error:
         return [f"this rank cannot read a configuration of another version: {error}"]
-
-
-def _describe_deepspeed_settings(config: Config) -> str:
-    """Return the settings of DeepSpeed's JSON file that are not fields of the configuration.
-
-    They are compared by content, because each machine may have another file of the same name.
-    """
-    path = config.parallel.deepspeed_config
-    if path is None or not config.parallel.deepspeed:
-        return "{}"
-    # A rank that raised here would leave the others waiting. If no rank has the file, rank 0
-    # refuses the flag.
-    try:
-        if not Path(path).is_file():
-            return "nothing (the file does not exist)"
-        stages = config.parallel.pipeline_model_parallel_size
-        passed_on = select_passed_on(read_json(path), stages)
-        return json.dumps(passed_on, sort_keys=True)
-    except (ConfigError, OSError) as error:
-        return f"nothing ({error})"

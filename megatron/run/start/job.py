@@ -1,12 +1,12 @@
 """The job of a run: its plan and its starting point.
 
 Rank 0 alone looks for the checkpoint and resolves the configuration. It sends the result as JSON,
-and every rank builds the same `Job` from that, without the command line and without the folder of
-the checkpoints.
+and the other ranks build the same `Job` from that, without the command line and without the folder
+of the checkpoints.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ from megatron.checkpoint.start import (
 )
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
-from megatron.config.loss import LOSS_MEAN
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
-from megatron.data.documents import needs_documents
-from megatron.data.phases import PlannedPhase
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.record import record_plan, restore_plan
+from megatron.plan.resolve import resolve
 from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import (
@@ -43,7 +42,6 @@ from megatron.run.start.resume import (
     warn_of_new_states,
 )
 from megatron.run.state import TrainState
-from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer import fetch_missing_tokenizer
 
 _SEARCH = "looking for the checkpoint to start from"
@@ -63,51 +61,29 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON for the other ranks."""
         return {
-            "config": dump_yaml(self.plan.config),
-            "vocab_size": self.plan.vocab_size,
-            "lr_schedule": asdict(self.plan.lr_schedule),
-            "skip_ranges": self.plan.skip_ranges,
-            "shard_size": self.plan.shard_size,
-            "loss_mean_origin": self.plan.loss_mean_origin,
-            "data_phases": [asdict(planned) for planned in self.plan.data_phases],
+            "plan": record_plan(self.plan),
             "checkpoint": describe_checkpoint(self.checkpoint),
             "guard_windows": self.state.spike_guard.get("windows", []),
             "notes": self.notes,
         }
 
     @classmethod
-    def from_json(cls, record: dict[str, Any], world_size: int, parts: Parts = NO_PARTS) -> "Job":
+    def from_json(cls, record: dict[str, Any], parts: Parts = NO_PARTS) -> "Job":
         """Return the job that `to_json` described. Nothing is read from files."""
-        config = load_yaml(record["config"], fast=True)
+        plan = restore_plan(record["plan"])
         checkpoint = restore_checkpoint(record["checkpoint"])
-        state = build_starting_state(checkpoint, config)
-        # Every other number of the plan follows from these. Rank 0 has printed its warnings.
-        plan = resolve(
-            config,
-            world_size,
-            {LOSS_MEAN: record["loss_mean_origin"]},
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
-            iteration=state.iteration,
-            vocab_size=record["vocab_size"],
-        )
-        # A checkpoint may replace the first two. The shard size depends on the size of rank 0's
-        # node. Only rank 0 reads the file of the phases.
-        plan = replace(
-            plan,
-            lr_schedule=LRSchedule(**record["lr_schedule"]),
-            # JSON has no tuples.
-            skip_ranges=tuple((first, last) for first, last in record["skip_ranges"]),
-            shard_size=record["shard_size"],
-            data_phases=tuple(map(PlannedPhase.from_json, record["data_phases"])),
-        )
+        state = build_starting_state(checkpoint, plan.config)
         # Only rank 0 reads the file of interventions.
         state.keep_guard_windows(record["guard_windows"])
         return cls(plan, state, checkpoint, record["notes"], parts)
 
 
 def agree_on_job(
-    loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None], parts: Parts = NO_PARTS
+    loaded: LoadedConfig,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    parts: Parts = NO_PARTS,
+    early: Plan | None = None,
 ) -> Job:
     """Return the job that rank 0 resolves from its configuration and the checkpoint that it finds.
 
@@ -119,16 +95,37 @@ def agree_on_job(
         ranks: All ranks of the run.
         say: Prints a message if it takes long.
         parts: The parts of the run besides the core.
+        early: See `resolve_job`.
 
     Raises:
         MegatronError: On every rank, as `find_start` and `resolve_job`.
     """
 
-    def find() -> dict[str, Any]:
+    def find() -> Job:
         start = find_start(select_checkpoint_config(loaded.config))
-        return resolve_job(loaded, ranks.size, start.checkpoint, parts).to_json()
+        return resolve_job(loaded, ranks.size, start.checkpoint, parts, early)
 
-    return Job.from_json(ranks.call_on_rank_0(find, _SEARCH, say), ranks.size, parts)
+    job = _share_job(find, ranks, say, parts)
+    assert job is not None, "`find` always returns a job"
+    return job
+
+
+def _share_job(
+    find: Callable[[], Job | None], ranks: Ranks, say: Callable[[str], None], parts: Parts
+) -> Job | None:
+    """Call a function on rank 0, and return its job, or None, on every rank."""
+    own: Job | None = None
+
+    def find_and_record() -> dict[str, Any] | None:
+        nonlocal own
+        own = find()
+        return None if own is None else own.to_json()
+
+    record = ranks.call_on_rank_0(find_and_record, _SEARCH, say)
+    # Rank 0 keeps its own job. Building it again would give the same.
+    if record is None or own is not None:
+        return own
+    return Job.from_json(record, parts)
 
 
 def confirm_job(
@@ -158,18 +155,15 @@ def confirm_job(
         MegatronError: On every rank, as `take_start` and `resolve_job`.
     """
 
-    def confirm() -> dict[str, Any] | None:
+    def confirm() -> Job | None:
         start = take_start(
             select_checkpoint_config(loaded.config), damage, holds_lease=holds_lease, say=say
         )
         if start.checkpoint == job.checkpoint:
             return None
-        return resolve_job(loaded, ranks.size, start.checkpoint, job.parts).to_json()
+        return resolve_job(loaded, ranks.size, start.checkpoint, job.parts)
 
-    other = ranks.call_on_rank_0(confirm, _SEARCH, say)
-    if other is None:
-        return job
-    return Job.from_json(other, ranks.size, job.parts)
+    return _share_job(confirm, ranks, say, job.parts) or job
 
 
 def resolve_job(
@@ -177,8 +171,16 @@ def resolve_job(
     world_size: int,
     checkpoint: Checkpoint | None,
     parts: Parts = NO_PARTS,
+    early: Plan | None = None,
 ) -> Job:
     """Resolve the plan for continuing from a checkpoint, or for a run from scratch.
+
+    Args:
+        loaded: The configuration as rank 0 loaded it.
+        world_size: Number of processes.
+        checkpoint: Where the run continues. None: from scratch.
+        parts: The parts of the run besides the core.
+        early: What `check_before_torch` returned. Without a checkpoint, it is the plan of the run.
 
     Raises:
         ConfigError: The configuration is wrong, it contradicts the checkpoint, or the tokenizer
@@ -198,18 +200,22 @@ def resolve_job(
     # that the plan is resolved from. The schedule and the ranges are compared with the plan.
     config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
     config, about_curriculum = choose_curriculum(config, checkpoint)
-    # This is rank 0. The other ranks read the tokenizer later, from the cache of the Hub.
-    fetch_missing_tokenizer(config.tokenizer, needs_text=needs_documents(config.data))
-    plan = resolve(
-        config,
-        world_size,
-        loaded.origin,
-        consumed_samples=state.consumed_samples,
-        consumed_tokens=state.consumed_tokens,
-        iteration=state.iteration,
-        ranks_per_node=read_ranks_per_node(world_size),
-    )
-    check_plan(plan, parts)
+    # Without a checkpoint, the functions above have changed nothing, and all counters are 0.
+    if checkpoint is None and early is not None:
+        plan = early
+    else:
+        # This is rank 0. The other ranks read the tokenizer later, from the cache of the Hub.
+        fetch_missing_tokenizer(config.tokenizer, needs_text=config.data.needs_documents)
+        plan = resolve(
+            config,
+            world_size,
+            loaded.origin,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            iteration=state.iteration,
+            ranks_per_node=read_ranks_per_node(world_size),
+        )
+        check_plan(plan, parts)
     if checkpoint is None:
         _refuse_missing_checkpoint(config.checkpoint)
     _refuse_kill_switch(config.batch)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from megatron.base.errors import combine_errors
 from megatron.base.plain_text import make_plain_lines
-from megatron.config.cli import LoadedConfig, combine_errors
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
 from megatron.config.ranges import check_ranges
 from megatron.engine.deterministic import choose_deterministic_kernels
 from megatron.parallel.launcher import LaunchedWorld

@@ -5,10 +5,14 @@ Importing torch takes seconds. Where possible, a wrong command line is therefore
 
 import os
 
-from megatron.config.cli import LoadedConfig, combine_errors
+from megatron.base.errors import combine_errors
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.rules import check_rules, list_missing_for_training
-from megatron.engine.support import refuse_unsupported
-from megatron.plan.plan import Plan, resolve
+from megatron.engine.kind import refuse_unsupported
+from megatron.engine.native_kind import NATIVE
+from megatron.parallel.launcher import read_ranks_per_node
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 from megatron.run.parts import NO_PARTS, Parts
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
@@ -16,16 +20,21 @@ _UNKNOWN_VOCABULARY = 1
 """A vocabulary size that breaks no rule, for a plan that is only checked."""
 
 
-def check_before_torch(loaded: LoadedConfig, world_size: int, parts: Parts = NO_PARTS) -> None:
+def check_before_torch(
+    loaded: LoadedConfig, world_size: int, parts: Parts = NO_PARTS
+) -> Plan | None:
     """Refuse a configuration with errors that no checkpoint could correct.
 
-    Each rank calls this without communication. In `resolve_job`, rank 0 checks everything again
-    together with the checkpoint.
+    Each rank calls this without communication. In `resolve_job`, rank 0 checks what depends on the
+    checkpoint, or on files that many ranks must not read at the same time.
 
     Args:
         loaded: The configuration as this rank loaded it.
         world_size: Number of processes.
         parts: The parts of the run besides the core.
+
+    Returns:
+        The plan of a run from scratch. None if it may depend on a checkpoint, or on such files.
 
     Raises:
         ConfigError: See `check_plan`, or the tokenizer cannot be downloaded.
@@ -33,7 +42,7 @@ def check_before_torch(loaded: LoadedConfig, world_size: int, parts: Parts = NO_
     config = loaded.config
     # The checkpoint's curriculum may replace the one that is wrong here.
     if config.optimizer.use_checkpoint_lr_scheduler:
-        return
+        return None
     load = config.checkpoint.load
     # `os.path.exists` raises no error for a folder that cannot be read. Rank 0 reports that later.
     if load is not None and os.path.exists(load):
@@ -41,19 +50,22 @@ def check_before_torch(loaded: LoadedConfig, world_size: int, parts: Parts = NO_
         errors, _ = check_rules(config, loaded.origin)
         if errors:
             raise combine_errors(errors)
-        return
+        return None
     # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
     alone = world_size == 1
     if alone:
         # The plan needs the size of the vocabulary.
-        fetch_missing_tokenizer(config.tokenizer, needs_text=False)
+        fetch_missing_tokenizer(config.tokenizer, needs_text=config.data.needs_documents)
     plan = resolve(
         config,
         world_size,
         loaded.origin,
         vocab_size=None if alone else _UNKNOWN_VOCABULARY,
+        ranks_per_node=read_ranks_per_node(world_size),
     )
     check_plan(plan, parts, read_files=alone)
+    # Several ranks have planned with a placeholder for the vocabulary. Nothing can use that plan.
+    return plan if alone else None
 
 
 def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) -> None:
@@ -76,7 +88,7 @@ def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) 
         errors += [error for error in missing if error not in errors]
     if errors:
         raise combine_errors(errors)
-    refuse_unsupported(plan)
+    refuse_unsupported(plan, parts.engine or NATIVE)
     if parts.check_trackers is not None:
         parts.check_trackers(plan.config.logging.tracker)
     if missing := list_missing_for_training(plan.config):

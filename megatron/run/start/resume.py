@@ -4,12 +4,13 @@ from dataclasses import asdict, replace
 
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import Checkpoint
-from megatron.config.cli import LoadedConfig
 from megatron.config.compare import find_config_differences
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import Field, all_fields
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
-from megatron.plan.plan import Plan, build_curriculum
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import build_curriculum
 from megatron.run.state import TrainState
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER

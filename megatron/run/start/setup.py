@@ -20,11 +20,11 @@ from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
-from megatron.config.cli import LoadedConfig
+from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
 from megatron.config.without_effect import format_warnings
 from megatron.data.build_sources import build_sources, count_evaluation_samples
-from megatron.data.documents import DocumentRules, needs_documents
+from megatron.data.documents import DocumentRules
 from megatron.data.epochs import (
     DatasetUse,
     describe_epochs,
@@ -36,6 +36,8 @@ from megatron.data.source import BatchSlice, Sources
 from megatron.data.source_kind import SourceKind, SourceRequest
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
+from megatron.engine.kind import BuildEngine, EngineKind
+from megatron.engine.native_kind import NATIVE
 from megatron.observe.log_line import (
     format_first_start_line,
     format_from_scratch_line,
@@ -198,7 +200,8 @@ def start_run(
         before_update = skip_waiting
         if saver is not None:
             before_update = saver.wait_for_copy
-        engine = build_engine(job.plan, mesh, timers, before_update)
+        kind = job.parts.engine or NATIVE
+        engine = build_engine(job.plan, mesh, timers, before_update, kind)
         if job.checkpoint is None:
             wrong = None
         else:
@@ -213,33 +216,31 @@ def start_run(
 
 
 def build_engine(
-    plan: Plan, mesh: Mesh, timers: Timers, before_update: Callable[[], None]
+    plan: Plan,
+    mesh: Mesh,
+    timers: Timers,
+    before_update: Callable[[], None],
+    kind: EngineKind,
 ) -> Engine:
-    """Build the engine that the configuration asks for.
+    """Build an engine.
 
     Args:
         plan: The plan of the run.
         mesh: The ranks of the run.
         timers: They time the phases of a step.
         before_update: Called before weights or moments change.
+        kind: The kind of the engine.
 
     Raises:
-        ConfigError: The configuration asks for DeepSpeed, and it is not installed. Or the memory of
-            a host without GPUs is too small.
+        ConfigError: A package that the engine needs is not installed. Or the memory of a host
+            without GPUs is too small.
     """
     if mesh.device.type == "cpu":
         # Some launchers do not tell how many ranks a host has. There is at least this one.
         require_host_memory(plan, read_ranks_per_node(plan.world_size, unknown=1))
 
-    def load() -> Callable[[Plan, Mesh, Timers, Callable[[], None]], Engine]:
-        if plan.config.parallel.deepspeed:
-            from megatron.extras.deepspeed.deepspeed import DeepSpeedEngine, import_deepspeed
-
-            import_deepspeed(mesh.device.type)
-            return DeepSpeedEngine
-        from megatron.engine.native import NativeEngine
-
-        return NativeEngine
+    def load() -> BuildEngine:
+        return kind.load(mesh.device.type)
 
     # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
     # the ranks that are done from running into the time limit of a collective.
@@ -603,7 +604,7 @@ def build_document_rules(config: Config) -> DocumentRules | None:
 
     Without the rules no tokenizer is needed, so none is built.
     """
-    if not needs_documents(config.data):
+    if not config.data.needs_documents:
         return None
     if config.data.dataset_format is not None:
         # The bounds come from the files, so no token marks them.

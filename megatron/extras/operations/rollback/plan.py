@@ -32,7 +32,7 @@ from megatron.checkpoint.manifest import (
     read_checked_text,
     read_manifest,
 )
-from megatron.config.cli import load_yaml
+from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
 from megatron.extras.operations.rollback.cutting import (
     CutSpans,

@@ -1,23 +1,16 @@
-"""Settings that an engine does not support.
+"""Settings that DeepSpeed does not support here.
 
 This module imports neither torch nor DeepSpeed, because the planning tool uses it too.
 """
 
 from pathlib import Path
 
-from megatron.base.errors import ConfigError
 from megatron.extras.translators.deepspeed_json import read_accumulation_steps, read_json
 from megatron.plan.plan import Plan
 
 
 def list_unsupported(plan: Plan) -> list[str]:
-    """Return a line for each setting that the plan's engine cannot run, with what to do instead."""
-    if plan.config.parallel.deepspeed:
-        return _list_unsupported_by_deepspeed(plan)
-    return []
-
-
-def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
+    """Return a line for each setting that DeepSpeed cannot run, with what to do instead."""
     config = plan.config
     parallel = plan.config.parallel
     problems = _list_unsupported_layouts(plan)
@@ -90,25 +83,3 @@ def _list_unsupported_layouts(plan: Plan) -> list[str]:
             "DeepSpeed's pipeline has one stage per rank; remove this flag or --deepspeed"
         )
     return problems
-
-
-def refuse_unsupported(plan: Plan) -> None:
-    """Raise an error if the plan's engine cannot run it.
-
-    Raises:
-        ConfigError: The engine cannot run a setting, with one line for each. Or the file of
-            `--deepspeed-config` does not exist.
-    """
-    parallel = plan.config.parallel
-    if (
-        parallel.deepspeed
-        and parallel.deepspeed_config is not None
-        and not Path(parallel.deepspeed_config).is_file()
-    ):
-        raise ConfigError(
-            f"--deepspeed-config {parallel.deepspeed_config} does not exist; create it, "
-            "or remove the flag"
-        )
-    if refused := list_unsupported(plan):
-        lines = "".join(f"\n  {line}" for line in refused)
-        raise ConfigError(f"--deepspeed does not support:{lines}")

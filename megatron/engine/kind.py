@@ -1,0 +1,78 @@
+"""What the start of a run must know about an engine before it builds it.
+
+A configuration that its engine cannot run is refused before torch is imported. So a kind of engine
+is described without torch, and only `EngineKind.load` imports the engine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.base.errors import ConfigError
+from megatron.config.tree import Config
+from megatron.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from megatron.engine.base import Engine, PhaseTimers
+    from megatron.parallel.mesh import Mesh
+
+BuildEngine = Callable[["Plan", "Mesh", "PhaseTimers", Callable[[], None]], "Engine"]
+"""Builds an engine from the plan, the mesh, the timers and a function.
+
+The engine calls the function before weights or moments change.
+"""
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """Settings of an engine that are in a file and not in the configuration."""
+
+    path: str
+    content: str
+    """The settings as text, or why there are none. They must be equal on all ranks."""
+
+
+def _support_all(plan: Plan) -> list[str]:
+    return []
+
+
+def _accept_files(config: Config) -> None:
+    return
+
+
+def _describe_no_file(config: Config) -> FileSettings | None:
+    return None
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """A kind of engine. Its functions need no process group, and no torch except `load`."""
+
+    name: str
+    """Its name in messages."""
+    load: Callable[[str], BuildEngine]
+    """Imports the engine for a type of device, "cuda" or "cpu", and returns its constructor.
+
+    It raises ConfigError if a package that the engine needs is not installed.
+    """
+    flag: str = ""
+    """The flag that asks for this engine. Empty for the engine of a run without such a flag."""
+    list_unsupported: Callable[[Plan], list[str]] = _support_all
+    """Returns a line for each setting that the engine cannot run, with what to do instead."""
+    check_files: Callable[[Config], None] = _accept_files
+    """Raises ConfigError if a file with settings of this engine does not exist."""
+    describe_settings: Callable[[Config], FileSettings | None] = _describe_no_file
+    """Returns the settings that are not in the configuration. It never raises an error."""
+
+
+def refuse_unsupported(plan: Plan, kind: EngineKind) -> None:
+    """Raise an error if the engine cannot run the plan.
+
+    Raises:
+        ConfigError: The engine cannot run a setting, with one line for each. Or a file with its
+            settings does not exist.
+    """
+    kind.check_files(plan.config)
+    if refused := kind.list_unsupported(plan):
+        lines = "".join(f"\n  {line}" for line in refused)
+        raise ConfigError(f"{kind.flag or kind.name} does not support:{lines}")

@@ -1,0 +1,82 @@
+"""A plan as JSON. The rank that has resolved it sends it to the others."""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from megatron.config.saved import load_yaml
+from megatron.config.yaml_file import dump_yaml
+from megatron.data.planned_phase import PlannedPhase
+from megatron.model.partition import Stage
+from megatron.model.shape import ModelShape
+from megatron.plan.plan import Plan
+from megatron.schedule.batch_size import (
+    BatchSizeSchedule,
+    ConstantBatchSize,
+    RampupBatchSize,
+    StepBatchSize,
+)
+from megatron.schedule.curriculum import Curriculum
+from megatron.schedule.lr import LRSchedule
+
+_BATCH_SIZES: dict[str, type[BatchSizeSchedule]] = {
+    "constant": ConstantBatchSize,
+    "rampup": RampupBatchSize,
+    "steps": StepBatchSize,
+}
+
+
+def record_plan(plan: Plan) -> dict[str, Any]:
+    """Return a plan without errors as JSON."""
+    record = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    # The shape consists of the configuration and the sizes of the vocabulary.
+    del record["shape"]
+    # A batch size of a class that is not in the table fails here, on rank 0.
+    (kind,) = [name for name, kind in _BATCH_SIZES.items() if kind is type(plan.batch_size)]
+    return record | {
+        "config": dump_yaml(plan.config),
+        "stages": [
+            [stage.index, stage.layers.start, stage.layers.stop, stage.first, stage.last]
+            for stage in plan.stages
+        ],
+        "batch_size": {"kind": kind, **asdict(plan.batch_size)},
+        "lr_schedule": asdict(plan.lr_schedule),
+        "curriculum": None if plan.curriculum is None else asdict(plan.curriculum),
+        "data_phases": [asdict(planned) for planned in plan.data_phases],
+    }
+
+
+def restore_plan(record: dict[str, Any]) -> Plan:
+    """Return the plan that `record_plan` recorded. Nothing is derived, and no file is read."""
+    config = load_yaml(record["config"], fast=True)
+    shape = ModelShape(config.model, record["vocab_size"], record["padded_vocab_size"])
+    # JSON has no tuples, and no ranges. An equal plan needs them.
+    restored = {
+        "config": config,
+        "shape": shape,
+        "stages": tuple(
+            Stage(index, range(start, stop), first=first, last=last)
+            for index, start, stop, first, last in record["stages"]
+        ),
+        "stage_parameters": tuple(record["stage_parameters"]),
+        "batch_size": _restore_batch_size(**record["batch_size"]),
+        "lr_schedule": LRSchedule(**record["lr_schedule"]),
+        "curriculum": _restore_curriculum(record["curriculum"]),
+        "skip_ranges": tuple((first, last) for first, last in record["skip_ranges"]),
+        "data_phases": tuple(map(PlannedPhase.from_json, record["data_phases"])),
+        "errors": tuple(record["errors"]),
+        "warnings": tuple(record["warnings"]),
+    }
+    return Plan(**(record | restored))
+
+
+def _restore_batch_size(kind: str, **values: Any) -> BatchSizeSchedule:
+    if kind == "steps":
+        values["steps"] = tuple(map(tuple, values["steps"]))
+    return _BATCH_SIZES[kind](**values)
+
+
+def _restore_curriculum(record: dict[str, Any] | None) -> Curriculum | None:
+    if record is None:
+        return None
+    lists = {name: tuple(record[name]) for name in ("difficulties", "max_steps")}
+    return Curriculum(**(record | lists))
