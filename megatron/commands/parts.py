@@ -67,8 +67,10 @@ def choose_parts(config: Config) -> Parts:
 
     `check_parts` explains what is missing.
     """
-    parts = _ALL_PARTS if _has_extras() else NO_PARTS
-    return replace(parts, engine=choose_engine(config))
+    if not _has_extras():
+        # With an engine, `check_parts` would take the one of the core for the one of --deepspeed.
+        return NO_PARTS
+    return replace(_ALL_PARTS, engine=choose_engine(config))
 
 
 def _has_extras() -> bool:

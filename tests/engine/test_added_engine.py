@@ -11,6 +11,7 @@ from process_pool import ProcessPool, succeed
 from training.runs import SIZES
 
 from megatron.base.errors import ConfigError
+from megatron.commands.parts import choose_parts
 from megatron.data.batches import Microbatch
 from megatron.engine.base import StepResult
 from megatron.engine.kind import BuildEngine, EngineKind
@@ -20,7 +21,7 @@ from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan.plan import Plan
-from megatron.run.parts import NO_PARTS, check_parts
+from megatron.run.start.refusals import check_before_torch
 
 CALLS: Counter[str] = Counter()
 
@@ -101,7 +102,9 @@ def test_an_added_engine_trains_and_resumes(pool: ProcessPool, tmp_path: Path) -
         assert "counting does not support:\n  --fp16: a count" in str(outcome.error)
 
 
-def test_missing_package_of_an_engine_is_named() -> None:
-    config = load_config([*SIZES.split(), "--deepspeed", "--data-path", "x"]).config
+def test_missing_package_of_an_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_config([*SIZES.split(), "--deepspeed", "--data-path", "x"])
+    check_before_torch(loaded, 1, choose_parts(loaded.config))
+    monkeypatch.setattr("megatron.commands.parts._has_extras", lambda: False)
     with pytest.raises(ConfigError, match=r"--deepspeed needs megatron\.extras\.deepspeed, which"):
-        check_parts(config, NO_PARTS)
+        check_before_torch(loaded, 1, choose_parts(loaded.config))

@@ -13,7 +13,7 @@ from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
-from megatron.run.parts import NO_PARTS, Parts
+from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
 _UNKNOWN_VOCABULARY = 1
@@ -37,9 +37,10 @@ def check_before_torch(
         The plan of a run from scratch. None if it may depend on a checkpoint, or on such files.
 
     Raises:
-        ConfigError: See `check_plan`, or the tokenizer cannot be downloaded.
+        ConfigError: See `check_parts` and `check_plan`, or the tokenizer cannot be downloaded.
     """
     config = loaded.config
+    check_parts(config, parts)
     # The checkpoint's curriculum may replace the one that is wrong here.
     if config.optimizer.use_checkpoint_lr_scheduler:
         return None
