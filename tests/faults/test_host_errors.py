@@ -61,7 +61,7 @@ def test_error_at_the_end_of_a_run_is_reported(errors: Path) -> None:
     code = """
 import errno
 from megatron.run import pretrain
-def train(loaded, closing, parts):
+def train(loaded, closing, *others):
     def fail():
         raise OSError(errno.EIO, "Input/output error")
     closing.callback(fail)
