@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from convert.megatron_writers import PositionEmbeddingType, fragment_address, their_modules
+from convert.megatron_writers import (
+    PositionEmbeddingType,
+    TokenizerConfig,
+    fragment_address,
+    their_modules,
+)
 from torch.distributed import checkpoint as dcp
 
 from megatron.base.errors import CheckpointError
@@ -125,10 +130,13 @@ def test_what_megatron_saves_is_read(zipped: bool, tmp_path: Path) -> None:
             params_dtype=torch.float16,
             epsilon=np.float64(0.5),
         )
+        # The name is Megatron-LM's. A module of this package that is renamed does not change it.
+        tokenizer = TokenizerConfig()
         content = {
             "args": args,
             "np_rng_state": np.random.get_state(),
             "place": fragment_address(5, 3),
+            "tokenizer": tokenizer,
             "weight": torch.arange(3.0),
         }
         torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
@@ -141,6 +149,7 @@ def test_what_megatron_saves_is_read(zipped: bool, tmp_path: Path) -> None:
     }
     assert isinstance(found["np_rng_state"][1], StandIn)
     assert (found["place"].numel, found["place"].start) == (5, 3)
+    assert isinstance(found["tokenizer"], StandIn)
     assert torch.equal(found["weight"], torch.arange(3.0))
 
 
