@@ -1,7 +1,7 @@
 """Rules about fields and their combinations that need only the configuration.
 
 This module has the lists of all rules, and those that belong to no other `*_rules.py`. Rules that
-need the number of processes or a derived number are in `plan_rules.py`.
+need the number of processes or a derived number are in `megatron/plan/rules.py`.
 
 Invariant: a rule raises nothing and reads nothing but the configuration. All rules run, and all
 failures are reported together. Schedules check their own numbers when the plan builds them, so
