@@ -8,27 +8,29 @@ The reference pages and the list of decisions exist only on the site. They are m
 that exist, so a new module or decision needs no change here.
 """
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
-REFERENCE = {
-    "config": "Every flag, its rules, and how flags, YAML and other projects' spellings are read.",
-    "schedule": "Pure functions of the progress of a run.",
-    "parallel": "The rank grid, process groups, collectives and parallel layers.",
-    "data": "Indexed data sets, the order of samples, and their sources.",
-    "preprocess": "Text files to indexed data sets.",
-    "tokenizer": "Text to ids and back.",
-    "model": "The network, its initialisation, its loss and its FLOPs.",
-    "engine": "What executes one training step.",
-    "checkpoint": "Saving, loading and checking.",
-    "observe": "Log line, metrics, TensorBoard and timers.",
-    "training": "The loop, the state and the resume.",
-    "operations": "What operators do around a run.",
-}
-"""Package -> the first sentence of its reference page."""
+REFERENCE = (
+    "config",
+    "schedule",
+    "parallel",
+    "data",
+    "tokenizer",
+    "model",
+    "plan",
+    "engine",
+    "checkpoint",
+    "observe",
+    "run",
+    "extras/preprocess",
+    "extras/operations",
+)
+"""Packages that have a reference page. It begins with the docstring of the package."""
 
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
@@ -41,17 +43,19 @@ def on_files(files: Any, *, config: Any) -> Any:
         config: The site's configuration.
     """
     repository = Path(config["docs_dir"]).resolve().parent
-    for package, sentence in REFERENCE.items():
-        modules = sorted((repository / "megatron" / package).rglob("*.py"))
+    for package in REFERENCE:
+        folder = repository / "megatron" / package
+        # Without it, the page of a package that has moved would be empty.
+        docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
         names = [
             ".".join(path.relative_to(repository).with_suffix("").parts)
-            for path in modules
+            for path in sorted(folder.rglob("*.py"))
             if path.name != "__init__.py"
         ]
-        lines = [f"# megatron.{package}", sentence, *(f"::: {name}" for name in names)]
-        files.append(
-            File.generated(config, f"reference/{package}.md", content="\n\n".join(lines) + "\n")
-        )
+        title = package.replace("/", ".")
+        lines = [f"# megatron.{title}", str(docstring), *(f"::: {name}" for name in names)]
+        name = f"reference/{package.rpartition('/')[2]}.md"
+        files.append(File.generated(config, name, content="\n\n".join(lines) + "\n"))
     decisions = sorted((repository / "docs" / "decisions").glob("[0-9]*.md"))
     rows = [_make_row(path) for path in decisions]
     header = [

@@ -1,6 +1,12 @@
 """Checkpoints that any parallel layout can load.
 
 A checkpoint has slices of global tensors in safetensors files, an index and a manifest. Nothing in
-it can run code. See docs/checkpoint_format.md for the files. See `save.py` and `start.py` for the
-handling of errors.
+it can run code. docs/checkpoint_format.md describes the files.
+
+`save` starts the stages of a save, and `stages` has them in their order. `shard_file` writes the
+file of a rank, `publish` gives the checkpoint its name, and `policy` decides when to save. `start`
+finds the checkpoint that a run starts from, `load` reads it, and `lineage` knows what a run may
+remove. `lease` gives a folder one writer.
+
+Invariant: a kill at any instant leaves a complete checkpoint, and nothing is loaded unchecked.
 """

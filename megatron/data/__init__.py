@@ -1,1 +1,9 @@
-"""Data path: indexed data sets, their sample order, mixtures, index caches and batches."""
+"""Data path: indexed data sets, their sample order, mixtures, index caches and batches.
+
+`source` is the interface that the loop uses, and `source_kind` that of a kind of data.
+`position_source` is the base class of sources. `indexed_source` reads .bin and .idx files, in the
+order that `gpt_dataset` and `order` give. `build_sources` builds the sources of a run. `cache` and
+`building` store indices for other processes. `content` and `background` compute digests.
+
+Invariant: a sample is a function of the state, the configuration and the rank's coordinate.
+"""

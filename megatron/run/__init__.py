@@ -1,1 +1,8 @@
-"""The training loop and what it needs: the state, resuming, evaluation and exits."""
+"""The training loop and what it needs: the state, evaluation, exits and reports.
+
+`pretrain` is everything that a rank does, and `loop` is the loop. `run` has what the loop uses,
+`state` what every checkpoint stores, and `parts` the interfaces of the parts in `extras`. `exits`
+has the reasons to stop. `closing` and `leaving` end the process.
+
+Invariant: every action of an iteration is visible in the loop.
+"""

@@ -1,1 +1,9 @@
-"""Models in the format of Hugging Face: export, import, and the comparison of both sides."""
+"""Conversion of models and runs from and to other formats.
+
+`architectures` has a table for each architecture of Hugging Face. `export`, `importing` and
+`compare` read the same table, through `fields` and `tensors`. `hf_export` exports while a run
+trains. `from_megatron` and `from_trainer` import checkpoints of other trainers, whose pickles
+`unpickle` reads without running code. `tokenizer_files` converts tokenizers.
+
+Invariant: a folder gets its final name only after the comparison.
+"""

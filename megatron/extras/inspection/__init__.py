@@ -1,1 +1,1 @@
-"""Verifies checkpoints, and compares two of them."""
+"""Verification of checkpoints (`verification`), and comparison of two of them (`comparison`)."""

@@ -1,1 +1,6 @@
-"""Training data that are read from Parquet, Arrow or JSONL files without a preparation step."""
+"""Training data that are read from Parquet, Arrow or JSONL files without a preparation step.
+
+`build` builds the sources from the flags. `source` has the samples of a batch, `reader` those of a
+logical shard, `streamed_dataset` the documents, and `shard_order` their order. `filters` leaves
+documents out. `records` has what checkpoints record. `remote` and `block_cache` read files at URLs.
+"""

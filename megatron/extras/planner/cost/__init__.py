@@ -2,4 +2,7 @@
 
 Every function is pure. Nothing here imports torch, starts a process or looks at a device.
 docs/planner.md compares the predictions with published measurements.
+
+`step` predicts the time of a step from `kernels`, `layers`, `pipeline` and `collectives`. `peak`
+predicts its memory from `tensors`. `search` compares layouts. `hardware` reads files of devices.
 """
