@@ -64,9 +64,7 @@ FIRST_DECISION = Site("megatron.run.loop.decide", "run/loop.py")
 FIRST_READ = Site("megatron.data.position_source.compute_sample_positions", "data/")
 TRAIN = Site("megatron.run.loop.count_step", "run/loop.py", 3, is_long=False)
 DECISION = Site("megatron.run.loop.decide", "run/loop.py", 3, is_long=False)
-EVALUATE = Site(
-    "megatron.run.evaluate._sum_over_ranks", "run/", 3, is_long=False, result=[1.0] * 4
-)
+EVALUATE = Site("megatron.run.evaluate._sum_over_ranks", "run/", 3, is_long=False, result=[1.0] * 4)
 EVALUATION = Site("megatron.run.loop.evaluate_validation", "run/", 3, is_long=False)
 SAVE = Site("megatron.checkpoint.save.Saver._agree", "checkpoint/save.py")
 WRITE = Site("megatron.checkpoint.shard_file.write_tensors", "checkpoint/")
