@@ -45,6 +45,7 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
     Raises:
         ConfigError: The command line has errors.
     """
+    # Without a translator, such flags are unknown, and the error names the missing package.
     if not _has_extras():
         return load_config(argv, prog=prog)
     from megatron.extras.translators.translator import OtherTrainers

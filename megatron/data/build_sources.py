@@ -60,6 +60,7 @@ def build_sources(
     """
     data = request.data
     registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)
+    # First, because --mock-data replaces the data of any other flag.
     if data.mock_data:
         return _build_mock_sources(request, registry)
     if data.dataset_format is not None:

@@ -120,6 +120,7 @@ class PositionSource(abc.ABC):
         Raises:
             DataError: the state belongs to other data.
         """
+        # A position is a number, so it would be accepted for any data.
         kind = find_kind(state)
         problem = None
         if kind != self.kind:
@@ -219,6 +220,7 @@ def find_kind(state: dict[str, Any]) -> str:
     """Return the kind of data of a source's state: "indexed", "mock", "streamed" or another one."""
     if "kind" in state:
         return str(state["kind"])
+    # Checkpoints of earlier versions do not name the kind.
     if state.get("stream") is not None:
         return "streamed"
     return "indexed" if state["segments"] else "mock"

@@ -55,6 +55,7 @@ class DatasetRegistry:
         Raises:
             DataError: it is missing or damaged.
         """
+        # Training and evaluation often read parts of the same data set.
         if prefix not in self._by_prefix:
             self._by_prefix[prefix] = IndexedDataset(prefix)
         return self._by_prefix[prefix]

@@ -89,6 +89,7 @@ class Plan:
         """Tokens that the run reads. A curriculum reads whole samples and truncates them."""
         tokens = self.train_samples * self.config.model.seq_length
         end = self.config.batch.train_tokens
+        # With a curriculum, --train-tokens counts truncated samples, which are fewer than are read.
         if end is None or self.curriculum is not None:
             return tokens
         return min(end, tokens)

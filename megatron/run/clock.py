@@ -80,11 +80,13 @@ class CostMeter:
         self.seconds += seconds
         self.tokens += tokens
         self._window.append(seconds / tokens)
+        # A run must not exceed its time, so the slowest of the last steps counts.
         self._record["token_seconds"] = max(self._window)
         self._record["typical_token_seconds"] = statistics.median(self._window)
 
     def record_evaluation(self, seconds: float) -> None:
         """Record an evaluation of all validation sets."""
+        # The longest one counts, for the same reason as in `record_step`.
         self._record["evaluation"] = max(seconds, self._record.get("evaluation", 0.0))
 
     def record_save(self, seconds: float) -> None:
@@ -180,6 +182,7 @@ class RunClock:
             save_is_due: Whether a save is due after the next step, by its iteration.
         """
         if self._budget is None and self._eval_interval is None and self._save_interval is None:
+            # A run without times adds nothing to the message of the ranks.
             return []
         return self._place_step(
             self.read(), due_by_iteration=(eval_is_due, save_is_due)
@@ -228,9 +231,11 @@ class RunClock:
         after = now + costs.step
         evaluate = is_interval_over(self._eval_interval, self._looked_at, after)
         save = is_interval_over(self._save_interval, self._looked_at, after)
+        # A step may end before its expected time. The same interval would then be over twice.
         self._looked_at = max(after, self._looked_at)
         if self._budget is None:
             return NextStep(evaluate=evaluate, save=save)
+        # What follows the step must end within the time too.
         eval_is_due, save_is_due = due_by_iteration
         due = 0.0
         if eval_is_due or evaluate:
@@ -256,6 +261,7 @@ class RunClock:
         """Return the number of iterations of the complete run. By time, it is an estimate."""
         if self._plan.train_seconds is None:
             return self._plan.train_iters
+        # Before a measurement there is no speed, and after the last step nothing follows.
         if self.costs.steps == 0 or self.upcoming.is_last:
             return self._state.iteration
         left = max(0.0, self._plan.train_seconds - self.read())
@@ -270,9 +276,11 @@ class RunClock:
         costs = self.costs
         if total is None or self._has_forecast or costs.steps < 3:
             return None
+        # A run with slow steps would wait too long for its forecast.
         if costs.steps < _STEPS_OF_FORECAST and self.read() < _TIME_OF_FORECAST * total:
             return None
         self._has_forecast = True
+        # Nothing is trained during the last save and the evaluations after it.
         left = max(0.0, total - self.read() - costs.expect(0).closing)
         tokens = self._state.consumed_tokens + left * costs.tokens / self._estimate_busy_time()
         forecast = TokenForecast(self._plan.parameters, tokens)

@@ -29,8 +29,10 @@ def close_within_limit(closing: ExitStack) -> bool:
         try:
             closing.close()
         except Exception as error:
+            # An error in a thread would only be printed, and the caller would not notice it.
             failures.append(error)
 
+    # The interpreter waits at its end for every thread that is no daemon.
     thread = threading.Thread(target=close, name="closing", daemon=True)
     thread.start()
     thread.join(CLOSING_SECONDS)

@@ -82,6 +82,7 @@ def evaluate_only(run: Run) -> None:
 def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, EvaluationResult]:
     iterations = run.plan.config.batch.eval_iters
     batch_size = run.plan.batch_size.final
+    # Found at the first evaluation, because a run may have none.
     if run.token_bytes is None:
         run.token_bytes = _find_token_bytes(run)
     with run.timers(EVALUATE), run.mesh.progress.return_after():

@@ -13,6 +13,7 @@ _LARGEST_CLOSING_SHARE = 0.25
 def report_forecast(run: Run) -> None:
     """Print what a run by time is expected to see, once a launch."""
     found = run.clock.take_forecast()
+    # Every rank takes its forecast, which is made once. Only rank 0 prints.
     if found is None or run.mesh.rank != 0:
         return
     tokens, lines = found

@@ -74,6 +74,8 @@ def pretrain(
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
+    # A rank that is lost from here on is named. Without the roll call, the others would only report
+    # that a collective has failed.
     saving = select_checkpoint_config(config).save
     with build_roll_call(
         ranks,
@@ -116,6 +118,7 @@ def pretrain(
             if run.rollback is None:
                 return
             started = time.monotonic()
+            # The watchdog grants this start as much time as the first one.
             mesh.progress.begin_start()
             rollback = run.rollback
             # The next pass needs as much memory as this one. Reference cycles would keep the memory

@@ -199,6 +199,7 @@ class Reporter:
         """Print a line of the log above the progress bar. A warning is also in the chronicle."""
         if self._is_rank_zero:
             self._bar.say(line)
+            # The words may also occur within a line that is no warning.
             prefix, _, text = line.partition("warning: ")
             if text and not prefix:
                 self.record("alert", {"text": text})
@@ -293,6 +294,7 @@ class Reporter:
             self._tensorboard.write_training(report)
         if self._metrics is not None:
             self._metrics.write_training(report)
+        # Trackers read the metrics file. They get no numbers here, but their messages are printed.
         for tracker in self._trackers:
             tracker.poll()
         self._bar.update(1, f"loss {step.result.loss:.3f}")

@@ -38,6 +38,7 @@ class Run:
     step_clock: StepClock
     saver: Saver | None
     """None if nothing is saved."""
+    # The next five parts are extras. The core knows only their interfaces (`megatron.run.parts`).
     profiling: Profiling | None = None
     """With --profile-iterations or --memory-snapshot."""
     stragglers: RankComparison | None = None
@@ -46,14 +47,14 @@ class Run:
     """Only on rank 0, with --hf-export-interval."""
     tasks: Tasks | None = None
     """With --eval-tasks."""
+    guard: Guard | None = None
+    """None with --spike-guard off."""
     checked_at: int | None = None
     """The last iteration after which replicas of parameters were found equal.
 
     None until the first check.
     """
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
-    guard: Guard | None = None
-    """None with --spike-guard off."""
     rollback: dict[str, Any] | None = None
     """The guard's rollback, after `train` has returned `StopReason.ROLLBACK`."""
     token_bytes: torch.Tensor | None = None

@@ -93,6 +93,7 @@ class TrainState:
         self.warmup_tokens = schedule.compute_warmup_tokens(
             self.lr_samples, self.lr_tokens, self.warmup_tokens
         )
+        # The time at the end of warm-up is recorded for the same reason, and only once.
         if schedule.is_warm(self.lr_samples) and not self.warmup_seconds:
             self.warmup_seconds = self.lr_seconds
 

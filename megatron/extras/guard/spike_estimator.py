@@ -135,9 +135,11 @@ class SpikeEstimator:
 
     def record(self, value: float, iteration: int) -> None:
         """Record the value of a step, whether it was applied or not. It must be finite."""
+        # Logarithms make a distance a ratio, whatever the size of the signal.
         logarithm = math.log(max(value, _SMALLEST))
         is_low = self._low is not None and logarithm < self._low
         is_high = self._high is not None and logarithm > self._high
+        # A slow change of the level hardly alters the differences of neighbours.
         if self._last is not None:
             self._differences.append(logarithm - self._last)
         self._last = logarithm
@@ -164,6 +166,7 @@ class SpikeEstimator:
         if self._surplus < enough:
             return
         self._former = (iteration, median(self._recent))
+        # Values from before the change would keep the limits where they were.
         self._recent = self._spikes.copy()
         self._medians.clear()
         self._since_median = 0

@@ -159,6 +159,7 @@ def confirm_job(
         start = take_start(
             select_checkpoint_config(loaded.config), damage, holds_lease=holds_lease, say=say
         )
+        # The usual case. The other ranks then keep their job, and no plan is sent.
         if start.checkpoint == job.checkpoint:
             return None
         return resolve_job(loaded, ranks.size, start.checkpoint, job.parts)
@@ -193,7 +194,9 @@ def resolve_job(
             f"--eval-only: --load {loaded.config.checkpoint.load} contains no checkpoint to "
             "evaluate"
         )
+    # Other programs may call `pretrain` without the checks before the import of torch.
     check_parts(loaded.config, parts)
+    # The plan depends on the position, because its end is counted from there.
     state = build_starting_state(checkpoint, loaded.config)
     loaded = choose_loss_mean(loaded, checkpoint)
     # The order matters. The unit of the thresholds and the curriculum change the configuration

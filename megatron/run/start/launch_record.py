@@ -34,6 +34,7 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     """
     if run.reporter.has_chronicle:
         details = describe_start(run, start_seconds)
+        # The report compares the measured time of a step with the predicted one.
         if parts.predict is not None:
             details |= parts.predict(run.plan, run.reporter.device_name)
         run.reporter.record("start", details, run.state.iteration)

@@ -69,6 +69,7 @@ def list_changes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
     Raises:
         CheckpointError: The checkpoint's configuration is damaged.
     """
+    # Fine-tuning is a new run, and an evaluation trains nothing.
     if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
         return []
     table = all_fields()
@@ -173,6 +174,7 @@ def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint | None) -> Loa
         CheckpointError: The checkpoint's configuration is damaged.
     """
     origin = loaded.origin.get(LOSS_MEAN, "default")
+    # A mean that only follows from another trainer's flag is no decision of the user.
     given = origin != "default" and not origin.startswith(FOREIGN_ORIGIN)
     if checkpoint is None or loaded.config.checkpoint.finetune or given:
         return loaded
@@ -319,6 +321,7 @@ def warn_of_new_states(config: Config, checkpoint: Checkpoint | None) -> list[st
         return []
     if config.batch.eval_only or checkpoint.optimizer is None:
         return []
+    # The states of another optimizer do not fit, so it is right to leave them out.
     if config.optimizer.optimizer != checkpoint.read_config().optimizer.optimizer:
         return []
     return [

@@ -421,6 +421,7 @@ def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> Exporter | None:
     """Build the exporter of --hf-export-interval on rank 0, or return None."""
     config = job.plan.config
     build = job.parts.build_exporter
+    # An evaluation saves no checkpoint that could be exported.
     is_asked = config.checkpoint.hf_export_interval is not None and not config.batch.eval_only
     if mesh.rank != 0 or build is None or not is_asked:
         return None
