@@ -10,7 +10,7 @@ import megatron
 
 PACKAGE = Path(megatron.__file__).resolve().parent
 """The folder of the package. It does not depend on where this module is."""
-_SOURCES = (".py", ".yaml", ".cpp")
+_SOURCES = (".py", ".yaml", ".toml", ".cpp")
 """Endings of the files of the package that are compared. Others are built on each host."""
 
 

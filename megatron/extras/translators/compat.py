@@ -7,25 +7,20 @@ docs/flags.md shows the table.
 import functools
 from collections.abc import Sequence
 
-from megatron.extras.translators.compat_fms import FMS
-from megatron.extras.translators.compat_forks import FORKS
-from megatron.extras.translators.compat_llm_baselines import LLM_BASELINES
-from megatron.extras.translators.compat_megatron import MEGATRON
-from megatron.extras.translators.compat_megatron_core import MEGATRON_CORE
-from megatron.extras.translators.compat_models import OTHER_MODELS
-from megatron.extras.translators.compat_row import Row
-from megatron.extras.translators.compat_swiss_ai import SWISS_AI
+from megatron.extras.translators.compat_row import Row, read_table
 
-SYSTEMS: dict[str, tuple[Row, ...]] = {
+_FILES = {
     "Megatron-LM and Megatron-DeepSpeed (BigScience's and Microsoft's)": (
-        *MEGATRON,
-        *MEGATRON_CORE,
-        *OTHER_MODELS,
-        *FORKS,
+        *("megatron", "megatron_core", "other_models", "forks"),
     ),
-    "swiss-ai's Megatron-LM (Apertus)": SWISS_AI,
-    "fms-fsdp": FMS,
-    "llm-baselines": LLM_BASELINES,
+    "swiss-ai's Megatron-LM (Apertus)": ("swiss_ai",),
+    "fms-fsdp": ("fms_fsdp",),
+    "llm-baselines": ("llm_baselines",),
+}
+"""System -> its files in `tables`."""
+SYSTEMS: dict[str, tuple[Row, ...]] = {
+    system: tuple(row for name in names for row in read_table(name))
+    for system, names in _FILES.items()
 }
 TABLE: tuple[Row, ...] = tuple(row for table in SYSTEMS.values() for row in table)
 

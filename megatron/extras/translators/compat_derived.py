@@ -18,10 +18,7 @@ from megatron.config.fields import (
     find_missing,
 )
 from megatron.config.profiling import ALL_RANKS
-from megatron.extras.translators.compat_fms import FMS_DEFAULTS
-from megatron.extras.translators.compat_fms_derived import FMS_DERIVATIONS
-from megatron.extras.translators.compat_forks import PAI_VOCABULARIES
-from megatron.extras.translators.compat_llm_baselines import LLM_BASELINES_DEFAULTS
+from megatron.extras.translators.compat_fms_derived import FMS_DEFAULTS, FMS_DERIVATIONS
 from megatron.extras.translators.compat_neox import NEOX, NEOX_DEFAULTS
 from megatron.extras.translators.compat_neox_derived import NEOX_DERIVATIONS
 from megatron.extras.translators.compat_values import (
@@ -43,7 +40,21 @@ _IDENTIFY_FMS = (
     *("--fsdp-activation-checkpointing", "--selective-checkpointing", "--report-interval"),
     "--training-stage",
 )
-
+_LLM_BASELINES_DEFAULTS = (
+    "--model llama --n-layer 24 --n-head 12 --n-embd 768 --sequence-length 512 --multiple-of 256 "
+    "--rmsnorm-eps 1e-5 --init-std 0.02 --dropout 0.0 --vocab-size 50304 --batch-size 50 "
+    "--acc-steps 1 --iterations 15000 --opt adamw --lr 1e-3 --beta1 0.9 --beta2 0.95 "
+    "--weight-decay 0.1 --grad-clip 1.0 --scheduler cos --final-div-factor 1 --warmup-steps 3000 "
+    "--dtype bfloat16 --seed 0 --eval-interval 200 --eval-batches 64 --log-interval 50"
+)
+"""The defaults of llm-baselines' newest argument parser."""
+_PAI_VOCABULARIES = {
+    "LLama2Tokenizer": 32000,
+    "LLama3Tokenizer": 128000,
+    "Qwen2Tokenizer": 151643,
+    "Qwen3Tokenizer": 151643,
+}
+"""Tokenizer of Pai-Megatron-Patch -> ids of its base vocabulary, without added tokens."""
 
 _SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 _OTHER_DATA = (
@@ -96,7 +107,7 @@ def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
     if typed.keys() & set(_IDENTIFY_LLM_BASELINES) and not _is_model_described_otherwise(
         given, ("--n-layer", "--n-embd", "--n-head")
     ):
-        return "llm-baselines", _select_defaults(LLM_BASELINES_DEFAULTS, typed, given)
+        return "llm-baselines", _select_defaults(_LLM_BASELINES_DEFAULTS, typed, given)
     found = typed.keys() & set(_IDENTIFY_FMS)
     # With --model_variant alone, all other flags may be those of this trainer.
     if found == {"--model-variant"} and not find_missing(given):
@@ -295,10 +306,10 @@ def _compute_pai_vocabulary(values: FlagValues) -> Computed:
     """Return the ids of Pai-Megatron-Patch's tokenizer, with those of --extra-vocab-size."""
     (name,) = values.get_words("--patch-tokenizer-type") or ("",)
     # Another tokenizer is refused.
-    if name not in PAI_VOCABULARIES:
+    if name not in _PAI_VOCABULARIES:
         return None, ""
     extra = _get_whole_number(values, "--extra-vocab-size", 0)
-    return PAI_VOCABULARIES[name] + extra, f"{name} has {PAI_VOCABULARIES[name]} ids"
+    return _PAI_VOCABULARIES[name] + extra, f"{name} has {_PAI_VOCABULARIES[name]} ids"
 
 
 def _profiles_as_microsoft(values: FlagValues) -> bool:

@@ -16,6 +16,26 @@ from megatron.extras.translators.compat_values import (
     FlagValues,
 )
 
+FMS_DEFAULTS = (
+    "--model-variant 7b --seq-length 4096 --batch-size 2 --num-steps 1000000 --learning-rate 3e-4 "
+    "--grad-clip-thresh 1.0 --seed 2023 --sharding-strategy hsdp --mixed-precision "
+    "--report-interval 100 --checkpoint-interval 10000 --lr-decay-style cosine --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --weight-decay 0.1 "
+    # The loader. The data sets are folders of IBM's corpus.
+    "--file-type arrow --col-name tokens --eos-token 0 --logical-shards 1024 "
+    "--datasets lang=en/dataset=commoncrawl,lang=en/dataset=webhose,lang=en/dataset=github_clean,"
+    "lang=de/dataset=wikipedia,lang=es/dataset=wikipedia,lang=fr/dataset=wikipedia,"
+    "lang=ja/dataset=wikipedia,lang=pt/dataset=wikipedia,lang=en/dataset=wikimedia,"
+    "lang=en/dataset=uspto,lang=en/dataset=pubmedcentral,lang=en/dataset=arxiv,"
+    "lang=en/dataset=stackexchange "
+    "--weights 7725,500,550,28,17,22,25,8,100,500,175,250,100 "
+    # All data are for training, and nothing is evaluated.
+    "--split 1,0,0 --eval-iters 0"
+)
+"""The defaults of fms-fsdp's configuration (`fms_fsdp/config/training.py`), and the constants in
+its code. Paths belong to a user, and the size of the vocabulary to a variant, so they are left out.
+"""
+
 
 def _compute_fms_floor(values: FlagValues) -> Computed:
     peak = values.get_field("optimizer.lr")

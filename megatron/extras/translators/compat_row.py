@@ -5,12 +5,16 @@ which `compat_derived` computes a value. A harmless flag changes no number. Any 
 refused, and the reason names an alternative.
 """
 
+import tomllib
 from dataclasses import dataclass
-from typing import Literal
+from importlib.resources import files
+from typing import Literal, get_args
 
 from megatron.config.fields import Arity
 
 Kind = Literal["renamed", "derived", "harmless", "refused"]
+
+_TABLES = files(__package__) / "tables"
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Row:
     """The flag, spelled with hyphens. Every flag is brought to this form before it is looked up.
     A flag that ends in `*` stands for all flags that start like it and have no row of their own."""
     kind: Kind
-    arity: Arity
+    arity: Arity = 0
     """Number of values that the flag takes there. With 0, `=True` and `=False` may be attached."""
     reason: str = ""
     """Why the flag is harmless or refused, in words that continue after a colon. For a renamed flag
@@ -37,45 +41,23 @@ class Row:
     why."""
 
 
-def rename_flag(
-    flag: str,
-    *to: str,
-    arity: Arity = 0,
-    only: tuple[str, ...] = (),
-    reason: str = "",
-    needs: str = "",
-) -> Row:
-    """Return the row of a flag that has another name here."""
-    return Row(flag, "renamed", arity, reason, to, only, needs)
+def read_table(name: str) -> tuple[Row, ...]:
+    """Return the rows of the file `tables/NAME.toml`, in its order.
 
-
-def ignore_flag(
-    flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = (), needs: str = ""
-) -> Row:
-    """Return the row of a flag that changes no number here."""
-    return Row(flag, "harmless", arity, reason, (), only, needs)
-
-
-def derive_from(
-    flag: str, reason: str, arity: Arity = 1, only: tuple[str, ...] = (), needs: str = ""
-) -> Row:
-    """Return the row of a flag from which a value is computed, together with other flags.
-
-    Without `only`, the value of a flag that takes one value must be a number above 0.
+    An item of the file has the fields of `Row`, with these exceptions: the kind is the key of the
+    flags, there may be several flags, `because` names a text of the section `reasons`, and `{}` in
+    `to` is the flag itself. Flags and words are separated by spaces. Without `arity` it is 0.
     """
-    return Row(flag, "derived", arity, reason, (), only, needs)
-
-
-def refuse_flag(flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = ()) -> Row:
-    """Return the row of a flag that cannot be honoured here."""
-    return Row(flag, "refused", arity, reason, (), only)
-
-
-def ignore_flags(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
-    """Return a harmless row for each of the flags, which are separated by spaces."""
-    return tuple(ignore_flag(flag, reason, arity) for flag in flags.split())
-
-
-def refuse_flags(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
-    """Return a refused row for each of the flags, which are separated by spaces."""
-    return tuple(refuse_flag(flag, reason, arity) for flag in flags.split())
+    table = tomllib.loads(_TABLES.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    rows: list[Row] = []
+    for item in table["rows"]:
+        (kind,) = item.keys() & set(get_args(Kind))
+        flags = item.pop(kind).split()
+        if "because" in item:
+            item["reason"] = table["reasons"][item.pop("because")]
+        words = item.pop("to", "").split()
+        only = tuple(item.pop("only", ()))
+        for flag in flags:
+            to = tuple(word.format(flag) for word in words)
+            rows.append(Row(flag, kind, to=to, only=only, **item))
+    return tuple(rows)
