@@ -99,16 +99,6 @@ def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[str]:
             yield f"{settings.describe(dotted)}: {failure}."
 
 
-def check_one_activation(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that an activation without a gate is not combined with a gated MLP."""
-    model = settings.config.model
-    if model.activation != "gelu" and model.glu_activation is not None:
-        yield (
-            f"{settings.describe('model.activation', 'model.glu_activation')} exclude each other: "
-            "the first is for an MLP without a gate; give one of them."
-        )
-
-
 def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that queries and keys of all heads are normalised together by RMSNorm only."""
     model = settings.config.model

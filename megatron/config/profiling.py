@@ -42,32 +42,12 @@ def check_profile(settings: ConfigWithOrigin) -> Iterator[str]:
         parse_profile_iterations(config)
     except ConfigError as error:
         yield str(error)
-    requested = _find_requesting_field(settings)
+    requested = find_requesting_field(config)
     if requested is not None and choose_profile_folder(config) is None:
         yield (
             f"{settings.describe(requested)} needs a folder: give --profile-dir, --save or "
             "--tensorboard-dir."
         )
-
-
-def warn_profile_settings_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about settings of traces and snapshots if there are none."""
-    if (
-        settings.is_changed("logging.memory_snapshot_iterations")
-        and not settings.config.logging.memory_snapshot
-    ):
-        yield (
-            f"{settings.describe('logging.memory_snapshot_iterations')} has no effect without "
-            "--memory-snapshot."
-        )
-    if _find_requesting_field(settings) is not None:
-        return
-    for dotted in ("logging.profile_ranks", "logging.profile_dir"):
-        if settings.is_changed(dotted):
-            yield (
-                f"{settings.describe(dotted)} has no effect without --profile-iterations or "
-                "--memory-snapshot."
-            )
 
 
 def warn_layer_statistics_without_file(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -82,9 +62,9 @@ def warn_layer_statistics_without_file(settings: ConfigWithOrigin) -> Iterator[s
         )
 
 
-def _find_requesting_field(settings: ConfigWithOrigin) -> str | None:
+def find_requesting_field(config: Config) -> str | None:
     """Return the field that requests traces or snapshots, or None."""
-    logging = settings.config.logging
+    logging = config.logging
     if logging.profile_iterations is not None:
         return "logging.profile_iterations"
     if logging.memory_snapshot:

@@ -26,6 +26,7 @@ from megatron.config.data_rules import (
     check_split_weights,
     check_streamed_data,
 )
+from megatron.config.declared_rules import Needs, OneOf
 from megatron.config.fields import all_fields
 from megatron.config.kernel_rules import (
     check_attention_backend,
@@ -35,7 +36,6 @@ from megatron.config.kernel_rules import (
 from megatron.config.model_rules import (
     check_heads_divide_hidden_size,
     check_layer_choices,
-    check_one_activation,
     check_positions_cover_sequence,
     check_query_key_norm,
     check_rope_scaling,
@@ -171,40 +171,6 @@ def check_lr_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
         yield "--lr is required: the peak learning rate, as in 6e-5."
 
 
-def check_one_batch_size_schedule(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that at most one schedule of the batch size is given."""
-    schedules = (
-        "batch.rampup_batch_size",
-        "batch.step_batch_size_schedule",
-        "batch.gradient_accumulation_steps",
-    )
-    given = [dotted for dotted in schedules if settings[dotted] is not None]
-    if len(given) > 1:
-        yield f"{settings.describe(*given)} exclude each other; give one of them."
-
-
-def check_one_source_of_lr_schedule(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that a resume takes the learning rate's schedule from one source only."""
-    optimizer = settings.config.optimizer
-    if optimizer.override_lr_scheduler and optimizer.use_checkpoint_lr_scheduler:
-        both = settings.describe(
-            "optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler"
-        )
-        yield (
-            f"{both} exclude each other: the schedule comes either from this configuration or "
-            "from the checkpoint; give one of them."
-        )
-
-
-def check_one_precision(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that at most one of --fp16 and --bf16 is given."""
-    if settings.config.precision.fp16 and settings.config.precision.bf16:
-        yield (
-            f"{settings.describe('precision.fp16', 'precision.bf16')} exclude each other; give "
-            "one of them."
-        )
-
-
 def check_loss_scale_bounds(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that the dynamic loss scale does not start below its minimum."""
     precision = settings.config.precision
@@ -214,94 +180,6 @@ def check_loss_scale_bounds(settings: ConfigWithOrigin) -> Iterator[str]:
             f"{settings.describe('precision.initial_loss_scale')}, the first value of the dynamic "
             "loss scale."
         )
-
-
-def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that flags for saving have --save, and flags for loading have --load."""
-    checkpoint = settings.config.checkpoint
-    batch = settings.config.batch
-    # --save-interval is not in this list. Published scripts that measure speed have it without
-    # --save, so it gives only a warning.
-    saving = {
-        "checkpoint.save_at": bool(checkpoint.save_at),
-        # A run with --async-save and no folder would train to its end and leave no checkpoint.
-        "checkpoint.async_save": checkpoint.async_save,
-        "checkpoint.keep_latest_checkpoints": checkpoint.keep_latest_checkpoints is not None,
-        "checkpoint.hf_export_interval": checkpoint.hf_export_interval is not None,
-    }
-    logging = settings.config.logging
-    if logging.tracker and checkpoint.save is None:
-        yield (
-            f"{settings.describe('logging.tracker')} needs --save: the ids of the tracker's runs "
-            "are stored there."
-        )
-    for dotted, wanted in saving.items():
-        if wanted and checkpoint.save is None:
-            yield f"{settings.describe(dotted)} needs --save: without it nothing would be saved."
-    if checkpoint.keep_every is not None and checkpoint.keep_latest_checkpoints is None:
-        yield (
-            f"{settings.describe('checkpoint.keep_every')} needs --keep-latest-checkpoints: "
-            "without it all checkpoints are kept."
-        )
-    # These flags have a meaning only for a checkpoint that is loaded.
-    wanting = {
-        "checkpoint.finetune": checkpoint.finetune,
-        "checkpoint.require_load": checkpoint.require_load,
-        "checkpoint.load_iteration": checkpoint.load_iteration is not None,
-        "batch.eval_only": batch.eval_only,
-    }
-    for dotted, wanted in wanting.items():
-        if wanted and checkpoint.load is None:
-            yield f"{settings.describe(dotted)} needs --load, the folder of the checkpoint."
-
-
-def check_eval_tasks(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that the flags of tasks in the loop are complete."""
-    batch = settings.config.batch
-    given = {
-        "batch.eval_tasks_interval": batch.eval_tasks_interval is not None,
-        "batch.eval_tasks_folder": batch.eval_tasks_folder is not None,
-        "batch.eval_tasks_num_fewshot": batch.eval_tasks_num_fewshot is not None,
-        "batch.eval_tasks_limit": batch.eval_tasks_limit is not None,
-    }
-    if not batch.eval_tasks:
-        for dotted, wanted in given.items():
-            if wanted:
-                yield f"{settings.describe(dotted)} needs --eval-tasks, the names of the tasks."
-    # --eval-only evaluates the tasks once.
-    elif batch.eval_tasks_interval is None and not batch.eval_only:
-        yield (
-            f"{settings.describe('batch.eval_tasks')} needs --eval-tasks-interval, the iterations "
-            "between two evaluations."
-        )
-
-
-def check_one_kind_of_start(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that --require-load and --allow-fresh-start are not combined."""
-    if settings.config.checkpoint.require_load and settings.config.checkpoint.allow_fresh_start:
-        yield (
-            f"{settings.describe('checkpoint.require_load', 'checkpoint.allow_fresh_start')} "
-            "exclude each other; give one of them."
-        )
-
-
-def check_deepspeed_optimizers(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that --cpu-optimizer and --use-bnb-optimizer are not combined, and need --deepspeed.
-
-    The native engine (FSDP2) supports neither of them.
-    """
-    optimizer = settings.config.optimizer
-    if optimizer.cpu_optimizer and optimizer.use_bnb_optimizer:
-        yield (
-            f"{settings.describe('optimizer.cpu_optimizer', 'optimizer.use_bnb_optimizer')} "
-            "exclude each other; give one of them."
-        )
-    for dotted in ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer"):
-        if settings[dotted] and not settings.config.parallel.deepspeed:
-            yield (
-                f"{settings.describe(dotted)} needs --deepspeed; without it, --zero-stage shards "
-                "the optimizer's states over the ranks."
-            )
 
 
 def check_sharding_strategy(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -413,6 +291,8 @@ def check_kept_operators(settings: ConfigWithOrigin) -> Iterator[str]:
             )
 
 
+_DEEPSPEED_OPTIMIZERS = ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer")
+
 ERRORS: tuple[Rule, ...] = (
     check_no_empty_text,
     check_ranges,
@@ -423,15 +303,26 @@ ERRORS: tuple[Rule, ...] = (
     check_one_unit_of_progress,
     check_one_warmup,
     check_lr_is_given,
-    check_one_batch_size_schedule,
-    check_one_source_of_lr_schedule,
-    check_one_precision,
+    OneOf(
+        (
+            *("batch.rampup_batch_size", "batch.step_batch_size_schedule"),
+            "batch.gradient_accumulation_steps",
+        )
+    ),
+    OneOf(
+        ("optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler"),
+        ": the schedule comes either from this configuration or from the checkpoint",
+    ),
+    OneOf(("precision.fp16", "precision.bf16")),
     check_loss_scale_bounds,
     check_heads_divide_hidden_size,
     check_rotary_dim_is_even,
     check_rope_scaling,
     check_layer_choices,
-    check_one_activation,
+    OneOf(
+        ("model.activation", "model.glu_activation"),
+        ": the first is for an MLP without a gate",
+    ),
     check_query_key_norm,
     check_positions_cover_sequence,
     check_split_weights,
@@ -439,12 +330,59 @@ ERRORS: tuple[Rule, ...] = (
     check_one_description_of_data,
     check_phases_are_the_training_data,
     check_streamed_data,
-    check_needed_folders,
-    check_eval_tasks,
-    check_one_kind_of_start,
+    Needs(
+        "--save: the ids of the tracker's runs are stored there",
+        lambda config: config.checkpoint.save is not None,
+        ("logging.tracker",),
+    ),
+    # --save-interval is not in this list. Published scripts that measure speed have it without
+    # --save, so it gives only a warning. A run with --async-save and no folder would train to its
+    # end and leave no checkpoint.
+    Needs(
+        "--save: without it nothing would be saved",
+        lambda config: config.checkpoint.save is not None,
+        (
+            *("checkpoint.save_at", "checkpoint.async_save"),
+            *("checkpoint.keep_latest_checkpoints", "checkpoint.hf_export_interval"),
+        ),
+    ),
+    Needs(
+        "--keep-latest-checkpoints: without it all checkpoints are kept",
+        lambda config: config.checkpoint.keep_latest_checkpoints is not None,
+        ("checkpoint.keep_every",),
+    ),
+    # These flags have a meaning only for a checkpoint that is loaded.
+    Needs(
+        "--load, the folder of the checkpoint",
+        lambda config: config.checkpoint.load is not None,
+        (
+            *("checkpoint.finetune", "checkpoint.require_load", "checkpoint.load_iteration"),
+            "batch.eval_only",
+        ),
+    ),
+    Needs(
+        "--eval-tasks, the names of the tasks",
+        lambda config: bool(config.batch.eval_tasks),
+        tuple(
+            f"batch.eval_tasks_{name}" for name in ("interval", "folder", "num_fewshot", "limit")
+        ),
+    ),
+    # --eval-only evaluates the tasks once.
+    Needs(
+        "--eval-tasks-interval, the iterations between two evaluations",
+        lambda config: config.batch.eval_tasks_interval is not None or config.batch.eval_only,
+        ("batch.eval_tasks",),
+    ),
+    OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
     check_spike_guard_can_roll_back,
     check_spike_guard_sizes,
-    check_deepspeed_optimizers,
+    OneOf(_DEEPSPEED_OPTIMIZERS),
+    # The native engine (FSDP2) supports neither of them.
+    Needs(
+        "--deepspeed; without it, --zero-stage shards the optimizer's states over the ranks",
+        lambda config: config.parallel.deepspeed,
+        _DEEPSPEED_OPTIMIZERS,
+    ),
     check_sharding_strategy,
     check_grad_reduction,
     check_curriculum_flags,

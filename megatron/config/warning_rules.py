@@ -7,15 +7,14 @@ Invariant: as in `config/rules.py`, which runs them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.declared_rules import NoEffect
 from megatron.config.fields import all_fields
 from megatron.config.kernel_rules import warn_fusion_with_shared_groups
-from megatron.config.profiling import (
-    warn_layer_statistics_without_file,
-    warn_profile_settings_without_effect,
-)
+from megatron.config.profiling import find_requesting_field, warn_layer_statistics_without_file
+from megatron.config.tree import Config
 
 _OWN_SETTINGS = ("ademamix", "muon")
 """Optimizers whose settings have names that begin with theirs."""
@@ -61,38 +60,21 @@ def warn_warmup_tokens_with_curriculum(settings: ConfigWithOrigin) -> Iterator[s
         )
 
 
-def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about settings of WSD's final decay without --lr-decay-style WSD."""
-    if settings.config.optimizer.lr_decay_style != "WSD":
-        for name in ("iters", "samples", "fraction", "style"):
-            dotted = f"optimizer.lr_wsd_decay_{name}"
-            if settings.is_changed(dotted):
-                yield f"{settings.describe(dotted)} has no effect without --lr-decay-style WSD."
+def _has_no_warmup(config: Config) -> bool:
+    """Return whether no length of a warm-up is given. A length of 0 is none."""
+    optimizer = config.optimizer
+    return not (
+        optimizer.lr_warmup_fraction
+        or optimizer.lr_warmup_iters
+        or optimizer.lr_warmup_samples
+        or optimizer.lr_warmup_tokens
+    )
 
 
-def warn_decoupled_minimum_alone(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about --decoupled-min-lr without --decoupled-lr."""
-    optimizer = settings.config.optimizer
-    if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is not None:
-        yield (
-            f"{settings.describe('optimizer.decoupled_min_lr')} has no effect without "
-            "--decoupled-lr."
-        )
-
-
-def warn_start_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about settings that need a warm-up, which is not given."""
-    optimizer = settings.config.optimizer
-    units = ("fraction", "iters", "samples", "tokens")
-    if any(settings[f"optimizer.lr_warmup_{unit}"] for unit in units):
-        return
-    for name in ("lr_warmup_init", "lr_warmup_style", "lr_decay_from_start"):
-        if settings.is_changed(f"optimizer.{name}"):
-            yield (
-                f"{settings.describe(f'optimizer.{name}')} has no effect without a warm-up: "
-                "give --lr-warmup-samples, -iters, -tokens or -fraction."
-            )
-    if optimizer.lr_decay_style == "inverse-square-root":
+def warn_decay_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about a decay that depends on the length of the warm-up, which is not given."""
+    style = settings.config.optimizer.lr_decay_style
+    if style == "inverse-square-root" and _has_no_warmup(settings.config):
         yield (
             f"{settings.describe('optimizer.lr_decay_style')} without a warm-up: --lr is the rate "
             "at the first sample, and falls to a tenth of it in 100 samples; give "
@@ -114,23 +96,16 @@ def warn_settings_of_another_optimizer(settings: ConfigWithOrigin) -> Iterator[s
             yield f"{settings.describe(dotted)} has no effect without --optimizer {owner}."
 
 
-def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about settings of the loss scale without --fp16."""
-    precision = settings.config.precision
-    if not precision.fp16:
-        for name in (
-            "loss_scale",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-        ):
-            if settings.is_changed(f"precision.{name}"):
-                yield f"{settings.describe(f'precision.{name}')} has no effect without --fp16."
-        logging = settings.config.logging
-        # Without a folder, `warn_tensorboard_without_folder` reports this flag.
-        if logging.tensorboard_dir is not None and not logging.log_loss_scale_to_tensorboard:
-            yield "--no-log-loss-scale-to-tensorboard has no effect without --fp16."
+def warn_loss_scale_point_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about the flag for the loss scale's points in TensorBoard without --fp16."""
+    logging = settings.config.logging
+    # Without a folder, `warn_tensorboard_without_folder` reports this flag.
+    if (
+        not settings.config.precision.fp16
+        and logging.tensorboard_dir is not None
+        and not logging.log_loss_scale_to_tensorboard
+    ):
+        yield "--no-log-loss-scale-to-tensorboard has no effect without --fp16."
 
 
 def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -171,58 +146,9 @@ def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[str]:
             )
 
 
-def warn_fp32_residual_in_fp32(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about --fp32-residual-connection in a run that computes in fp32 anyway."""
-    precision = settings.config.precision
-    if precision.fp32_residual_connection and not (precision.fp16 or precision.bf16):
-        yield (
-            f"{settings.describe('precision.fp32_residual_connection')} has no effect without "
-            "--fp16 or --bf16: everything is in fp32."
-        )
-
-
-def warn_alibi_has_no_positions_to_reset(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about --reset-position-ids with ALiBi, which uses distances only."""
-    if (
-        settings.config.data.reset_position_ids
-        and settings.config.model.position_embedding_type == "alibi"
-    ):
-        yield (
-            f"{settings.describe('data.reset_position_ids')} has no effect with "
-            "--position-embedding-type alibi, whose bias depends on distances only."
-        )
-
-
-def warn_data_with_mock_data(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about real data that are named together with --mock-data."""
-    if not settings.config.data.mock_data:
-        return
-    for name in (
-        "data_path",
-        "data_phases",
-        "train_weighted_split_paths",
-        "train_weighted_split_paths_path",
-    ):
-        if settings[f"data.{name}"]:
-            yield (
-                f"{settings.describe(f'data.{name}')} has no effect with --mock-data, which trains "
-                "on synthetic tokens."
-            )
-
-
-def warn_deepspeed_config_without_deepspeed(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about --deepspeed-config without --deepspeed."""
-    parallel = settings.config.parallel
-    if parallel.deepspeed_config is not None and not parallel.deepspeed:
-        yield f"{settings.describe('parallel.deepspeed_config')} has no effect without --deepspeed."
-
-
-def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn if nothing is saved, if only the end is saved, or if a save cannot be resumed."""
+def warn_incomplete_saves(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn if a save cannot be resumed, or if only the end is saved."""
     checkpoint = settings.config.checkpoint
-    for dotted in ("checkpoint.save_interval", "checkpoint.save_interval_time"):
-        if settings[dotted] is not None and checkpoint.save is None:
-            yield (f"{settings.describe(dotted)} has no effect without --save: nothing is saved.")
     if (
         # The same command resumes only if it loads what it saves. Then it would ask for a state
         # that was not saved.
@@ -260,22 +186,6 @@ def warn_tensorboard_without_folder(settings: ConfigWithOrigin) -> Iterator[str]
                 yield f"{settings.describe(field.dotted)} has no effect without --tensorboard-dir."
 
 
-def warn_rotary_settings_without_rotary(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about settings of rotary positions without rotary positions."""
-    if settings.config.model.position_embedding_type != "rotary":
-        for dotted in (
-            "model.rotary_percent",
-            "model.rotary_base",
-            "model.rope_scaling",
-            "model.no_rope_layers",
-        ):
-            if settings.is_changed(dotted):
-                yield (
-                    f"{settings.describe(dotted)} has no effect without --position-embedding-type "
-                    "rotary."
-                )
-
-
 def warn_size_of_missing_position_table(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about --max-position-embeddings in a model without a table of learned positions."""
     positions = settings.config.model.position_embedding_type
@@ -307,95 +217,134 @@ def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[s
             )
 
 
-def warn_biases_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about flags for biases that are there or not there anyway."""
+def warn_missing_norm_biases(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --no-norm-bias in a model whose norms have no biases anyway."""
     model = settings.config.model
-    for name in ("add_qkv_bias", "add_attention_bias", "add_mlp_bias"):
-        if getattr(model, name) and model.add_bias_linear:
-            yield (
-                f"{settings.describe(f'model.{name}')} has no effect without "
-                "--no-add-bias-linear: all linear layers have biases."
-            )
     if not model.norm_bias and model.normalization == "RMSNorm" and not model.embed_layernorm:
         yield "--no-norm-bias has no effect with --normalization RMSNorm, which has no biases."
 
 
-def warn_full_attention_without_window(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about layers without a sliding window in a model without one."""
-    model = settings.config.model
-    if model.full_attention_layers is not None and model.sliding_window is None:
-        yield (
-            f"{settings.describe('model.full_attention_layers')} has no effect without "
-            "--sliding-window: all layers have full attention."
-        )
+_LOSS_SCALE = (
+    *("precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale"),
+    *("precision.loss_scale_window", "precision.hysteresis"),
+)
 
-
-def warn_goldfish_settings_without_goldfish(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about settings of the goldfish loss without it."""
-    for dotted in ("loss.goldfish_k", "loss.goldfish_h"):
-        if settings.is_changed(dotted) and not settings.config.loss.goldfish_loss:
-            yield f"{settings.describe(dotted)} has no effect without --goldfish-loss."
-
-
-def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn about settings of recomputation that have no effect in this combination."""
-    recompute = settings.config.recompute
-    if (
-        settings.is_changed("recompute.checkpoint_fraction")
-        and not recompute.checkpoint_activations
-    ):
-        yield (
-            f"{settings.describe('recompute.checkpoint_fraction')} has no effect without "
-            "--checkpoint-activations."
-        )
-    for dotted in ("recompute.partition_activations", "recompute.checkpoint_in_cpu"):
-        if settings[dotted] and not recompute.checkpoint_activations:
-            yield f"{settings.describe(dotted)} has no effect without --checkpoint-activations."
-    # With --sequence-parallel the inputs of layers are already sharded over the tensor ranks.
-    if recompute.partition_activations and settings.config.parallel.sequence_parallel:
-        yield (
-            f"{settings.describe('recompute.partition_activations')} has no effect with "
-            "--sequence-parallel, which already shards the kept inputs."
-        )
-    if (
-        recompute.recompute_attention_core
-        and recompute.checkpoint_activations
-        # With a fraction below 1 some layers are not recomputed completely, and the flag still
-        # applies to them.
-        and recompute.checkpoint_fraction.strip() == "1"
-    ):
-        yield (
-            f"{settings.describe('recompute.recompute_attention_core')} has no effect with "
-            "--checkpoint-activations, which recomputes entire layers; with --checkpoint-fraction "
-            "it applies to the other layers."
-        )
-
-
-WARNINGS = (
+WARNINGS: tuple[Callable[[ConfigWithOrigin], Iterator[str]], ...] = (
     warn_ramp_by_iterations,
     warn_decay_by_tokens_wins,
     warn_warmup_tokens_with_curriculum,
-    warn_wsd_without_its_style,
-    warn_decoupled_minimum_alone,
-    warn_start_of_missing_warmup,
+    NoEffect(
+        "without --lr-decay-style WSD",
+        lambda config: config.optimizer.lr_decay_style != "WSD",
+        tuple(f"optimizer.lr_wsd_decay_{it}" for it in ("iters", "samples", "fraction", "style")),
+    ),
+    NoEffect(
+        "without --decoupled-lr",
+        lambda config: config.optimizer.decoupled_lr is None,
+        ("optimizer.decoupled_min_lr",),
+    ),
+    NoEffect(
+        "without a warm-up: give --lr-warmup-samples, -iters, -tokens or -fraction",
+        _has_no_warmup,
+        ("optimizer.lr_warmup_init", "optimizer.lr_warmup_style", "optimizer.lr_decay_from_start"),
+    ),
+    warn_decay_of_missing_warmup,
     warn_settings_of_another_optimizer,
-    warn_loss_scale_without_fp16,
+    NoEffect("without --fp16", lambda config: not config.precision.fp16, _LOSS_SCALE),
+    warn_loss_scale_point_without_fp16,
     warn_static_loss_scale_wins,
     warn_loss_scale_rounds,
-    warn_fp32_residual_in_fp32,
-    warn_alibi_has_no_positions_to_reset,
-    warn_data_with_mock_data,
-    warn_deepspeed_config_without_deepspeed,
-    warn_save_without_interval,
+    NoEffect(
+        "without --fp16 or --bf16: everything is in fp32",
+        lambda config: not (config.precision.fp16 or config.precision.bf16),
+        ("precision.fp32_residual_connection",),
+    ),
+    NoEffect(
+        "with --position-embedding-type alibi, whose bias depends on distances only",
+        lambda config: config.model.position_embedding_type == "alibi",
+        ("data.reset_position_ids",),
+    ),
+    NoEffect(
+        "with --mock-data, which trains on synthetic tokens",
+        lambda config: config.data.mock_data,
+        (
+            *("data.data_path", "data.data_phases"),
+            *("data.train_weighted_split_paths", "data.train_weighted_split_paths_path"),
+        ),
+    ),
+    NoEffect(
+        "without --deepspeed",
+        lambda config: not config.parallel.deepspeed,
+        ("parallel.deepspeed_config",),
+    ),
+    NoEffect(
+        "without --save: nothing is saved",
+        lambda config: config.checkpoint.save is None,
+        ("checkpoint.save_interval", "checkpoint.save_interval_time"),
+    ),
+    warn_incomplete_saves,
     warn_tensorboard_without_folder,
-    warn_rotary_settings_without_rotary,
+    NoEffect(
+        "without --position-embedding-type rotary",
+        lambda config: config.model.position_embedding_type != "rotary",
+        tuple(
+            f"model.{it}"
+            for it in ("rotary_percent", "rotary_base", "rope_scaling", "no_rope_layers")
+        ),
+    ),
     warn_size_of_missing_position_table,
     warn_rope_settings_without_scaling,
-    warn_biases_without_effect,
-    warn_full_attention_without_window,
-    warn_goldfish_settings_without_goldfish,
-    warn_recompute_flags_without_effect,
-    warn_profile_settings_without_effect,
+    NoEffect(
+        "without --no-add-bias-linear: all linear layers have biases",
+        lambda config: config.model.add_bias_linear,
+        ("model.add_qkv_bias", "model.add_attention_bias", "model.add_mlp_bias"),
+    ),
+    warn_missing_norm_biases,
+    NoEffect(
+        "without --sliding-window: all layers have full attention",
+        lambda config: config.model.sliding_window is None,
+        ("model.full_attention_layers",),
+    ),
+    NoEffect(
+        "without --goldfish-loss",
+        lambda config: not config.loss.goldfish_loss,
+        ("loss.goldfish_k", "loss.goldfish_h"),
+    ),
+    NoEffect(
+        "without --checkpoint-activations",
+        lambda config: not config.recompute.checkpoint_activations,
+        (
+            *("recompute.checkpoint_fraction", "recompute.partition_activations"),
+            "recompute.checkpoint_in_cpu",
+        ),
+    ),
+    # With --sequence-parallel the inputs of layers are already sharded over the tensor ranks.
+    NoEffect(
+        "with --sequence-parallel, which already shards the kept inputs",
+        lambda config: config.parallel.sequence_parallel,
+        ("recompute.partition_activations",),
+    ),
+    # With a fraction below 1 some layers are not recomputed completely, and the flag still applies
+    # to them.
+    NoEffect(
+        "with --checkpoint-activations, which recomputes entire layers; with --checkpoint-fraction "
+        "it applies to the other layers",
+        lambda config: (
+            config.recompute.checkpoint_activations
+            and config.recompute.checkpoint_fraction.strip() == "1"
+        ),
+        ("recompute.recompute_attention_core",),
+    ),
+    NoEffect(
+        "without --memory-snapshot",
+        lambda config: not config.logging.memory_snapshot,
+        ("logging.memory_snapshot_iterations",),
+    ),
+    NoEffect(
+        "without --profile-iterations or --memory-snapshot",
+        lambda config: find_requesting_field(config) is None,
+        ("logging.profile_ranks", "logging.profile_dir"),
+    ),
     warn_layer_statistics_without_file,
     warn_fusion_with_shared_groups,
 )

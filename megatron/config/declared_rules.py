@@ -1,0 +1,63 @@
+"""Rules that are the same but for their fields and words. See `rules.py`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.tree import Config
+
+Condition = Callable[[Config], bool]
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Warns about fields that are given although they have no effect."""
+
+    why: str
+    """Follows "has no effect", as in "without --save"."""
+    when: Condition
+    """Whether the fields have no effect in a configuration."""
+    fields: tuple[str, ...]
+    """Dotted names."""
+
+    def __call__(self, settings: ConfigWithOrigin) -> Iterator[str]:
+        """Yield a message for each field that is given."""
+        if self.when(settings.config):
+            for dotted in self.fields:
+                if settings.is_changed(dotted):
+                    yield f"{settings.describe(dotted)} has no effect {self.why}."
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Checks that fields are given only together with what they need."""
+
+    what: str
+    """Follows "needs", as in "--save: without it nothing would be saved"."""
+    given: Condition
+    """Whether a configuration has what the fields need."""
+    fields: tuple[str, ...]
+    """Dotted names."""
+
+    def __call__(self, settings: ConfigWithOrigin) -> Iterator[str]:
+        """Yield a message for each field that is given without it."""
+        if not self.given(settings.config):
+            for dotted in self.fields:
+                if settings.is_changed(dotted):
+                    yield f"{settings.describe(dotted)} needs {self.what}."
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Checks that at most one of several fields is given."""
+
+    fields: tuple[str, ...]
+    """Dotted names."""
+    why: str = ""
+    """Follows "exclude each other", and begins with a colon."""
+
+    def __call__(self, settings: ConfigWithOrigin) -> Iterator[str]:
+        """Yield a message if several fields are given."""
+        given = [dotted for dotted in self.fields if settings.is_changed(dotted)]
+        if len(given) > 1:
+            yield f"{settings.describe(*given)} exclude each other{self.why}; give one of them."
