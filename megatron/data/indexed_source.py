@@ -146,7 +146,7 @@ class GPTTrainSource(IndexedSource):
             DataError: an index cannot be built.
         """
         self._history = self._keep_notes(
-            self.history.extend_endless(self._phases[-1], self._consumed + batch_size)
+            self.history.extend(self._phases[-1], self._consumed + batch_size)
         )
         self._prepared = False
         self.prepare()

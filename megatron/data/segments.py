@@ -309,22 +309,13 @@ class History:
         with self._registry.guarded():
             return order.locate(opened.order, position - opened.segment.start_sample)
 
-    def extend(self, requested: RequestedData) -> tuple["History", list[str]]:
-        """Add segments until the requested samples are covered.
+    def extend(self, requested: RequestedData, needed: int) -> tuple["History", list[str]]:
+        """Add segments of the requested data until `needed` samples are covered.
 
         Returns:
             The extended history, and messages about what was added.
         """
         # One more segment may not be enough. A mixture ends when one of its data sets is exhausted.
-        history = self
-        notes = []
-        while history.end < requested.num_samples:
-            history, note = history._append_segment(requested)
-            notes.append(note)
-        return history, notes
-
-    def extend_endless(self, requested: RequestedData, needed: int) -> tuple["History", list[str]]:
-        """Add passes over endless data until `needed` samples are covered. See `extend`."""
         history = self
         notes = []
         while history.end < needed:
@@ -354,7 +345,7 @@ class History:
             registry: Opens the data sets.
         """
         first, *later = phases
-        history, notes = cls([make_first_segment(first)], registry).extend(first)
+        history, notes = cls([make_first_segment(first)], registry).extend(first, first.num_samples)
         history, further = history._append_phases(later, [])
         return history, notes + further
 
@@ -393,7 +384,7 @@ class History:
                 f"{requested.num_samples} are requested; it is kept for the {past.end} samples "
                 "that it covers"
             )
-        history, further = history.extend(requested)
+        history, further = history.extend(requested, requested.num_samples)
         notes += further
         history, further = history._append_phases(later, self.segments)
         return history, notes + further
@@ -447,7 +438,8 @@ class History:
                     f"data order: a phase begins at sample {phase.start_sample}; from there on "
                     f"{description}"
                 )
-            history, further = History([*history.segments, segment], self._registry).extend(phase)
+            history = History([*history.segments, segment], self._registry)
+            history, further = history.extend(phase, phase.num_samples)
             notes += further
         # An earlier launch has reported these.
         if history.segments == list(recorded):

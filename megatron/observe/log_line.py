@@ -62,43 +62,31 @@ _VALIDATION = re.compile(
 
 def format_training_line(report: IterationReport) -> str:
     """Return the line of one report. Optional fields are left out if they are None."""
-    parts = [
+    return _join_fields(
         f" iteration {report.iteration:8d}/{report.train_iters:8d}",
-        f"consumed samples: {report.consumed_samples:12d}",
-        f"consumed tokens: {report.consumed_tokens:12d}",
-        f"elapsed time per iteration (s): {report.seconds:.2f}",
-        f"learning rate: {report.learning_rate:.3E}",
-    ]
-    if report.decoupled_learning_rate is not None:
-        parts.append(f"decoupled learning rate: {report.decoupled_learning_rate:.3E}")
-    parts.append(f"global batch size: {report.global_batch_size:5d}")
-    if report.lm_loss is not None:
-        parts.append(f"lm loss: {report.lm_loss:.6E}")
-    if report.loss_scale is not None:
-        parts.append(f"loss scale: {report.loss_scale:.1f}")
-    if report.grad_norm is not None:
-        parts.append(f"grad norm: {report.grad_norm:.3f}")
-    if report.num_zeros is not None:
-        parts.append(f"num zeros: {report.num_zeros:.1f}")
-    if report.params_norm is not None:
-        parts.append(f"params norm: {report.params_norm:.3f}")
-    if report.curriculum_seqlen is not None:
-        parts.append(f"curriculum seqlen: {report.curriculum_seqlen:5d}")
-    # These follow the optional fields in Megatron's line. Each field ends with a separator. The
-    # parser ignores a field without one, because it was cut off.
-    parts += [
-        f"number of skipped iterations: {report.skipped_iterations:3d}",
-        f"number of nan iterations: {report.nan_iterations:3d}",
-        f"samples per second: {report.samples_per_second:.3f}",
-    ]
-    # On a CPU it would be 0.00.
-    if report.tflops >= _SMALLEST_TFLOPS:
-        parts.append(f"TFLOPs: {report.tflops:.2f}")
-    # Megatron's line has no further fields. These are at the end, where no parser looks for others.
-    parts.append(f"tokens per second: {report.tokens_per_second:.1f}")
-    if report.remaining_seconds is not None:
-        parts.append(f"remaining: {format_duration(report.remaining_seconds)}")
-    return " | ".join(parts) + " |"
+        ("consumed samples", report.consumed_samples, "12d"),
+        ("consumed tokens", report.consumed_tokens, "12d"),
+        ("elapsed time per iteration (s)", report.seconds, ".2f"),
+        ("learning rate", report.learning_rate, ".3E"),
+        ("decoupled learning rate", report.decoupled_learning_rate, ".3E"),
+        ("global batch size", report.global_batch_size, "5d"),
+        ("lm loss", report.lm_loss, ".6E"),
+        ("loss scale", report.loss_scale, ".1f"),
+        ("grad norm", report.grad_norm, ".3f"),
+        ("num zeros", report.num_zeros, ".1f"),
+        ("params norm", report.params_norm, ".3f"),
+        ("curriculum seqlen", report.curriculum_seqlen, "5d"),
+        # These follow the optional fields in Megatron's line.
+        ("number of skipped iterations", report.skipped_iterations, "3d"),
+        ("number of nan iterations", report.nan_iterations, "3d"),
+        ("samples per second", report.samples_per_second, ".3f"),
+        # On a CPU it would be 0.00.
+        ("TFLOPs", report.tflops if report.tflops >= _SMALLEST_TFLOPS else None, ".2f"),
+        # Megatron's line has no further fields. These are at the end, where no parser looks for
+        # others.
+        ("tokens per second", report.tokens_per_second, ".1f"),
+        ("remaining", _format_remaining(report), "s"),
+    )
 
 
 def format_short_training_line(report: IterationReport) -> str:
@@ -106,26 +94,35 @@ def format_short_training_line(report: IterationReport) -> str:
 
     Skipped and nan iterations are rare. They are left out if there are none.
     """
-    parts = [f" iteration {report.iteration}/{report.train_iters}"]
-    if report.lm_loss is not None:
-        parts.append(f"loss: {report.lm_loss:.4f}")
-    parts.append(f"lr: {report.learning_rate:.3E}")
-    if report.decoupled_learning_rate is not None:
-        parts.append(f"decoupled lr: {report.decoupled_learning_rate:.3E}")
-    if report.grad_norm is not None:
-        parts.append(f"norm: {report.grad_norm:.3f}")
-    parts.append(f"tokens/s: {report.tokens_per_second:.0f}")
-    if report.loss_scale is not None:
-        parts.append(f"scale: {report.loss_scale:.0f}")
-    if report.curriculum_seqlen is not None:
-        parts.append(f"length: {report.curriculum_seqlen}")
-    if report.skipped_iterations:
-        parts.append(f"skipped: {report.skipped_iterations}")
-    if report.nan_iterations:
-        parts.append(f"nan: {report.nan_iterations}")
-    if report.remaining_seconds is not None:
-        parts.append(f"remaining: {format_duration(report.remaining_seconds)}")
-    return " | ".join(parts) + " |"
+    return _join_fields(
+        f" iteration {report.iteration}/{report.train_iters}",
+        ("loss", report.lm_loss, ".4f"),
+        ("lr", report.learning_rate, ".3E"),
+        ("decoupled lr", report.decoupled_learning_rate, ".3E"),
+        ("norm", report.grad_norm, ".3f"),
+        ("tokens/s", report.tokens_per_second, ".0f"),
+        ("scale", report.loss_scale, ".0f"),
+        ("length", report.curriculum_seqlen, "d"),
+        ("skipped", report.skipped_iterations or None, "d"),
+        ("nan", report.nan_iterations or None, "d"),
+        ("remaining", _format_remaining(report), "s"),
+    )
+
+
+def _format_remaining(report: IterationReport) -> str | None:
+    if report.remaining_seconds is None:
+        return None
+    return format_duration(report.remaining_seconds)
+
+
+def _join_fields(start: str, *fields: tuple[str, str | float | None, str]) -> str:
+    """Return a line with the fields (label, value, format) whose value is not None.
+
+    Each field ends with a separator. The parser ignores a field without one, because it was cut
+    off.
+    """
+    shown = [f"{label}: {value:{form}}" for label, value, form in fields if value is not None]
+    return " | ".join([start, *shown]) + " |"
 
 
 LINE_FORMATS: dict[LogFormat, Callable[[IterationReport], str]] = {

@@ -50,26 +50,17 @@ class _Interval:
     flops: float = 0.0
     model_flops: float = 0.0
 
-    def add(
-        self,
-        result: StepResult,
-        *,
-        samples: int,
-        tokens: int,
-        flops: float,
-        model_flops: float,
-        seconds: float,
-    ) -> None:
+    def add(self, step: "StepRecord", flops: float, model_flops: float) -> None:
         """Add one iteration to the totals."""
         # The loss of a step that was not applied may be nan. One such value would make the mean
         # over the interval useless.
         self.iterations += 1
-        self.applied += result.applied
-        self.nan += result.is_nan
-        self.loss_sum += result.loss if result.applied else 0.0
-        self.seconds += seconds
-        self.samples += samples
-        self.tokens += tokens
+        self.applied += step.result.applied
+        self.nan += step.result.is_nan
+        self.loss_sum += step.result.loss if step.result.applied else 0.0
+        self.seconds += step.seconds
+        self.samples += step.batch_size
+        self.tokens += step.batch_size * step.seq_length
         self.flops += flops
         self.model_flops += model_flops
 
@@ -280,15 +271,7 @@ class Reporter:
         # the iterations since the last one.
         one = _Interval()
         for interval in (one, self._interval):
-            tokens = step.batch_size * step.seq_length
-            interval.add(
-                step.result,
-                samples=step.batch_size,
-                tokens=tokens,
-                flops=flops,
-                model_flops=model_flops,
-                seconds=step.seconds,
-            )
+            interval.add(step, flops, model_flops)
         report = self._report(state, step, one)
         if self._tensorboard is not None:
             self._tensorboard.write_training(report)

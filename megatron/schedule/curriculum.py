@@ -161,10 +161,10 @@ class Curriculum:
             length = self.get_seq_length(step)
             if length != before:
                 yield step, length
-            step = self._end_of_stage(step, length, last) + 1
+            step = self.find_end_of_stage(step, length, last) + 1
             before = length
 
-    def _end_of_stage(self, step: int, length: int, last: int) -> int:
+    def find_end_of_stage(self, step: int, length: int, last: int) -> int:
         """Return the last iteration up to `last` that certainly has the length of iteration `step`.
 
         `length` is that length.
@@ -177,12 +177,6 @@ class Curriculum:
         # The growing schedules are monotonic, so a binary search finds the end. `last` may be
         # FOREVER, which a loop would never reach.
         return step - 1 + bisect_right(range(step, last + 1), length, key=self.get_seq_length)
-
-    def has_same_lengths_from(self, first: int, other: "Curriculum") -> bool:
-        """Return whether both have the same lengths in all iterations from `first` on."""
-        return list(self.iterate_stages(first, FOREVER)) == list(
-            other.iterate_stages(first, FOREVER)
-        )
 
     def find_iteration_reaching(
         self, tokens: int, batch_size: int, first: int, last: int

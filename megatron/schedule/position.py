@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.schedule.batch_size import BatchSizeSchedule, count_iterations_of_size
-from megatron.schedule.curriculum import Curriculum
+from megatron.schedule.curriculum import FOREVER, Curriculum
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,32 @@ class Steps:
             at = self._advance(at, iteration - at.iteration)
         return at
 
-    def find_tokens(self, start: Progress, tokens: int) -> Progress:
-        """Return the first position from `start` on where at least `tokens` are consumed."""
+    def find_tokens(self, start: Progress, tokens: int, limit: int = FOREVER) -> Progress:
+        """Return the first position from `start` on where at least `tokens` are consumed.
+
+        If they are not consumed by iteration `limit`, it is the position after that iteration.
+        """
         at = start
-        while at.tokens < tokens:
+        while at.tokens < tokens and at.iteration < limit:
             size, length = self._get_sizes(at)
-            at = self._advance(at, -(-(tokens - at.tokens) // (size * length)))
+            needed = -(-(tokens - at.tokens) // (size * length))
+            at = self._advance(at, min(needed, limit - at.iteration))
         return at
 
     def _advance(self, at: Progress, most: int) -> Progress:
-        """Return the position after at least one iteration and at most `most`, all of one size."""
+        """Return the position after at least one iteration and at most `most`, all of one size.
+
+        A run may have millions of iterations, so those of one batch size and sequence length are
+        taken at once.
+        """
         size, length = self._get_sizes(at)
-        steps = most
-        # With a curriculum, any iteration may change the length.
+        last = at.iteration + most
         if self.curriculum is not None:
-            steps = 1
-        else:
-            alike = count_iterations_of_size(
-                self.batch_size, at.samples, at.tokens, self.seq_length
-            )
-            if alike is not None:
-                steps = min(most, alike)
+            last = self.curriculum.find_end_of_stage(at.iteration + 1, length, last)
+        steps = last - at.iteration
+        alike = count_iterations_of_size(self.batch_size, at.samples, at.tokens, length)
+        if alike is not None:
+            steps = min(steps, alike)
         samples = steps * size
         return Progress(at.iteration + steps, at.samples + samples, at.tokens + samples * length)
 

@@ -5,35 +5,19 @@ sequence length come from the state before it. Skipped ranges consume their samp
 change the learning rate.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedule.batch_size import BatchSizeSchedule, count_iterations_of_size
+from megatron.schedule.batch_size import BatchSizeSchedule
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
+from megatron.schedule.position import Progress, Steps
 from megatron.schedule.skip import SkipRange, find_range
 
 
-class _Counters(NamedTuple):
-    """`ForecastPoint` without the learning rate.
-
-    The rate is computed for the wanted points only. It would cost too much for each of 300,000
-    iterations.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    global_batch_size: int
-    seq_length: int
-    lr_samples: int
-    lr_tokens: int
-    warmup_tokens: int
-
-
-@dataclass(frozen=True)
-class ForecastPoint:
+class ForecastPoint(NamedTuple):
     """The state after `iteration`.
 
     The counters are in samples and tokens. The batch size (samples) and sequence length (tokens)
@@ -49,8 +33,10 @@ class ForecastPoint:
     lr_samples: int
     lr_tokens: int
     warmup_tokens: int
-    lr: float
-    decoupled_lr: float | None
+    lr: float = math.nan
+    """It is computed for the wanted points only. It would cost too much for each of 300,000
+    iterations."""
+    decoupled_lr: float | None = None
     """Rate of the word embedding and the output matrix. None if they have that of all others."""
 
 
@@ -83,29 +69,10 @@ class Forecast:
 
         `limit` is an iteration. It is returned if the tokens are not consumed by then.
         """
-        iteration = samples = consumed = 0
-        for last, length in self._list_lengths(limit):
-            while consumed < tokens and iteration < last:
-                size = self.batch_size.get_size(samples, consumed)
-                steps = min(last - iteration, -(-(tokens - consumed) // (size * length)))
-                # Take all iterations of one size and length at once. A run may have millions.
-                same = count_iterations_of_size(self.batch_size, samples, consumed, length)
-                if same is not None:
-                    steps = min(steps, same)
-                iteration += steps
-                samples += steps * size
-                consumed += steps * size * length
-        return iteration
+        steps = Steps(self.batch_size, self.seq_length, self.curriculum)
+        return steps.find_tokens(Progress(), tokens, limit).iteration
 
-    def _list_lengths(self, limit: int) -> list[tuple[int, int]]:
-        """Return (last iteration, sequence length) of each stretch of iterations up to `limit`."""
-        if self.curriculum is None:
-            return [(limit, self.seq_length)]
-        stages = list(self.curriculum.iterate_stages(1, limit))
-        ends = [start - 1 for start, _ in stages[1:]] + [limit]
-        return [(end, length) for end, (_, length) in zip(ends, stages, strict=False)]
-
-    def _iterate_counters(self) -> Iterator[_Counters]:
+    def _iterate_counters(self) -> Iterator[ForecastPoint]:
         """Yield the counters after iteration 0, 1, 2, ..., without end.
 
         It is a loop and not a closed form, so that it cannot differ from training's arithmetic.
@@ -115,7 +82,7 @@ class Forecast:
         size = self.batch_size.get_size(0, 0)
         length = self._get_seq_length(1)
         while True:
-            yield _Counters(
+            yield ForecastPoint(
                 iteration, samples, tokens, size, length, lr_samples, lr_tokens, warmup_tokens
             )
             iteration += 1
@@ -138,8 +105,8 @@ class Forecast:
             return self.curriculum.get_seq_length(iteration)
         return self.seq_length
 
-    def _add_lr(self, c: _Counters) -> ForecastPoint:
-        counters = (c.lr_samples, c.lr_tokens, c.warmup_tokens)
-        return ForecastPoint(
-            *c, lr=self.lr.get_lr(*counters), decoupled_lr=self.lr.get_decoupled_lr(*counters)
+    def _add_lr(self, point: ForecastPoint) -> ForecastPoint:
+        counters = (point.lr_samples, point.lr_tokens, point.warmup_tokens)
+        return point._replace(
+            lr=self.lr.get_lr(*counters), decoupled_lr=self.lr.get_decoupled_lr(*counters)
         )

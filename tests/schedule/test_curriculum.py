@@ -97,13 +97,6 @@ def test_iteration_that_reaches_a_number_of_tokens():
             assert schedule.find_iteration_reaching(tokens + 1, 4, first, step) is None
 
 
-def test_schedules_are_compared_by_their_lengths():
-    longer = dataclasses.replace(LINEAR, total_curriculum_step=36_001)
-    assert LINEAR.has_same_lengths_from(1, dataclasses.replace(LINEAR))
-    assert not LINEAR.has_same_lengths_from(1, longer)
-    assert LINEAR.has_same_lengths_from(36_001, longer)
-
-
 def test_schedule_is_described_in_words():
     assert str(LINEAR) == "fixed_linear from 64 to 2048 tokens over 36000 iterations in steps of 8"
     assert str(dataclasses.replace(LINEAR, style="fixed_root", root_degree=2)).startswith(
