@@ -18,16 +18,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
-from megatron.commands.generate import GenerateArguments, load
+from megatron.commands.loaded_model import ModelArguments, load
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
-from megatron.extras.generate.load import choose_checkpoint, join_ranks
 from megatron.extras.generate.staged_model import StagedModel
-from megatron.extras.preprocess.flags import TokenizerPath, TokenizerTypeName
 from megatron.extras.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.parallel.mesh import Mesh
@@ -35,13 +33,9 @@ from megatron.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class EvaluateArguments:
+class EvaluateArguments(ModelArguments):
     """The command line."""
 
-    load: str
-    """Folder of the run's checkpoints."""
-    iteration: int | None = None
-    """Iteration of the checkpoint. Default: the one that `latest` names."""
     text_files: tuple[Path, ...] = ()
     """UTF-8 text files. Each gives a loss, a perplexity and bits per byte."""
     tasks: tuple[str, ...] = ()
@@ -58,24 +52,6 @@ class EvaluateArguments:
     """JSON file of all results, with each item of the tasks."""
     tensorboard_dir: Path | None = None
     """Also write the results as TensorBoard events, at the checkpoint's iteration."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the weights and of the computation."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Default: cuda if there is a GPU."""
-    tensor_model_parallel_size: int = 1
-    """Processes that divide each layer. torchrun starts them."""
-    pipeline_model_parallel_size: int = 1
-    """Stages of layers, each on its own processes. torchrun starts them."""
-    distributed_timeout_minutes: float = 10.0
-    """Minutes that the processes wait for one that does not answer."""
-    tokenizer_type: TokenizerTypeName | None = None
-    """Type of the tokenizer, for a run that has none. Default: the run's."""
-    vocab_file: str | None = None
-    """Vocabulary file, if the run's has moved."""
-    merge_file: str | None = None
-    """Merges file, if the run's has moved."""
-    tokenizer_name_or_path: TokenizerPath = None
-    """Folder of a Hugging Face tokenizer or file tokenizer.model, if the run's has moved."""
 
 
 @dataclass
@@ -179,19 +155,7 @@ def evaluate(
         CheckpointError: There is no checkpoint to load.
         ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
-    root, iteration = choose_checkpoint(Path(arguments.load), arguments.iteration, mesh)
-    model, tokenizer = load(
-        GenerateArguments(
-            load=str(root),
-            iteration=iteration,
-            dtype=arguments.dtype,
-            tokenizer_type=arguments.tokenizer_type,
-            vocab_file=arguments.vocab_file,
-            merge_file=arguments.merge_file,
-            tokenizer_name_or_path=arguments.tokenizer_name_or_path,
-        ),
-        mesh,
-    )
+    model, tokenizer, iteration = load(arguments, mesh)
     found = Evaluation(iteration)
     scorer = Scorer(model, arguments.batch_size)
     for path, text in texts.items():
@@ -278,12 +242,7 @@ def run(arguments: EvaluateArguments) -> None:
             names_flag="--tasks",
             folder_flag="--task-folder",
         )
-    with join_ranks(
-        arguments.tensor_model_parallel_size,
-        arguments.pipeline_model_parallel_size,
-        arguments.device,
-        arguments.distributed_timeout_minutes,
-    ) as mesh:
+    with arguments.join_ranks() as mesh:
         found = evaluate(arguments, mesh, texts, manager)
         if mesh.rank == 0:
             write_results(arguments, found, print)

@@ -13,13 +13,11 @@ can be loaded in each form.
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megatron.base.errors import ConfigError
-from megatron.checkpoint.folder import find_stored_folder
-from megatron.checkpoint.load import open_checkpoint
+from megatron.commands.loaded_model import ModelArguments, load
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
 from megatron.extras.generate.generation import (
@@ -29,28 +27,12 @@ from megatron.extras.generate.generation import (
     check_prompt,
     generate,
 )
-from megatron.extras.generate.load import (
-    DTYPES,
-    choose_checkpoint,
-    join_ranks,
-    load_part,
-    store_for_single_prompts,
-)
+from megatron.extras.generate.load import store_for_single_prompts
 from megatron.extras.generate.prompts import check_text, prepare_input, read_line, read_prompts
 from megatron.extras.generate.sampling import SamplingOptions
-from megatron.extras.generate.staged_model import StagedModel
-from megatron.extras.inspection.verification import ensure_undisturbed
-from megatron.extras.preprocess.flags import (
-    TokenizerPath,
-    TokenizerTypeName,
-    resolve_tokenizer_type,
-)
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
 from megatron.parallel.ranks import Work, build_ranks
-from megatron.run.start.resume import check_tokenizer
-from megatron.run.state import TrainState
-from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
 
 _BETWEEN_TEXTS = "---"
 _ROUND_SECONDS = 0.2
@@ -58,11 +40,9 @@ _ROUND_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class GenerateArguments:
+class GenerateArguments(ModelArguments):
     """The command line."""
 
-    load: str
-    """Folder of the run's checkpoints."""
     prompt: str | None = None
     """The text to continue."""
     prompt_file: Path | None = None
@@ -88,26 +68,6 @@ class GenerateArguments:
     """Prompts of --prompt-file that are continued together."""
     json: bool = False
     """Print an object for each prompt, on one line: prompt, text, tokens, and reason of the end."""
-    iteration: int | None = None
-    """Iteration of the checkpoint. Default: the one that `latest` names."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the weights and of the computation."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Default: cuda if there is a GPU."""
-    tensor_model_parallel_size: int = 1
-    """Processes that divide each layer. torchrun starts them."""
-    pipeline_model_parallel_size: int = 1
-    """Stages of layers, each on its own processes. torchrun starts them."""
-    distributed_timeout_minutes: float = 10.0
-    """Minutes that the processes wait for one that does not answer."""
-    tokenizer_type: TokenizerTypeName | None = None
-    """Type of the tokenizer, for a run that has none. Default: the run's."""
-    vocab_file: str | None = None
-    """Vocabulary file, if the run's has moved."""
-    merge_file: str | None = None
-    """Merges file, if the run's has moved."""
-    tokenizer_name_or_path: TokenizerPath = None
-    """Folder of a Hugging Face tokenizer or file tokenizer.model, if the run's has moved."""
 
 
 def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
@@ -157,7 +117,7 @@ class TextGenerator:
         self._options = options
         self._mesh = mesh
         self._prints = mesh.rank == 0
-        self._model, self._tokenizer = load(arguments, mesh)
+        self._model, self._tokenizer, _ = load(arguments, mesh)
 
     def continue_prompts(self, prompts: Sequence[str]) -> None:
         """Print the continuation of each prompt.
@@ -272,42 +232,6 @@ class TextGenerator:
             print(f"{kind}: {message}", file=sys.stderr, flush=True)
 
 
-def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer]:
-    """Return this rank's part of the model, and the tokenizer.
-
-    Raises:
-        CheckpointError: There is no checkpoint to load.
-        ConfigError: The tokenizer is not the one of the training, or cannot be read.
-    """
-    root, iteration = choose_checkpoint(Path(arguments.load), arguments.iteration, mesh)
-    # The run may be active and remove this checkpoint while it is loaded.
-    with ensure_undisturbed(find_stored_folder(root, iteration)):
-        checkpoint = open_checkpoint(root, iteration)
-        model = load_part(checkpoint, mesh, DTYPES[arguments.dtype])
-    config = checkpoint.read_config()
-    files = {
-        name: getattr(arguments, name)
-        for name in ("vocab_file", "merge_file", "tokenizer_name_or_path")
-        if getattr(arguments, name)
-    }
-    tokenizer_config = replace(config.tokenizer, **files)
-    if arguments.tokenizer_type is not None:
-        kind = resolve_tokenizer_type(arguments.tokenizer_type)
-        tokenizer_config = replace(tokenizer_config, tokenizer_type=kind)
-    # The other ranks read what rank 0 has downloaded.
-    ranks = build_ranks(mesh)
-    ranks.call_on_rank_0(
-        lambda: fetch_missing_tokenizer(tokenizer_config, needs_text=True),
-        "looking for the tokenizer",
-    )
-    tokenizer = build_tokenizer(tokenizer_config)
-    # Other ids than those of the training would give a meaningless text without an error.
-    check_tokenizer(
-        replace(config, tokenizer=tokenizer_config), TrainState.from_json(checkpoint.state)
-    )
-    return model, tokenizer
-
-
 def collect_prompts(arguments: GenerateArguments) -> list[str]:
     """Return the prompts of the command line, none if they are typed.
 
@@ -328,12 +252,7 @@ def run(arguments: GenerateArguments) -> None:
         MegatronError: An argument, the checkpoint or the tokenizer is at fault.
     """
     options = check_arguments(arguments)
-    with join_ranks(
-        arguments.tensor_model_parallel_size,
-        arguments.pipeline_model_parallel_size,
-        arguments.device,
-        arguments.distributed_timeout_minutes,
-    ) as mesh:
+    with arguments.join_ranks() as mesh:
         # A file could differ between hosts, so rank 0 reads it for all.
         prompts = build_ranks(mesh).call_on_rank_0(
             lambda: collect_prompts(arguments), "reading the prompts"
