@@ -28,7 +28,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from megatron.base.errors import DataError
 from megatron.base.file_lock import LockResult, is_at, try_lock
@@ -78,12 +77,7 @@ class Temporaries:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop the thread and remove the files that still have a temporary name."""
         self._over.set()
         self._thread.join()

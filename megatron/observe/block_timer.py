@@ -7,9 +7,8 @@ pipeline stages send, is outside of it.
 Invariant: measuring never waits for the device. See `Timers`.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
@@ -17,12 +16,7 @@ class IntervalTimer(Protocol):
     """A context that adds the seconds within it, on the device if that computes."""
 
     def __enter__(self) -> None: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
     def take(self) -> float:
         """Return the seconds since the last call. It may wait for the device."""
         ...
@@ -64,7 +58,7 @@ class BlockTimer:
         """Return a context like `context` that is not measured, for a collective in a block."""
         # Most collectives are outside of the measured steps, and must stay cheap.
         if self._runs:
-            return _Pause(self, context)
+            return self._pause_within(context)
         return context
 
     def take_steps(self) -> list[float]:
@@ -88,23 +82,12 @@ class BlockTimer:
         self._timers[len(self._passes) - 1].__exit__(None, None, None)
         self._runs = False
 
-
-class _Pause:
-    """A context within which a block is not measured."""
-
-    def __init__(self, timer: BlockTimer, inner: AbstractContextManager[None]) -> None:
-        self._timer = timer
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        self._timer._pause()
-        self._inner.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._inner.__exit__(kind, value, trace)
-        self._timer._resume()
+    @contextmanager
+    def _pause_within(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter a context in which a block is not measured."""
+        self._pause()
+        try:
+            with context:
+                yield
+        finally:
+            self._resume()

@@ -9,7 +9,6 @@ of `forward-backward` and `optimizer`, so a sum over phases counts it twice.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,12 +38,7 @@ class _WallTimer:
     def __enter__(self) -> None:
         self._starts.append(time.perf_counter())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         start = self._starts.pop()
         if not self._starts:
             self._seconds += time.perf_counter() - start
@@ -80,12 +74,7 @@ class _EventTimer:
     def __enter__(self) -> None:
         self._open.append(self._record())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         start = self._open.pop()
         if self._open:
             # The phase is still open further out. Only the outermost pair counts.

@@ -112,13 +112,9 @@ class TrainState:
 
         See `compute_learning_rate`.
         """
-        return schedule.get_decoupled_lr(
-            self.lr_samples,
-            self.lr_tokens,
-            self.warmup_tokens,
-            seconds=self.lr_seconds,
-            warmup_seconds=self.warmup_seconds,
-        )
+        if schedule.decoupled is None:
+            return None
+        return self.compute_learning_rate(schedule.decoupled)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""

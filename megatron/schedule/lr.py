@@ -221,30 +221,20 @@ class LRSchedule:
                 f"at most {longest}, because the decay ends at {self.decay_steps}."
             )
 
-    def get_decoupled_lr(
-        self,
-        lr_samples: int,
-        lr_tokens: int = 0,
-        warmup_tokens: int = 0,
-        *,
-        seconds: float = 0.0,
-        warmup_seconds: float = 0.0,
-    ) -> float | None:
-        """Return the rate of the word embedding and the output matrix. See `get_lr`.
+    @property
+    def decoupled(self) -> "LRSchedule | None":
+        """The schedule of the word embedding and the output matrix.
 
         It is None if they have the rate of all other parameters.
         """
         if self.decoupled_max_lr is None or self.decoupled_min_lr is None:
             return None
-        decoupled = replace(
+        return replace(
             self,
             max_lr=self.decoupled_max_lr,
             min_lr=self.decoupled_min_lr,
             decoupled_max_lr=None,
             decoupled_min_lr=None,
-        )
-        return decoupled.get_lr(
-            lr_samples, lr_tokens, warmup_tokens, seconds=seconds, warmup_seconds=warmup_seconds
         )
 
     def get_lr(

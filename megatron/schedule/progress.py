@@ -107,6 +107,8 @@ class Forecast:
 
     def _add_lr(self, point: ForecastPoint) -> ForecastPoint:
         counters = (point.lr_samples, point.lr_tokens, point.warmup_tokens)
+        decoupled = self.lr.decoupled
         return point._replace(
-            lr=self.lr.get_lr(*counters), decoupled_lr=self.lr.get_decoupled_lr(*counters)
+            lr=self.lr.get_lr(*counters),
+            decoupled_lr=None if decoupled is None else decoupled.get_lr(*counters),
         )

@@ -173,7 +173,6 @@ def _make_llama_like(
     *pairs: Pair,
     modules: Mapping[str, str] = _LLAMA_MODULES,
     constants: Mapping[str, float] | None = None,
-    theirs: Mapping[str, Any] | None = None,
 ) -> Architecture:
     """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
     return Architecture(
@@ -185,7 +184,6 @@ def _make_llama_like(
         _LLAMA_QKV,
         not_stored=_FREQUENCIES,
         constants=constants or {},
-        theirs=theirs or {},
     )
 
 

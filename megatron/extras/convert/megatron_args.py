@@ -212,9 +212,7 @@ def _find_scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def load_run_config(
-    run: SavedRun, vocab_size: int, seq_length: int | None = None
-) -> tuple[LoadedConfig, list[str]]:
+def load_run_config(run: SavedRun, vocab_size: int) -> tuple[LoadedConfig, list[str]]:
     """Return the configuration of a run, and the names of the arguments that were not used.
 
     Raises:
@@ -226,8 +224,6 @@ def load_run_config(
     words += ["--vocab-size", str(vocab_size)]
     if divisor := run.args.get("make_vocab_size_divisible_by"):
         words += ["--make-vocab-size-divisible-by", str(divisor)]
-    if seq_length is not None:
-        words += ["--seq-length", str(seq_length)]
     try:
         loaded = load_config(words)
     except ConfigError as error:

@@ -53,12 +53,27 @@ class Tracker(Protocol):
         """Store everything, and end the run."""
 
 
-class TrackioTracker:
-    """Trackio. Its store is local, unless its environment variables name a Space or a server."""
+class _LibraryTracker:
+    """What the trackers share whose libraries return a run with `log` and `finish`."""
 
     def __init__(self) -> None:
         """Create a tracker without a run."""
         self._run: Any = None
+
+    def log(self, iteration: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log(dict(values), step=iteration)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        run = self._run
+        self._run = None
+        if run is not None:
+            run.finish()
+
+
+class TrackioTracker(_LibraryTracker):
+    """Trackio. Its store is local, unless its environment variables name a Space or a server."""
 
     def open(
         self, run: TrackedRun, *, project: str, folder: Path, config: Mapping[str, Any]
@@ -77,24 +92,9 @@ class TrackioTracker:
             auto_log_cpu=False,
         )
 
-    def log(self, iteration: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
-        self._run.log(dict(values), step=iteration)
 
-    def close(self) -> None:
-        """See `Tracker`."""
-        run = self._run
-        self._run = None
-        if run is not None:
-            run.finish()
-
-
-class WandbTracker:
+class WandbTracker(_LibraryTracker):
     """Weights & Biases. Without a key it works offline, with files in the folder of the run."""
-
-    def __init__(self) -> None:
-        """Create a tracker without a run."""
-        self._run: Any = None
 
     def open(
         self, run: TrackedRun, *, project: str, folder: Path, config: Mapping[str, Any]
@@ -123,17 +123,6 @@ class WandbTracker:
             resume="allow",
             settings=settings,
         )
-
-    def log(self, iteration: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
-        self._run.log(dict(values), step=iteration)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        run = self._run
-        self._run = None
-        if run is not None:
-            run.finish()
 
 
 def _choose_wandb_mode() -> Any:
