@@ -29,7 +29,7 @@ class NoEffect:
 
 
 @dataclass(frozen=True)
-class Needs:
+class Requires:
     """Checks that fields are given only together with what they need."""
 
     what: str

@@ -26,7 +26,7 @@ from megatron.config.data_rules import (
     check_split_weights,
     check_streamed_data,
 )
-from megatron.config.declared_rules import Needs, OneOf
+from megatron.config.declared_rules import Requires, OneOf
 from megatron.config.fields import all_fields
 from megatron.config.kernel_rules import (
     check_attention_backend,
@@ -330,7 +330,7 @@ ERRORS: tuple[Rule, ...] = (
     check_one_description_of_data,
     check_phases_are_the_training_data,
     check_streamed_data,
-    Needs(
+    Requires(
         "--save: the ids of the tracker's runs are stored there",
         lambda config: config.checkpoint.save is not None,
         ("logging.tracker",),
@@ -338,7 +338,7 @@ ERRORS: tuple[Rule, ...] = (
     # --save-interval is not in this list. Published scripts that measure speed have it without
     # --save, so it gives only a warning. A run with --async-save and no folder would train to its
     # end and leave no checkpoint.
-    Needs(
+    Requires(
         "--save: without it nothing would be saved",
         lambda config: config.checkpoint.save is not None,
         (
@@ -346,13 +346,13 @@ ERRORS: tuple[Rule, ...] = (
             *("checkpoint.keep_latest_checkpoints", "checkpoint.hf_export_interval"),
         ),
     ),
-    Needs(
+    Requires(
         "--keep-latest-checkpoints: without it all checkpoints are kept",
         lambda config: config.checkpoint.keep_latest_checkpoints is not None,
         ("checkpoint.keep_every",),
     ),
     # These flags have a meaning only for a checkpoint that is loaded.
-    Needs(
+    Requires(
         "--load, the folder of the checkpoint",
         lambda config: config.checkpoint.load is not None,
         (
@@ -360,7 +360,7 @@ ERRORS: tuple[Rule, ...] = (
             "batch.eval_only",
         ),
     ),
-    Needs(
+    Requires(
         "--eval-tasks, the names of the tasks",
         lambda config: bool(config.batch.eval_tasks),
         tuple(
@@ -368,7 +368,7 @@ ERRORS: tuple[Rule, ...] = (
         ),
     ),
     # --eval-only evaluates the tasks once.
-    Needs(
+    Requires(
         "--eval-tasks-interval, the iterations between two evaluations",
         lambda config: config.batch.eval_tasks_interval is not None or config.batch.eval_only,
         ("batch.eval_tasks",),
@@ -378,7 +378,7 @@ ERRORS: tuple[Rule, ...] = (
     check_spike_guard_sizes,
     OneOf(_DEEPSPEED_OPTIMIZERS),
     # The native engine (FSDP2) supports neither of them.
-    Needs(
+    Requires(
         "--deepspeed; without it, --zero-stage shards the optimizer's states over the ranks",
         lambda config: config.parallel.deepspeed,
         _DEEPSPEED_OPTIMIZERS,

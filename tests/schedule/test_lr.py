@@ -142,11 +142,13 @@ def test_a_decoupled_rate_is_another_schedule_with_the_same_state(style: DecaySt
     )
     alone = dataclasses.replace(both, decoupled_max_lr=None, decoupled_min_lr=None)
     other = dataclasses.replace(alone, max_lr=2.0, min_lr=0.2)
+    decoupled = both.decoupled
+    assert decoupled is not None
+    assert alone.decoupled is None
     for samples in (0, 1, 50, 100, 101, 390, 400, 401):
         assert both.get_lr(samples) == alone.get_lr(samples)
-        assert both.decoupled.get_lr(samples) == other.get_lr(samples)
-        assert alone.decoupled is None
-    assert both.decoupled.get_lr(50) == pytest.approx(0.01 + 1.99 / 2)
+        assert decoupled.get_lr(samples) == other.get_lr(samples)
+    assert decoupled.get_lr(50) == pytest.approx(0.01 + 1.99 / 2)
     assert list_schedule_differences(both, alone) == [
         "--decoupled-lr: 2.0 here, None in the checkpoint",
         "--decoupled-min-lr: 0.2 here, None in the checkpoint",
