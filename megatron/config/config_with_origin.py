@@ -47,21 +47,16 @@ class ConfigWithOrigin:
         return flatten(self.config)
 
     def _describe_field(self, dotted: str) -> str:
-        field = all_fields()[dotted]
-        value = self[dotted]
-        origin = self.origin.get(dotted, "")
-        # A value that came from a flag needs no origin, because the message shows that flag
-        # already.
-        if origin and not origin.startswith("-"):
-            note = f" ({origin})"
-        else:
-            note = ""
-        # A boolean that is off is spelled --no-x. The message then shows what the user can type.
-        if isinstance(value, bool):
-            return (field.flag if value else field.negative_flag) + note
-        return (
-            f"{field.flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}{note}"
-        )
+        return describe_value(dotted, self[dotted], self.origin.get(dotted, ""))
+
+
+def describe_value(dotted: str, value: Any, origin: str) -> str:
+    """Return the flag, a value and its origin of a field, as `ConfigWithOrigin.describe` does."""
+    shown = all_fields()[dotted].spell(value)
+    # A value that came from a flag needs no origin, because the message shows that flag already.
+    if origin and not origin.startswith("-"):
+        return f"{shown} ({origin})"
+    return shown
 
 
 @dataclass(frozen=True)

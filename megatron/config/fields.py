@@ -74,6 +74,17 @@ class Field:
         """The flag that turns a boolean off."""
         return "--no-" + self.name.replace("_", "-")
 
+    def spell(self, value: typing.Any) -> str:
+        """Return the flag with a value, as a user types it.
+
+        A boolean that is off is spelled --no-x.
+        """
+        if isinstance(value, bool):
+            return self.flag if value else self.negative_flag
+        if isinstance(value, tuple):
+            value = " ".join(map(str, value))
+        return f"{self.flag} {value}"
+
     @property
     def is_bool(self) -> bool:
         """Whether the field is a boolean, whose flag takes no value."""

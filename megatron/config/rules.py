@@ -26,7 +26,7 @@ from megatron.config.data_rules import (
     check_split_weights,
     check_streamed_data,
 )
-from megatron.config.declared_rules import Requires, OneOf
+from megatron.config.declared_rules import OneOf, Requires
 from megatron.config.fields import all_fields
 from megatron.config.kernel_rules import (
     check_attention_backend,

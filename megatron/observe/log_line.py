@@ -80,8 +80,7 @@ def format_training_line(report: IterationReport) -> str:
         ("number of skipped iterations", report.skipped_iterations, "3d"),
         ("number of nan iterations", report.nan_iterations, "3d"),
         ("samples per second", report.samples_per_second, ".3f"),
-        # On a CPU it would be 0.00.
-        ("TFLOPs", report.tflops if report.tflops >= _SMALLEST_TFLOPS else None, ".2f"),
+        ("TFLOPs", _select_tflops(report), ".2f"),
         # Megatron's line has no further fields. These are at the end, where no parser looks for
         # others.
         ("tokens per second", report.tokens_per_second, ".1f"),
@@ -107,6 +106,13 @@ def format_short_training_line(report: IterationReport) -> str:
         ("nan", report.nan_iterations or None, "d"),
         ("remaining", _format_remaining(report), "s"),
     )
+
+
+def _select_tflops(report: IterationReport) -> float | None:
+    # On a CPU they would be 0.00.
+    if report.tflops < _SMALLEST_TFLOPS:
+        return None
+    return report.tflops
 
 
 def _format_remaining(report: IterationReport) -> str | None:

@@ -244,9 +244,7 @@ def encode_non_finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
-        if math.isnan(value):
-            return "NaN"
-        return "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)
     return value
 
 

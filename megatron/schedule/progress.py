@@ -107,8 +107,7 @@ class Forecast:
 
     def _add_lr(self, point: ForecastPoint) -> ForecastPoint:
         counters = (point.lr_samples, point.lr_tokens, point.warmup_tokens)
-        decoupled = self.lr.decoupled
-        return point._replace(
-            lr=self.lr.get_lr(*counters),
-            decoupled_lr=None if decoupled is None else decoupled.get_lr(*counters),
-        )
+        point = point._replace(lr=self.lr.get_lr(*counters))
+        if self.lr.decoupled is not None:
+            point = point._replace(decoupled_lr=self.lr.decoupled.get_lr(*counters))
+        return point

@@ -456,10 +456,7 @@ class LayersWithoutRope:
 
 def describe_setting(name: str, value: Any) -> str:
     """Return a field of `ModelConfig` as a flag."""
-    field = all_fields()[f"model.{name}"]
-    if field.is_bool:
-        return field.flag if value else field.negative_flag
-    return f"{field.flag} {value}"
+    return all_fields()[f"model.{name}"].spell(value)
 
 
 def normalise_model(model: ModelConfig) -> ModelConfig:

@@ -18,7 +18,7 @@ def convert_column(path: FilePath, column: Any, first_row: int, place: str) -> l
 
     check_values(path, column, first_row, place)
     if not is_list(column.type):
-        return [text if text is not None else "" for text in column.to_pylist()]
+        return [text or "" for text in column.to_pylist()]
     lengths = pa.compute.list_value_length(column)
     sizes = np.asarray(lengths.fill_null(0), np.int64)
     # `flatten` leaves out values of missing rows and values outside of the slice.

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.config.config_with_origin import describe_value
 from megatron.config.fields import ValueWithOrigin, all_fields
 from megatron.extras.translators.deepspeed_keys import (
     ACCEPTED_KEYS,
@@ -185,12 +186,12 @@ def merge_content(
             elif key in LOSS_SCALE:
                 found[dotted] = item
                 warnings.append(
-                    f"{_format_field(dotted, before)} is not used: {key} {json.dumps(value)} in "
+                    f"{_describe(dotted, before)} is not used: {key} {json.dumps(value)} in "
                     f"{path} has priority."
                 )
             else:
                 errors.append(
-                    f"{_format_field(dotted, before)} contradicts {path}, where {key} is "
+                    f"{_describe(dotted, before)} contradicts {path}, where {key} is "
                     f'{_format_value(value)}; change one of them, or write "auto" there.'
                 )
     return found, list(dict.fromkeys(errors)), warnings
@@ -420,19 +421,8 @@ def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:
     )
 
 
-def _format_field(dotted: str, item: ValueWithOrigin) -> str:
-    """Return flag, value and origin of a field that the JSON contradicts."""
-    field = all_fields()[dotted]
-    if item.origin.startswith("-"):
-        note = ""
-    else:
-        note = f" ({item.origin})"
-    if isinstance(item.value, bool):
-        return (field.flag if item.value else field.negative_flag) + note
-    return (
-        f"{field.flag} "
-        f"{' '.join(map(str, item.value)) if isinstance(item.value, tuple) else item.value}{note}"
-    )
+def _describe(dotted: str, item: ValueWithOrigin) -> str:
+    return describe_value(dotted, item.value, item.origin)
 
 
 def _format_value(value: Any) -> str:

@@ -513,7 +513,7 @@ class _Reader:
         if len(words) != 1:
             self._branch_depth += 1
         self._values.read = set()
-        self._set(node.name, words[0] if words else "")
+        self._set(node.name, next(iter(words), ""))
         if len(words) != 1:
             self._branch_depth -= 1
 
@@ -653,7 +653,7 @@ class _Reader:
     ) -> None:
         """Keep `words` if they start training, or keep the command in them that does."""
         # A line of a binary file can have no words.
-        name = words[0].rpartition("/")[2] if words else ""
+        name = next(iter(words), "").rpartition("/")[2]
         if not name or name in SILENT_COMMANDS:
             return
         for redirection in redirections:

@@ -1,7 +1,6 @@
 """The translator of other trainers' flags, files and defaults, and the way to load with it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from megatron.config.cli import FOREIGN_DEFAULT
 from megatron.config.cli import load_config as load_with
@@ -71,7 +70,9 @@ class OtherTrainers:
                 for dotted, item in defaults.given.items()
                 if dotted not in given
             }
-            listed = ", ".join(_format_value(dotted, item.value) for dotted, item in filled.items())
+            listed = ", ".join(
+                all_fields()[dotted].spell(item.value) for dotted, item in filled.items()
+            )
             warnings.append(
                 f"the defaults of {system} are used for flags that are not given: "
                 f"{listed or 'none'}."
@@ -104,11 +105,3 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         ConfigError: The command line has errors.
     """
     return load_with(argv, prog=prog, translator=OtherTrainers())
-
-
-def _format_value(dotted: str, value: Any) -> str:
-    """Return a field and its value as a flag."""
-    field = all_fields()[dotted]
-    if field.is_bool:
-        return field.flag if value else field.negative_flag
-    return f"{field.flag} {value}"

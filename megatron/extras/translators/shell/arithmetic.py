@@ -23,6 +23,9 @@ LEVELS = (
 )
 WORD = 2**64
 
+_STEPS = {"++": 1, "--": -1}
+"""What an operator adds to its variable."""
+
 
 class NotStaticError(Exception):
     """An expression whose value is known only at run time, or that bash refuses."""
@@ -167,7 +170,7 @@ class _Expression:
         operator = self._take("+", "-", "!", "~", "++", "--")
         if operator in ("++", "--"):
             name = self._take_name()
-            return self._set(name, self._get(name) + (1 if operator == "++" else -1))
+            return self._set(name, self._get(name) + _STEPS[operator])
         if operator:
             value = self._read_unary()
             results = {"+": value, "-": -value, "!": int(not value), "~": ~value}
@@ -194,7 +197,7 @@ class _Expression:
         name = self._take_name()
         value = self._get(name)
         if operator := self._take("++", "--"):
-            self._set(name, value + (1 if operator == "++" else -1))
+            self._set(name, value + _STEPS[operator])
         return value
 
 

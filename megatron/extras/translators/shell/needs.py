@@ -165,7 +165,7 @@ def _list_words(node: Node) -> list[tuple[str, bool]]:
 
 def _list_words_of_command(node: Simple) -> list[tuple[str, bool]]:
     words = [(raw, False) for raw in node.assignments]
-    name = node.words[0] if node.words else ""
+    name = next(iter(node.words), "")
     if name in ("[", "test", "let"):
         return [*words, (" ".join(node.words), True)]
     if name in ("read", "mapfile", "readarray", "getopts"):

@@ -30,9 +30,11 @@ from megatron.extras.translators.shell.syntax import (
     Test,
     While,
     find_end_of_arithmetic,
+    find_end_of_backticks,
     find_end_of_braces,
     find_end_of_substitution,
     list_blocks,
+    skip_character,
 )
 
 # Builtins that only change the shell's own state.
@@ -362,9 +364,7 @@ class _Rewriter:
     def _rewrite_dollar(self, raw: str, position: int, *, quoted: bool) -> tuple[int, str]:
         """Return the end and the new text of an expansion. If there is none, return `position`."""
         if raw[position] == "`":
-            end = position + 1
-            while end < len(raw) and raw[end] != "`":
-                end += 2 if raw[end] == "\\" else 1
+            end = find_end_of_backticks(raw, position + 1)
             return end + 1, self._mark(raw[position : end + 1])
         if raw.startswith("$((", position):
             end = find_end_of_arithmetic(raw, position + 3) + 2
@@ -394,5 +394,5 @@ def _needs_execution(text: str) -> bool:
 
 def _find_end_of_c_string(raw: str, position: int) -> int:
     while raw[position] != "'":
-        position += 2 if raw[position] == "\\" else 1
+        position = skip_character(raw, position)
     return position + 1

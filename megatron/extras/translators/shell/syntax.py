@@ -226,8 +226,13 @@ def find_end_of_backticks(raw: str, start: int) -> int:
     """Return the index of the backtick that closes the text at `start`."""
     position = start
     while position < len(raw) and raw[position] != "`":
-        position += 2 if raw[position] == "\\" else 1
+        position = skip_character(raw, position)
     return position
+
+
+def skip_character(raw: str, position: int) -> int:
+    """Return the position after a character, or after a backslash and the character behind it."""
+    return position + (2 if raw[position] == "\\" else 1)
 
 
 def find_end_of_quotes(raw: str, start: int, source: str) -> int:
@@ -444,7 +449,7 @@ class _Parser:
     def _take_c_string(self) -> str:
         end = self.position + 2
         while end < len(self._text) and self._text[end] != "'":
-            end += 2 if self._text[end] == "\\" else 1
+            end = skip_character(self._text, end)
         if end >= len(self._text):
             self._fail_unclosed("$'")
         return self._take_until(end + 1)

@@ -548,8 +548,9 @@ class _Expansion:
         self, name: str, value: str | None, operation: str, text: str, quoted: bool
     ) -> None:
         empty_is_unset = operation.startswith(":") and operation[1:2] in tuple("-=+?")
-        sign = operation[1:2] if empty_is_unset else operation[:1]
-        alternative = operation[2:] if empty_is_unset else operation[1:]
+        own = operation[int(empty_is_unset) :]
+        sign = own[:1]
+        alternative = own[1:]
         is_set = value is not None and not (empty_is_unset and value == "")
         if sign == "+":
             if is_set:
@@ -600,9 +601,14 @@ class _Expansion:
         pattern = self._values.expand_to_text(operation[2 if longest else 1 :])
         lengths = range(len(value) + 1)
         for length in reversed(lengths) if longest else lengths:
-            affix = value[:length] if sign == "#" else value[len(value) - length :]
+            if sign == "#":
+                affix = value[:length]
+                rest = value[length:]
+            else:
+                affix = value[len(value) - length :]
+                rest = value[: len(value) - length]
             if fnmatch.fnmatchcase(affix, pattern):
-                return value[length:] if sign == "#" else value[: len(value) - length]
+                return rest
         return value
 
     def _replace(self, value: str, operation: str) -> str:
