@@ -34,11 +34,11 @@ import tyro
 from numpy.typing import NDArray
 
 from megatron.base.errors import MegatronError
-from megatron.base.figure import make_figure, save_figure
 from megatron.commands.parts import choose_parts
 from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
+from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.run.pretrain import pretrain

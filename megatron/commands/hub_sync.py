@@ -34,8 +34,8 @@ from pathlib import Path
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError, MegatronError, OperationsError
 from megatron.base.plain_text import make_plain
-from megatron.base.standard_streams import protect_standard_streams
 from megatron.commands.parse import parse_arguments
+from megatron.commands.standard_streams import protect_standard_streams
 from megatron.extras.operations.hub.checkpoints import push_checkpoints
 from megatron.extras.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
 from megatron.extras.operations.hub.push import (

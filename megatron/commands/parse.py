@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from megatron.base.standard_streams import end_without_reader
+from megatron.commands.standard_streams import end_without_reader
 
 _Parsed = TypeVar("_Parsed")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
-from megatron.base.figure import make_figure, save_figure
+from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.planner.cost.goodput import (
     FAILURES_PER_1000_NODE_DAYS,
     Footprint,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.base.errors import ConfigError
-from megatron.base.figure import make_figure, save_figure
 from megatron.base.plural import format_count
 from megatron.commands.parts import choose_engine
 from megatron.commands.plan_cost import build_verdict_json, format_days, predict_days
 from megatron.config.fields import all_fields, flatten
+from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.layout import RankLayout

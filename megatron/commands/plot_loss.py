@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from megatron.base.errors import DataError
-from megatron.base.figure import make_figure, save_figure
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
+from megatron.extras.figure import make_figure, save_figure
 from megatron.observe.log_line import parse_log_line, parse_validation_log_line
 from megatron.observe.metrics import read_metrics
 

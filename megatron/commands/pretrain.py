@@ -18,9 +18,9 @@ import signal
 import sys
 
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
-from megatron.base.standard_streams import end_without_reader, protect_standard_streams
 from megatron.commands.parts import choose_parts, load_command_line
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
+from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.parallel.launcher import read_launcher_world
 from megatron.plan.plan import Plan

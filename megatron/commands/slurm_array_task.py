@@ -36,9 +36,9 @@ from pathlib import Path
 import tyro
 
 from megatron.base.errors import MegatronError, OperationsError
-from megatron.base.standard_streams import protect_standard_streams
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
+from megatron.commands.standard_streams import protect_standard_streams
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.node_report import NodeLimits

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron.base.figure import make_figure, save_figure
 from megatron.base.plain_text import make_plain
 from megatron.data.indexed import IndexedDataset
+from megatron.extras.figure import make_figure, save_figure
 
 # Documents handled at once.
 _DOCUMENTS = 1 << 18
