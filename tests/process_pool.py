@@ -232,23 +232,21 @@ class PerRank:
 def pretrain(argv: list[str]) -> None:
     """Run a command line on this rank."""
     import megatron.run.pretrain as pretrain_module
-    from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.commands.parts import choose_parts, load_command_line
 
-    loaded = load_config(argv)
+    loaded = load_command_line(argv, "pretrain_gpt.py")
     pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
 
 
 def start_without_lease(argv: list[str]) -> "Run":
     """Start the run of a command line on this rank, up to its first iteration."""
-    from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.commands.parts import choose_parts, load_command_line
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.job import agree_on_job
     from megatron.run.start.join import join_ranks
     from megatron.run.start.setup import build_timers, divide_ranks, start_run
 
-    loaded = load_config(argv)
+    loaded = load_command_line(argv, "pretrain_gpt.py")
     world = read_launcher_world()
     ranks = join_ranks(loaded, world)
     job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))

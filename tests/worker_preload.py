@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib.util
 
 import process_pool  # noqa: F401
 import torch
@@ -13,11 +14,12 @@ import megatron.engine.pipeline
 import megatron.engine.sharding
 import megatron.run.start.setup  # noqa: F401
 from megatron.base.errors import ConfigError
-from megatron.extras.deepspeed.deepspeed import import_deepspeed
 
-# Without DeepSpeed, the tests that need it are skipped. With a GPU, DeepSpeed would start CUDA,
-# which a fork does not survive.
-if not torch.cuda.is_available():
+# `.ci/check_core_alone.py` runs tests without extras. Without DeepSpeed, the tests that need it are
+# skipped. With a GPU, DeepSpeed would start CUDA, which a fork does not survive.
+if importlib.util.find_spec("megatron.extras") is not None and not torch.cuda.is_available():
+    from megatron.extras.deepspeed.deepspeed import import_deepspeed
+
     with contextlib.suppress(ConfigError):
         import_deepspeed("cpu")
 

@@ -238,11 +238,10 @@ def _suggest_flag(flag: str, translator: Translator | None) -> str:
     if flag in _OTHER_NAMES:
         return f"; {_OTHER_NAMES[flag]}."
     close = started[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
-    if close:
-        return f"; perhaps you meant {' or '.join(close)}."
+    hint = f"perhaps you meant {' or '.join(close)}." if close else "--help lists all flags."
     if translator is None:
-        return (
-            "; --help lists all flags. Those of other trainers need megatron.extras.translators, "
-            "which this installation does not have."
+        hint += (
+            " Flags of other trainers need megatron.extras.translators, which this installation "
+            "does not have."
         )
-    return "; --help lists all flags."
+    return f"; {hint}"

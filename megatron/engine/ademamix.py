@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.optimizer import MasterParameter, Optimizer, choose_rate, group_masters
+from megatron.parallel import torch_private as private
 from megatron.parallel.shard import Kind
 
 _KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
@@ -59,21 +60,21 @@ class AdEMAMix(Optimizer):
             fast, squares, slow = (
                 [self._states[weight][kind] for weight in weights] for kind in _KINDS
             )
-            torch._foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
-            torch._foreach_lerp_(slow, gradients, 1.0 - beta3)
-            torch._foreach_mul_(squares, config.adam_beta2)
-            torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - config.adam_beta2)
-            denominators = torch._foreach_sqrt(squares)
-            torch._foreach_div_(denominators, root_of_correction)
-            torch._foreach_add_(denominators, config.adam_eps)
-            updates = torch._foreach_div(fast, fast_correction)
+            private.foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
+            private.foreach_lerp_(slow, gradients, 1.0 - beta3)
+            private.foreach_mul_(squares, config.adam_beta2)
+            private.foreach_addcmul_(squares, gradients, gradients, value=1.0 - config.adam_beta2)
+            denominators = private.foreach_sqrt(squares)
+            private.foreach_div_(denominators, root_of_correction)
+            private.foreach_add_(denominators, config.adam_eps)
+            updates = private.foreach_div(fast, fast_correction)
             # As in the paper, the slow average has no bias correction. It is small at first.
-            torch._foreach_add_(updates, slow, alpha=alpha)
-            torch._foreach_div_(updates, denominators)
+            private.foreach_add_(updates, slow, alpha=alpha)
+            private.foreach_div_(updates, denominators)
             rate = choose_rate(lr, decoupled_lr, decoupled=masters[0].decoupled)
             if masters[0].decays:
-                torch._foreach_mul_(weights, 1.0 - rate * config.weight_decay)
-            torch._foreach_add_(weights, updates, alpha=-rate)
+                private.foreach_mul_(weights, 1.0 - rate * config.weight_decay)
+            private.foreach_add_(weights, updates, alpha=-rate)
 
     def _split_masters(self) -> Iterator[list[MasterParameter]]:
         """Yield the masters in batches of at most `_BATCH` elements, or of one master.

@@ -34,6 +34,7 @@ from megatron.engine.runner import build_runner
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
+from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -210,7 +211,7 @@ class NativeEngine(EngineBase):
             # One pass over the gradients does both, unscaling and clipping.
             if clip_factor / scale != 1.0:
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
-                torch._foreach_mul_(gradients, clip_factor / scale)
+                foreach_mul_(gradients, clip_factor / scale)
             self._before_update()
             self._optimizer.step(*rates)
             self._refresh_model()
@@ -324,7 +325,7 @@ class NativeEngine(EngineBase):
         FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy.
         """
         if self._mesh.grid.data == 1 and self._dtype != torch.float32:
-            torch._foreach_copy_(
+            foreach_copy_(
                 [m.model.data for m in self._masters], [m.weight.data for m in self._masters]
             )
 

@@ -19,6 +19,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import ADAM_KINDS, Kind
+from megatron.parallel.torch_private import foreach_norm
 
 
 @dataclass
@@ -235,7 +236,7 @@ def compute_squared_norm(tensors: list[Tensor], device: torch.device | None = No
         return torch.zeros((), dtype=torch.float64, device=device)
     # A GPU adds up many partial sums in parallel, so it does not have this error.
     if tensors[0].is_cuda:
-        norms = list(torch._foreach_norm(tensors))
+        norms = list(foreach_norm(tensors))
     else:
         rows = [torch.linalg.vector_norm(t, dim=-1) for t in tensors]
         norms = [torch.linalg.vector_norm(r, dtype=torch.float64) for r in rows]

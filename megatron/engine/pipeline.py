@@ -5,8 +5,7 @@ The schedules are 1F1B, GPipe (https://arxiv.org/abs/1811.06965), interleaved 1F
 with a pipeline imports this module. See `build_runner`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from megatron.engine.parallelize import RankStage
 from megatron.model.inputs import Inputs
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import Mesh, choose_message_device
+from megatron.parallel.torch_private import StageInternals
 from megatron.schedule.pipeline import choose_schedule
 
 
@@ -171,7 +171,7 @@ class _StageModule(nn.Module):
         return out
 
 
-class _Stage(PipelineStage):
+class _Stage(StageInternals, PipelineStage):
     """torch's stage, with six changes.
 
     - It notifies `ShardedModel` before each backward pass.
@@ -197,48 +197,23 @@ class _Stage(PipelineStage):
         # torch uses its stage's device only for messages.
         message_device = choose_message_device(group, mesh.device)
         super().__init__(stage, device=message_device, group=group, **options)
+        self.check_internals()
         self._tp = mesh.tensor_parallel
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return no messages, because `build_mesh` has connected the ranks.
-
-        torch 2.11 calls this method, and torch 2.13 does not.
-        """
-        return []
-
-    # torch's receive buffers are on the meta device, where they have shapes and no memory. Before
-    # version 2.15 torch makes all of them in the first two methods, later each one in the last two.
-    # `_make_receives` gives a buffer its memory just before a message arrives in it.
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta_device():
-            return super()._prepare_forward_infra(*args, **kwargs)
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta_device():
-            return super()._prepare_backward_infra(*args, **kwargs)
+    # `StageInternals` puts torch's receive buffers on the meta device. `_make_receives` gives a
+    # buffer its memory just before a message arrives in it.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of a microbatch's activations, into new buffers."""
-        with self._on_meta_device():
+        with self.on_meta_device():
             ops = super().get_fwd_recv_ops(fwd_chunk_id)
         return self._make_receives(ops, self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of a microbatch's gradients, into new buffers."""
-        with self._on_meta_device():
+        with self.on_meta_device():
             ops = super().get_bwd_recv_ops(bwd_chunk_id)
         return self._make_receives(ops, self.grad_recv_info.get(bwd_chunk_id, ()))
-
-    @contextmanager
-    def _on_meta_device(self) -> Iterator[None]:
-        """Let torch make its tensors on the meta device."""
-        device = self.device
-        self.device = torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a microbatch's forward pass, and drop the buffer of its input."""
@@ -262,9 +237,7 @@ class _Stage(PipelineStage):
     def _forget_in_evaluation(self, fwd_chunk_id: int) -> None:
         """Drop a microbatch's input and output if no backward pass will remove them."""
         if not self.has_backward:
-            # Version 2.15 of torch renamed the cache.
-            name = "fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"
-            getattr(self, name).pop(fwd_chunk_id)
+            self.forget_microbatch(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends of the gradient of a microbatch's input."""

@@ -20,19 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.distributed.tensor import DTensor
 
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.gloo_shards import gather_shards, has_faster_collectives, reduce_shards
 from megatron.parallel.mesh import CommTimer, DataSharding
+from megatron.parallel.torch_private import find_fsdp_collectives
+
+_AllGather, _ReduceScatter = find_fsdp_collectives()
 
 
-class _TimedAllGather(DefaultAllGather):
+class _TimedAllGather(_AllGather):  # type: ignore[misc, valid-type]
     """FSDP2's all-gather inside the communication timer."""
 
     def __init__(self, comm_timer: CommTimer) -> None:
@@ -49,17 +48,18 @@ class _TimedAllGather(DefaultAllGather):
             if has_faster_collectives(input_tensor, group):
                 gather_shards(output_tensor, input_tensor, group)
                 return None
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            work: dist.Work | None = super().__call__(output_tensor, input_tensor, group, async_op)
+            return work
 
 
-class _TimedReduceScatter(DefaultReduceScatter):
+class _TimedReduceScatter(_ReduceScatter):  # type: ignore[misc, valid-type]
     """FSDP2's reduce-scatter inside the communication timer. It can send another dtype."""
 
     def __init__(self, comm_timer: CommTimer, dtype: torch.dtype) -> None:
         self._comm_timer = comm_timer
         self._dtype = dtype
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,

@@ -7,6 +7,7 @@ middle of the first step.
 import torch
 
 from megatron.base.errors import ConfigError
+from megatron.parallel.torch_private import find_compilation_error
 
 
 def require_compiler(device: torch.device) -> None:
@@ -18,7 +19,7 @@ def require_compiler(device: torch.device) -> None:
     x = torch.ones(8, device=device)
     try:
         torch.compile(_probe)(x)
-    except torch._dynamo.exc.TorchDynamoException as failure:
+    except find_compilation_error() as failure:
         # The exception's text has many lines of hints. The first one names the cause.
         reason = next(iter(f"{failure}".splitlines()), type(failure).__name__)
         if device.type == "cpu":

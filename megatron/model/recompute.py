@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.torch_private import find_varlen_operator
 
 _ATEN = torch.ops.aten
 _OPERATORS = {
@@ -47,10 +48,7 @@ def _list_operators(name: str) -> tuple[Any, ...]:
     """Return torch's operators of a value of --checkpoint-keep-operators."""
     if name != "attention":
         return _OPERATORS[name]
-    # The import registers the kernel of --use-varlen-attention. Few runs need it.
-    import torch.nn.attention.varlen
-
-    return (*_OPERATORS[name], torch.ops.torch_attn._varlen_attn.default)
+    return (*_OPERATORS[name], find_varlen_operator())
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from megatron.parallel.mesh import CommTimer, TensorParallel
+from megatron.parallel.torch_private import (
+    all_gather_in_graph,
+    all_reduce_in_graph,
+    reduce_scatter_in_graph,
+)
 from megatron.parallel.waiting import wait_for
 
 # torch 2.13 renamed these functions and logs a warning if the old names are used.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_compiled_all_gather = (
-    getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-)
-_compiled_reduce_scatter = (
-    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-)
 
 
 def _group(tp: TensorParallel) -> dist.ProcessGroup:
@@ -62,7 +60,7 @@ def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     # Collectives refuse tensors that are not contiguous.
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(_compiled_all_gather(x, 0, _group(tp)))
+        return all_gather_in_graph(x, _group(tp))
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
     with tp.comm_timer():
         all_gather_single(out, x, group=tp.group)
@@ -75,7 +73,7 @@ def _sum(x: Tensor, tp: TensorParallel) -> Tensor:
     An all-reduce in place would change `x`, which another branch of the graph may use.
     """
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", _group(tp)))
+        return all_reduce_in_graph(x.contiguous(), _group(tp))
     return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
 
@@ -83,7 +81,7 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's part of the ranks' sum: [n, ...] -> [n/t, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(_compiled_reduce_scatter(x, "sum", 0, _group(tp)))
+        return reduce_scatter_in_graph(x, _group(tp))
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
     with tp.comm_timer():
         _reduce_scatter_single(out, x, group=tp.group)

@@ -12,10 +12,10 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from megatron.base.code_version import PACKAGE
 from megatron.parallel.progress import RankProgress
+from megatron.parallel.torch_private import read_flight_recorder
 from megatron.parallel.waiting import is_waiting
 
 FILE_THREAD = "files"
@@ -98,21 +98,6 @@ def read_state(main: int, progress: RankProgress, *, with_collectives: bool) -> 
         for group, found in recent.items()
     }
     return replace(state, collectives=last, recent=named, collective=collective)
-
-
-def read_flight_recorder() -> list[dict[str, Any]]:
-    """Return the entries of torch's flight recorder, the oldest first.
-
-    There are none without TORCH_FR_BUFFER_SIZE. On gloo, each entry stays "scheduled", also after
-    its collective has finished.
-    """
-    entries: list[dict[str, Any]] = []
-    # These functions have no public names. NCCL has a recorder of its own.
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(_distributed_c10d, name, None)
-        if dump is not None:
-            entries += json.loads(dump()).get("entries", [])
-    return entries
 
 
 def find_last_collectives(entries: list[dict[str, Any]]) -> tuple[dict[str, dict[int, str]], str]:

@@ -280,6 +280,9 @@ def check_parts(config: Config, parts: Parts) -> None:
         ConfigError: A part is missing. The message names the flag and the package.
     """
     logging = config.logging
+    interval = config.parallel.straggler_interval
+    # Without their package, ranks are not compared. That needs no message unless it was asked for.
+    compares = interval not in (0, type(config.parallel).straggler_interval)
     needed = [
         (
             config.checkpoint.hf_export_interval,
@@ -293,6 +296,7 @@ def check_parts(config: Config, parts: Parts) -> None:
         (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),
         (logging.memory_snapshot, parts.build_profiling, "memory-snapshot", "profiling"),
         (config.batch.eval_tasks, parts.prepare_tasks, "eval-tasks", "scoring"),
+        (compares, parts.build_stragglers, "straggler-interval", "stragglers"),
         (logging.tracker, parts.build_tracker, "tracker", "trackers"),
         (logging.codecarbon_dir, parts.start_emissions, "codecarbon-dir", "trackers"),
     ]
