@@ -2,7 +2,7 @@
 
 They are written after the published sources: bigscience-workshop/Megatron-DeepSpeed
 (megatron/checkpointing.py, megatron/model/gpt_model.py), NVIDIA/Megatron-LM
-(megatron/run/checkpointing.py) and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py,
+(megatron/training/checkpointing.py) and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py,
 checkpoint/ds_to_universal.py). They are no output of these programs. The tests with output of
 DeepSpeed and of Megatron core are in test_from_megatron_real.py.
 """
@@ -235,8 +235,15 @@ class fragment_address:  # noqa: N801 - the name that DeepSpeed pickles
         self.start = start
 
 
+class TokenizerConfig:
+    pass
+
+
 _CLASSES: dict[str, tuple[type, ...]] = {
     "megatron.enums": (PositionEmbeddingType,),
+    # NVIDIA's package has this module, and ours does not.
+    "megatron.training": (),
+    "megatron.training.config": (TokenizerConfig,),
     "deepspeed": (),
     "deepspeed.utils": (),
     "deepspeed.utils.tensor_fragment": (fragment_address,),

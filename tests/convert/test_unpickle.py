@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from convert.megatron_writers import PositionEmbeddingType, fragment_address, their_modules
+from convert.megatron_writers import (
+    PositionEmbeddingType,
+    TokenizerConfig,
+    fragment_address,
+    their_modules,
+)
 from torch.distributed import checkpoint as dcp
 
 from megatron.base.errors import CheckpointError
@@ -128,6 +133,7 @@ def test_what_megatron_saves_is_read(zipped: bool, tmp_path: Path) -> None:
         content = {
             "args": args,
             "np_rng_state": np.random.get_state(),
+            "tokenizer": TokenizerConfig(),
             "place": fragment_address(5, 3),
             "weight": torch.arange(3.0),
         }
@@ -140,6 +146,7 @@ def test_what_megatron_saves_is_read(zipped: bool, tmp_path: Path) -> None:
         "epsilon": 0.5,
     }
     assert isinstance(found["np_rng_state"][1], StandIn)
+    assert isinstance(found["tokenizer"], StandIn)
     assert (found["place"].numel, found["place"].start) == (5, 3)
     assert torch.equal(found["weight"], torch.arange(3.0))
 

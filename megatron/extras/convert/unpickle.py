@@ -197,7 +197,7 @@ _STAND_INS = (
     "megatron.fp16_deprecated.loss_scaler.LossScaler",
     "megatron.model.enums.AttnMaskType",
     "megatron.model.enums.ModelType",
-    "megatron.run.config.TokenizerConfig",
+    "megatron.training.config.TokenizerConfig",
     "signal.Signals",
 )
 
