@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
 from megatron.commands.parse import parse_arguments
@@ -255,7 +256,7 @@ class TextGenerator:
             print(json.dumps(facts, ensure_ascii=False), flush=True)
         elif self._prints:
             if number > 1:
-                print(_BETWEEN_TEXTS)
+                print_line(_BETWEEN_TEXTS)
             print(prompt + result.text, flush=True)
         self._warn_of_context(number, result)
 
@@ -269,7 +270,7 @@ class TextGenerator:
 
     def _print_error(self, message: str, kind: str = "error") -> None:
         if self._prints:
-            print(f"{kind}: {message}", file=sys.stderr, flush=True)
+            print_to_stderr(f"{kind}: {message}")
 
 
 def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer]:
