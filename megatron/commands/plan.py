@@ -192,7 +192,7 @@ def _report_failure(
     if source is not None:
         errors = explain_errors(source, errors)
         # A value that is not known in the script may be the cause, so its warnings are printed.
-        warnings = source.warnings
+        warnings = tuple(warning for warning in source.warnings if warning not in errors)
         notes = source.notes
     if options.json:
         # Programs read this output. They find these keys whether or not there is a plan.

@@ -316,9 +316,15 @@ def check_batch_sizes(
             "checkpoint's position."
         )
     else:
+        passed = ""
+        if config.checkpoint.load is not None and consumed_samples is None:
+            passed = (
+                f" If the run of --load is past batch size {bad[-1]}, tools/plan.py "
+                "--consumed-samples N plans from its position."
+            )
         report.errors.append(
             f"{first}; it is the first size that does not fit. Choose sizes that are multiples of "
-            f"{share}."
+            f"{share}.{passed}"
         )
 
 
