@@ -109,9 +109,12 @@ class Attention:
 
 ATTENTIONS = (
     Attention(32, 32, 128, 4096, 1),
+    Attention(32, 32, 128, 8192, 1),
+    Attention(32, 8, 128, 4096, 1),
     Attention(32, 8, 128, 8192, 1),
     Attention(12, 12, 64, 4096, 4),
     Attention(12, 12, 64, 8192, 2),
+    Attention(12, 4, 64, 4096, 4),
 )
 
 
@@ -207,9 +210,9 @@ def measure_product(product: Product, device: torch.device, seconds: float) -> d
     return rates
 
 
-def report_failure(table: str, name: str, error: RuntimeError) -> None:
+def report_failure(table: str, name: str, error: Exception) -> None:
     """Print and record what could not be computed."""
-    reason = str(error).splitlines()[0][:200]
+    reason = str(error).splitlines()[0][:300]
     print(f"FAILED: {name}: {reason}", flush=True)
     add_row(table, name=name, error=reason)
 
@@ -459,7 +462,12 @@ def main() -> int:
     if "model" in arguments.part:
         measure_model_parts(device, arguments, rates["copy"])
     if arguments.hardware is not None:
-        write_hardware(arguments.hardware, base, rates, device)
+        try:
+            write_hardware(arguments.hardware, base, rates, device)
+        except ConfigError as error:
+            # The rows of the kernels are kept.
+            report_failure("hardware", str(arguments.hardware), error)
+            return 1
     return 0
 
 

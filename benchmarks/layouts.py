@@ -129,10 +129,17 @@ def spread(seconds: Sequence[float]) -> str:
     return " / ".join(f"{1e3 * of(seconds):.0f}" for of in (min, statistics.median, max))
 
 
-def table(head: str, rows: Sequence[str]) -> None:
-    """Print a Markdown table."""
-    columns = head.count("|") - 1
-    print(f"\n{head}\n|---|{'--:|' * (columns - 1)}", *rows, sep="\n", flush=True)
+def table(head: str, rows: Sequence[str], name: str | None = None) -> None:
+    """Print a Markdown table, and add its rows to the table `name` of the results."""
+    columns = split_cells(head)
+    print(f"\n{head}\n|---|{'--:|' * (len(columns) - 1)}", *rows, sep="\n", flush=True)
+    for row in rows if name else ():
+        add_row(str(name), **dict(zip(columns, split_cells(row), strict=True)))
+
+
+def split_cells(row: str) -> list[str]:
+    """Return the cells of a row of a Markdown table."""
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def measure_steps(arguments: Arguments, folder: str) -> None:
@@ -169,7 +176,9 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
         "*core-seconds* are step time x cores used."
     )
     table(
-        "| layout | processes x threads | cores used | ms | speed | at most | core-seconds |", rows
+        "| layout | processes x threads | cores used | ms | speed | at most | core-seconds |",
+        rows,
+        "layouts",
     )
 
 
@@ -253,7 +262,7 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
                 f"{compute_bubble_fraction(m, 2, v):.3f} |"
             )
     head = "| schedule | m | ms | ms / m | idle by the fit | idle by the clock | idle in theory |"
-    table(head, rows)
+    table(head, rows, "bubble")
     print("\n" + "\n".join(f"- {fit}" for fit in fits), flush=True)
 
 
@@ -450,7 +459,10 @@ def compare_losses(folder: str, *, quick: bool) -> int:
             losses = world.ask("steps", steps)[0].losses
             world.close()
         except WorldFailedError as failure:
-            outcome = str(failure).strip().splitlines()[-1]
+            lines = [line.strip() for line in str(failure).strip().splitlines()]
+            # Errors above the last line may name further groups of ranks.
+            groups = [line for line in lines if "Error" in line and "group" in line]
+            outcome = "; ".join(dict.fromkeys([*groups, lines[-1]]))
             right = False
         else:
             # Losses of the layouts differ by rounding only, because sums have another order.
@@ -463,7 +475,7 @@ def compare_losses(folder: str, *, quick: bool) -> int:
         print(rows[-1], flush=True)
         add_row(
             "losses", layout=name, ranks=processes, backend=backend, difference=difference,
-            right=right, outcome=outcome[:300],
+            right=right, outcome=outcome[:1000],
         )  # fmt: skip
     where = f"{gpus} GPUs" if gpus else "CPU (no GPU here)"
     print(

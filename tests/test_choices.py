@@ -40,7 +40,7 @@ from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.files import find_tokenizer_files
-from megatron.tokenizer.vocabulary import count_token_ids
+from megatron.tokenizer.vocabulary import count_token_ids, list_missing_files
 
 
 def find_choices() -> dict[str, tuple[Any, ...]]:
@@ -107,11 +107,12 @@ def use_schedule(field: str, done: int, **changes: Any) -> Callable[[Any], objec
     return lambda value: LRSchedule(**(settings | changes | {field: value})).get_lr(done)
 
 
-def use_curriculum(value: Any) -> int:
+def use_curriculum(value: Any) -> object:
     lists = {"difficulties": (8, 16), "max_steps": (5,)} if value == "fixed_discrete" else {}
-    return Curriculum(
+    made = Curriculum(
         value, 8, 16, total_curriculum_step=10, difficulty_step=8, root_degree=2, **lists
-    ).get_seq_length(5)
+    )
+    return made.get_seq_length(5), str(made)
 
 
 def use_optimizer(value: Any) -> object:
@@ -150,10 +151,14 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_shape(lambda shape: describe_norm(shape.config, "cuda"), "normalization"),
         use_shape(lambda shape: describe_norm(shape.config, "cpu"), "normalization"),
     ],
-    "model.norm_placement": [use_model("norm_placement")],
+    "model.norm_placement": [
+        use_model("norm_placement"),
+        use_shape(measure_activations, "norm_placement"),
+    ],
     "model.qk_norm": [
         use_model("qk_norm", normalization="RMSNorm"),
         use_shape(flops.count_parameters, "qk_norm", normalization="RMSNorm"),
+        use_shape(measure_activations, "qk_norm", normalization="RMSNorm"),
     ],
     "model.glu_activation": [
         use_model("glu_activation"),
@@ -183,10 +188,17 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     ],
     "data.dataset_format": [lambda value: SOURCE_KINDS[value]],
     "tokenizer.tokenizer_type": [
-        use_tokenizer(use) for use in (build_tokenizer, find_tokenizer_files, count_token_ids)
+        *(use_tokenizer(use) for use in (build_tokenizer, find_tokenizer_files, count_token_ids)),
+        lambda value: TokenizerConfig(tokenizer_type=value).has_two_files,
+        lambda value: list_missing_files(
+            TokenizerConfig(tokenizer_type=value, tokenizer_name_or_path="/no/folder")
+        ),
     ],
     "parallel.zero_stage": [lambda value: STAGES[value]],
-    "parallel.sharding_strategy": [lambda value: STRATEGY_STAGES[value]],
+    "parallel.sharding_strategy": [
+        lambda value: STRATEGY_STAGES[value],
+        lambda value: resolve(with_changes(parallel={"sharding_strategy": value}), 1),
+    ],
     "logging.log_format": [lambda value: LINE_FORMATS[value]],
     "logging.tracker": [lambda value: TRACKERS[value]],
     "loss.loss_mean": [

@@ -1,9 +1,11 @@
 """No program prints foreign text that a terminal obeys, or that forges a line."""
 
+import ast
 import json
 import logging
 import subprocess
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+import megatron
 from megatron.base.plain_text import make_plain, make_plain_lines
-from megatron.commands import chronicle, hub_sync, inspect_dataset
+from megatron.commands import chronicle, hub_sync, inspect_dataset, plan
 from megatron.extras.operations.hub.client import _forward_warnings
 from megatron.extras.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
@@ -100,3 +103,37 @@ def test_tool_errors_and_names_of_columns(
     check_output(printed.out)
     assert inspect_dataset.main([f"{folder}/none", "--dataset-format", "parquet"]) == 2
     check_output(capsys.readouterr().err)
+
+
+def test_no_other_function_prints() -> None:
+    """Whatever is printed may be foreign text, so all of it passes through `print_line`."""
+    package = Path(megatron.__file__).parent
+    found: Counter[str] = Counter()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name) and node.id == "print":
+                found[str(path.relative_to(package))] += 1
+    assert found == {
+        "base/plain_text.py": 1,
+        # The text of a model is the output. It is printed in parts, and with its tabs.
+        "commands/generate.py": 3,
+        # A constant.
+        "extras/generate/prompts.py": 1,
+        # `hide_secrets` makes the text plain. The stream is not stdout or stderr.
+        "extras/trackers/feed.py": 1,
+    }
+
+
+def test_plan_of_a_hostile_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "a.sh"
+    script.write_text(
+        "python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 32 --max-position-embeddings 32 --global-batch-size 4 --train-iters 9 "
+        "--lr 1e-3 --vocab-size 64 --micro-batch-size 1 --data-path 'forged\x1b[2J\r\u202e'\n"
+    )
+    plan.main([str(script), "--no-expand", "--world-size", "1"])
+    printed = capsys.readouterr()
+    check_output(printed.out + printed.err)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.config.batch import BatchConfig
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -188,6 +189,12 @@ def test_unknown_position_allows_a_resume_that_cannot_be_a_start():
     start = with_changes(batch={"rampup_batch_size": (8, 4, 64), "global_batch_size": 24})
     # This run can start here, so a later size that does not fit is an error.
     assert "batch size 12 must" in resolve(start, 4, consumed_samples=None).errors[0]
+    assert "--consumed-samples" not in resolve(start, 4, consumed_samples=None).errors[0]
+    # With --load, this may be a later part of the run.
+    resumed = dataclasses.replace(start, checkpoint=CheckpointConfig(load="runs/a"))
+    error = resolve(resumed, 4, consumed_samples=None).errors[0]
+    assert "past batch size 20, tools/plan.py --consumed-samples N plans" in error
+    assert "--consumed-samples" not in resolve(resumed, 4, consumed_samples=1).errors[0]
     end = with_changes(batch={"rampup_batch_size": (8, 12, 64), "global_batch_size": 20})
     # This run cannot end here, because its final size does not fit.
     assert "batch size 8 must" in resolve(end, 8, consumed_samples=None).errors[0]

@@ -4,6 +4,9 @@ A terminal obeys control characters. An escape sequence, a carriage return or a 
 name of a file could hide a line of a log, or forge one.
 """
 
+import sys
+from typing import TextIO
+
 
 def make_plain(text: object, longest: int | None = None) -> str:
     r"""Return a text on one line, without characters that a terminal obeys.
@@ -40,3 +43,13 @@ def make_plain_lines(text: object, longest: int | None = None) -> str:
     if longest is not None and len(given) > longest:
         given = given[:longest] + "..."
     return "\n".join(map(make_plain, given.split("\n")))
+
+
+def print_line(line: object, file: TextIO | None = None) -> None:
+    """Print a message as `make_plain_lines` returns it, immediately (default: to stdout)."""
+    print(make_plain_lines(line), file=file or sys.stdout, flush=True)
+
+
+def print_to_stderr(line: object) -> None:
+    """Print a message as `print_line` does, to standard error."""
+    print_line(line, sys.stderr)

@@ -26,6 +26,7 @@ import yaml
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_source import read_source
@@ -99,7 +100,7 @@ def calibrate(options: CalibrateArguments, training: list[str]) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.output, format_hardware(hardware))
-        print(f"wrote {options.output}")
+        print_line(f"wrote {options.output}")
     return 0
 
 
@@ -170,7 +171,7 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
         measured = read_median_seconds(options.run, plan.batch_size.final)
     before = predict_plan(plan, base)
     fitted = fit_gemm_share(before.job, measured)
-    print(
+    print_line(
         f"step: {measured:.4g} s measured, {before.seconds:.4g} s predicted with {base.name}; "
         f"gemm_share {base.gemm_share:.3f} -> {fitted.gemm_share:.3f}"
     )
@@ -199,7 +200,7 @@ def read_median_seconds(run: Path, batch_size: int) -> float:
         raise DataError(f"{path}: {failure.strerror}; give the --save folder of a run.") from None
     # A killed run may leave half a line.
     for message in damaged[:_SHOWN_DAMAGED]:
-        print(f"warning: {message}", file=sys.stderr)
+        print_to_stderr(f"warning: {message}")
     steady = seconds[_SKIPPED:]
     if not steady:
         raise DataError(
@@ -221,7 +222,7 @@ def _measure_device(base: Hardware | None, name: str) -> Hardware:
         ("all-reduce", measured.ring_gb_per_second, "GB/s of a device"),
     ):
         if value is not None and int(os.environ.get("RANK", "0")) == 0:
-            print(f"{label}: {value:.4g} {unit}")
+            print_line(f"{label}: {value:.4g} {unit}")
     return build_measured_hardware(measured, base, name)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from megatron.base.errors import DataError
-from megatron.base.plain_text import make_plain
+from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.operations.chronicle.history import RunHistory, read_history
@@ -60,20 +60,20 @@ def write_report(arguments: ReportArguments) -> int:
     for history in histories:
         _print_damaged(history)
     if arguments.html is None:
-        print("\n\n".join(map(format_text, histories)))
+        print_line("\n\n".join(map(format_text, histories)))
         return 0
     write_page(histories, arguments.html)
-    print(f"wrote {arguments.html}")
+    print_line(f"wrote {arguments.html}")
     return 0
 
 
 def _print_damaged(history: RunHistory) -> None:
     """Print which lines of a run's files were left out."""
     for message in history.damaged[:_SHOWN_DAMAGED]:
-        print(f"warning: {make_plain(message)}", file=sys.stderr)
+        print_to_stderr(f"warning: {make_plain(message)}")
     more = len(history.damaged) - _SHOWN_DAMAGED
     if more > 0:
-        print(f"warning: {more:,} more lines of {history.folder} are left out", file=sys.stderr)
+        print_to_stderr(f"warning: {more:,} more lines of {history.folder} are left out")
 
 
 def add_note(arguments: NoteArguments) -> int:

@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import print_line
 from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
 from megatron.commands.double_dash import split_at_double_dash
@@ -161,11 +162,6 @@ Command = (
 )
 
 
-def say(line: str) -> None:
-    """Print a message immediately."""
-    print(line, flush=True)
-
-
 def run_export(command: ToHF) -> None:
     """Export a checkpoint.
 
@@ -186,10 +182,12 @@ def run_export(command: ToHF) -> None:
             command.tokenizer.make_config_if_given(),
             command.license,
         )
-        comparison = export_checkpoint(open_checkpoint(root, iteration), command.out, options, say)
+        comparison = export_checkpoint(
+            open_checkpoint(root, iteration), command.out, options, print_line
+        )
     for line in comparison.describe():
-        say(line)
-    say(f"iteration {iteration} of {root} is exported to {command.out}")
+        print_line(line)
+    print_line(f"iteration {iteration} of {root} is exported to {command.out}")
 
 
 def run_import(command: FromHF) -> None:
@@ -202,12 +200,12 @@ def run_import(command: FromHF) -> None:
         command.model,
         command.out,
         command.seq_length,
-        say,
+        print_line,
         compare_complete=command.compare_model,
     )
     for line in comparison.describe():
-        say(line)
-    say(f"{command.model} is imported to {command.out}")
+        print_line(line)
+    print_line(f"{command.model} is imported to {command.out}")
 
 
 def run_megatron_import(command: FromMegatron) -> None:
@@ -221,9 +219,9 @@ def run_megatron_import(command: FromMegatron) -> None:
         system = "megatron-deepspeed"
     import_megatron(
         MegatronImport(command.load, command.out, system, command.vocab_size, command.weights_only),
-        say,
+        print_line,
     )
-    say(f"{command.load} is imported to {command.out}")
+    print_line(f"{command.load} is imported to {command.out}")
 
 
 def run_neox_import(command: FromNeox, flags: list[str]) -> None:
@@ -241,9 +239,9 @@ def run_neox_import(command: FromNeox, flags: list[str]) -> None:
             weights_only=True,
             flags=tuple(flags),
         ),
-        say,
+        print_line,
     )
-    say(f"{command.load} is imported to {command.out}")
+    print_line(f"{command.load} is imported to {command.out}")
 
 
 def run_trainer_import(command: FromTrainer, flags: list[str]) -> None:
@@ -270,9 +268,9 @@ def run_trainer_import(command: FromTrainer, flags: list[str]) -> None:
             command.vocab_size,
             command.weights_only,
         ),
-        say,
+        print_line,
     )
-    say(f"{command.load} is imported to {command.out}")
+    print_line(f"{command.load} is imported to {command.out}")
 
 
 def main(argv: list[str] | None = None) -> int:

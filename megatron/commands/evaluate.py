@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import print_line
 from megatron.commands.loaded_model import ModelArguments, load
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
@@ -245,7 +246,7 @@ def run(arguments: EvaluateArguments) -> None:
     with arguments.join_ranks() as mesh:
         found = evaluate(arguments, mesh, texts, manager)
         if mesh.rank == 0:
-            write_results(arguments, found, print)
+            write_results(arguments, found, print_line)
 
 
 def main(argv: list[str] | None = None) -> int:

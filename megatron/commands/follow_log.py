@@ -22,7 +22,7 @@ from typing import BinaryIO
 import tyro
 
 from megatron.base.errors import ConfigError, MegatronError
-from megatron.base.plain_text import make_plain
+from megatron.base.plain_text import make_plain, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.extras.operations.hub.client import Hub, HubUnavailableError
 from megatron.extras.operations.hub.follow import Follower
@@ -46,7 +46,7 @@ class FollowLog:
 
 def warn(line: str) -> None:
     """Print a line to standard error."""
-    print(make_plain(line), file=sys.stderr, flush=True)
+    print_to_stderr(make_plain(line))
 
 
 def follow(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.loaded_model import ModelArguments, load
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
@@ -215,7 +216,7 @@ class TextGenerator:
             print(json.dumps(facts, ensure_ascii=False), flush=True)
         elif self._prints:
             if number > 1:
-                print(_BETWEEN_TEXTS)
+                print_line(_BETWEEN_TEXTS)
             print(prompt + result.text, flush=True)
         self._warn_of_context(number, result)
 
@@ -229,7 +230,7 @@ class TextGenerator:
 
     def _print_error(self, message: str, kind: str = "error") -> None:
         if self._prints:
-            print(f"{kind}: {message}", file=sys.stderr, flush=True)
+            print_to_stderr(f"{kind}: {message}")
 
 
 def collect_prompts(arguments: GenerateArguments) -> list[str]:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError, MegatronError, OperationsError
-from megatron.base.plain_text import make_plain
+from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.standard_streams import protect_standard_streams
 from megatron.extras.operations.hub.checkpoints import push_checkpoints
@@ -90,12 +90,12 @@ def say(line: str) -> None:
     """Print a line to standard output. It may contain names of files and answers of the Hub."""
     # Cron jobs and pipes buffer their output. Without a flush a long sync would print nothing for
     # hours.
-    print(make_plain(line), flush=True)
+    print_line(make_plain(line))
 
 
 def warn(line: str) -> None:
     """Print a line to standard error."""
-    print(make_plain(line), file=sys.stderr, flush=True)
+    print_to_stderr(make_plain(line))
 
 
 def sync(given: HubSync) -> int:

@@ -9,6 +9,7 @@ file is one document. The ids stay as they are.
 
 import sys
 
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -36,11 +37,8 @@ def import_tokens(
     files = TokenFiles(input, dtype, vocab_size, eod_id)
     documents, tokens, ends = import_token_files(files, output_prefix, overwrite=overwrite)
     if eod_id is not None and ends == 0:
-        print(
-            f"warning: --eod-id {eod_id} does not occur, so each file is one document",
-            file=sys.stderr,
-        )
-    print(
+        print_to_stderr(f"warning: --eod-id {eod_id} does not occur, so each file is one document")
+    print_line(
         f"{output_prefix}: {format_count(documents, 'document')}, {format_count(tokens, 'token')}"
     )
     return 0

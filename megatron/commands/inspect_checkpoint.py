@@ -27,7 +27,7 @@ import tyro
 
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
-from megatron.base.plain_text import make_plain, make_plain_lines
+from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.checkpoint.finite import counts_text
 from megatron.checkpoint.folder import (
     DAMAGED,
@@ -132,13 +132,15 @@ def main(argv: list[str] | None = None) -> int:
         else:
             message = str(error)
         if given.json:
-            print(json.dumps({"error": message}, indent=1))
-        print(f"error: {make_plain_lines(message)}", file=sys.stderr)
+            print_line(json.dumps({"error": message}, indent=1))
+        print_to_stderr(f"error: {message}")
         return 2
     # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
     # Reading the text back with `parse_constant` turns them into null.
     record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)
-    print(json.dumps(record, indent=1) if given.json else "\n".join(map(make_plain, report.lines)))
+    print_line(
+        json.dumps(record, indent=1) if given.json else "\n".join(map(make_plain, report.lines))
+    )
     return report.code
 
 

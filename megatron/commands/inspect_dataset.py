@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import print_line
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.preprocess.flags import TokenizerFlags
@@ -71,7 +72,7 @@ def _inspect(given: InspectDatasetArguments) -> int:
     )
     if given.plot is not None:
         plot_lengths(found, given.plot)
-    print(json.dumps(asdict(found), indent=1) if given.json else report(found))
+    print_line(json.dumps(asdict(found), indent=1) if given.json else report(found))
     # A suspicion that may be harmless must not stop a pipeline of scripts.
     if given.strict and any(problem.sure for problem in found.problems):
         return 1
@@ -89,7 +90,7 @@ def _inspect_rows(given: InspectDatasetArguments, format: str, tokenizer: Tokeni
         encode=tokenizer.encode_batch if tokenizer else None,
         cache_folder=given.data_cache_path,
     )
-    print(json.dumps(asdict(found), indent=1) if given.json else format_rows_report(found))
+    print_line(json.dumps(asdict(found), indent=1) if given.json else format_rows_report(found))
     return int(bool(found.damaged or (given.strict and found.problems)))
 
 

@@ -8,6 +8,7 @@ The result is a new data set. The inputs stay as they are.
 
 import sys
 
+from megatron.base.plain_text import print_line
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.preprocess.merge import merge_datasets
@@ -22,7 +23,7 @@ def merge(input: tuple[str, ...], output_prefix: str, overwrite: bool = False) -
         overwrite: Replace a data set that has this path already.
     """
     documents, tokens = merge_datasets(input, output_prefix, overwrite=overwrite)
-    print(f"{output_prefix}: {documents} documents, {tokens} tokens of {len(input)} data sets")
+    print_line(f"{output_prefix}: {documents} documents, {tokens} tokens of {len(input)} data sets")
     return 0
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base.errors import MegatronError
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport, write
 
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options.check()
     except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_to_stderr(f"error: {error}")
         return 2
     last: list[NodeReport] = []
 
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             findings = last[-1].format_line()
         else:
             findings = "no part of the check has ended"
-        print(f"{findings}; not done after {options.seconds:g} s", flush=True)
+        print_line(f"{findings}; not done after {options.seconds:g} s")
         # A thread that hangs in a driver ignores signals and exceptions. Only `_exit` ends the
         # process.
         os._exit(1)
@@ -67,9 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         report = probe(options, keep)
     except (MegatronError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_to_stderr(f"error: {error}")
         return 2
-    print(report.format_line(), flush=True)
+    print_line(report.format_line())
     if report.failures or report.all_reduce_failure:
         return 1
     return 0

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.base.errors import ConfigError, MegatronError, combine_errors
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.parts import choose_engine
@@ -166,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
     if wants_preset_list(training):
-        print(format_preset_table())
+        print_line(format_preset_table())
         return 0
     options = parse_arguments(PlanArguments, args=own, prog="plan.py", description=__doc__)
 
@@ -191,7 +192,7 @@ def _report_failure(
     if source is not None:
         errors = explain_errors(source, errors)
         # A value that is not known in the script may be the cause, so its warnings are printed.
-        warnings = source.warnings
+        warnings = tuple(warning for warning in source.warnings if warning not in errors)
         notes = source.notes
     if options.json:
         # Programs read this output. They find these keys whether or not there is a plan.
@@ -205,12 +206,12 @@ def _report_failure(
             "warnings": list(warnings),
             "flags_without_effect": [],
         }
-        print(json.dumps({**empty, "errors": errors}, indent=1))
+        print_line(json.dumps({**empty, "errors": errors}, indent=1))
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print_to_stderr(f"note: {note}")
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    print(f"error: {combine_errors(errors)}", file=sys.stderr)
+        print_to_stderr(f"warning: {warning}")
+    print_to_stderr(f"error: {combine_errors(errors)}")
     return 2
 
 
@@ -334,14 +335,14 @@ def _print_report(
         report["cost"] = build_cost_json(plan, hardware, cost)
         if options.dry_run:
             report["dry_run"] = build_dry_run_json(reports)
-        print(json.dumps({**report, **_report_search_json(plan, options, hardware)}, indent=1))
+        print_line(json.dumps({**report, **_report_search_json(plan, options, hardware)}, indent=1))
         return
     lines = [f"note: {note}" for note in notes]
     lines += format_plan(plan, at, warnings, uses, hardware, format_cost(plan, hardware, cost))
     lines += _report_search(plan, options, hardware)
     if reports:
         lines += format_dry_run(plan, reports)
-    print("\n".join(lines))
+    print_line("\n".join(lines))
 
 
 def _check_numbers(options: PlanArguments) -> None:

@@ -1,6 +1,9 @@
 """Where the plan's training command comes from: a command line, a launch script or a YAML file.
 
-Invariant: a script is read as text, and no command in it runs.
+A contained shell follows the branches and loops of a script. If that is not possible or not wanted,
+the script is read as text.
+
+Invariant: no command in a script runs.
 """
 
 import os
@@ -240,8 +243,8 @@ def _has_value(text: str, name: str) -> bool:
     return re.search(rf"(?<![^\s'\"]){variable}(?=[\s'\",;:]|\.?$)", text, re.MULTILINE) is not None
 
 
-def _describe_arguments(command: LaunchScript, script: Path) -> str:
-    """Return the error about the arguments that a script needs, with the line of each."""
+def _describe_arguments(command: LaunchScript, script: Path | None) -> str:
+    """Return the message about the arguments that a script needs, with the line of each."""
     lines = command.argument_lines
     listed = ", ".join(f"${n} (line {line})" for n, line in sorted(lines.items()))
     return (
@@ -280,11 +283,7 @@ def _describe_unknown(command: LaunchScript, script: Path | None) -> Iterator[st
             f"environment, as in {first}=... megatron-plan {script}."
         )
     if command.parameters:
-        names = ", ".join(f"${name}" for name in command.parameters)
-        yield (
-            f"{names}: the script needs arguments. Write them after its name: "
-            f"megatron-plan {script} --script-args 'ARGUMENT ...'"
-        )
+        yield _describe_arguments(command, script)
     if command.commands:
         yield (
             f"these need execution and stay as they are written: {', '.join(command.commands)}. "

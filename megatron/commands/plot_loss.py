@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from megatron.base.errors import DataError
+from megatron.base.plain_text import print_line
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.figure import make_figure, save_figure
@@ -207,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
             title=options.title or str(options.source),
             unigram_entropy=options.unigram_entropy,
         )
-        print(f"wrote {options.output}")
+        print_line(f"wrote {options.output}")
         return 0
 
     return run_tool(work)

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -73,17 +74,15 @@ def _preprocess(job: PreprocessJob) -> int:
         done = preprocess(job)
     except KeyboardInterrupt:
         # The journal on disk makes the same command continue, so a traceback would be noise.
-        print(
-            "interrupted; the same command continues from the last journal entry", file=sys.stderr
-        )
+        print_to_stderr("interrupted; the same command continues from the last journal entry")
         return 130
     for key, prefix in done.prefixes.items():
         documents = format_count(done.documents[key], "document")
-        print(f"{prefix}: {documents}, {format_count(done.tokens[key], 'token')}")
+        print_line(f"{prefix}: {documents}, {format_count(done.tokens[key], 'token')}")
     # Speeds are per byte of text, not per byte of JSON.
     megabytes = done.text_bytes / 1e6
     speed = done.megabytes_per_second
-    print(
+    print_line(
         f"{megabytes:.1f} MB of text, {format_count(done.bad_lines, 'bad line')}, "
         f"{done.seconds:.1f} s "
         f"({speed:.1f} MB/s, encoder {done.encoder})"

@@ -18,6 +18,7 @@ import signal
 import sys
 
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts, load_command_line
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         # Ctrl-C before training, which installs a handler of its own. A traceback would look like a
         # crash. The process does not wait for other ranks, because they may be in a collective.
-        print("interrupted before training started; nothing was saved", file=sys.stderr, flush=True)
+        print_to_stderr("interrupted before training started; nothing was saved")
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
 
@@ -81,7 +82,7 @@ def _load(argv: list[str]) -> tuple[LoadedConfig, Plan | None]:
         MegatronError: The configuration is wrong, or a file that it names cannot be read.
     """
     if wants_preset_list(argv):
-        print(format_preset_table())
+        print_line(format_preset_table())
         raise SystemExit(0)
     try:
         loaded = load_command_line(argv, "pretrain_gpt.py")

@@ -19,6 +19,7 @@ from typing import Annotated
 import tyro
 
 from megatron.base.errors import MegatronError
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.extras.operations.rollback.execution import roll_back
 from megatron.extras.operations.rollback.plan import RollbackRequest
@@ -44,14 +45,14 @@ def main(argv: list[str] | None = None) -> int:
         roll_back(
             run,
             given.request.make_absolute(),
-            lambda line: print(line, flush=True),
+            print_line,
             dry_run=given.dry_run,
         )
     except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_to_stderr(f"error: {error}")
         return 2
     except OSError as error:
-        print(f"error: {error}; fix that, and give the same command again", file=sys.stderr)
+        print_to_stderr(f"error: {error}; fix that, and give the same command again")
         return 2
     return 0
 

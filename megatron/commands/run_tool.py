@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from megatron.base.errors import MegatronError, describe_os_error
-from megatron.base.plain_text import make_plain_lines
+from megatron.base.plain_text import print_to_stderr
 
 
 def prepare_output() -> None:
@@ -47,7 +47,7 @@ def run_tool(work: Callable[[], int]) -> int:
     except OSError as error:
         message = describe_os_error(error)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_to_stderr("interrupted")
         return 128 + signal.SIGINT
-    print(f"error: {make_plain_lines(message)}", file=sys.stderr)
+    print_to_stderr(f"error: {message}")
     return 2

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         for line in format_samples(options, training or []):
-            print(line)
+            print_line(line)
         return 0
 
     return run_tool(work)
@@ -96,7 +97,7 @@ def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[s
     # same samples.
     config, notes = read_bare_thresholds(config, checkpoint)
     for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
+        print_to_stderr(f"warning: {note}")
     if options.iterations and config.batch.global_batch_size is None and options.world_size is None:
         raise ConfigError(
             "without --global-batch-size the batch depends on the number of processes; give "
@@ -232,7 +233,7 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
         sources.load(checkpoint.state["data"])
     # Notes go to standard error, so that the output holds text only.
     for note in sources.take_notes():
-        print(f"note: {note}", file=sys.stderr)
+        print_to_stderr(f"note: {note}")
     if not isinstance(sources.train, GPTTrainSource):
         raise ConfigError(indexed_only)
     return sources.train.history

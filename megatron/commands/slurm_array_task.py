@@ -36,6 +36,7 @@ from pathlib import Path
 import tyro
 
 from megatron.base.errors import MegatronError, OperationsError
+from megatron.base.plain_text import print_to_stderr
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.standard_streams import protect_standard_streams
@@ -96,16 +97,15 @@ def main(argv: list[str] | None = None) -> int:
         ArrayTaskArguments, args=own, prog="slurm_array_task.py", description=__doc__
     )
     if not command:
-        print(
-            "error: nothing to train: put -- pretrain_gpt.py and its arguments after the options",
-            file=sys.stderr,
+        print_to_stderr(
+            "error: nothing to train: put -- pretrain_gpt.py and its arguments after the options"
         )
         return 2
 
     try:
         options.check()
     except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_to_stderr(f"error: {error}")
         return 2
 
     # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         for trouble in deliver(
             [Alert("array task", text)], Outlets(main_log=options.main_log), runs=[options.save]
         ).troubles:
-            print(f"error: {trouble}", file=sys.stderr)
+            print_to_stderr(f"error: {trouble}")
 
     try:
         outcome = run_array_task(
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         )
     except (MegatronError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_to_stderr(f"error: {error}")
         return 2
     # Slurm records this code. The actions themselves are done already.
     return EXIT_CODES[outcome]

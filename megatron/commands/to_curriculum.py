@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import print_line
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -106,7 +107,7 @@ def _translate(old: list[str], options: CurriculumArguments) -> int:
     kept = {dotted: where for dotted, where in origin.items() if dotted not in change.values}
     new = resolve(change.new, plan.world_size, kept)
     new.raise_on_errors()
-    print(
+    print_line(
         "\n".join(
             [
                 *format_flags(change),

@@ -11,6 +11,7 @@ tokenizer.json. Both forms give the same ids.
 import sys
 from typing import Literal
 
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.preprocess.bpe_training import train_bpe
@@ -43,7 +44,7 @@ def train(
         vocab_size,
         output_dir,
         json_key,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=print_to_stderr,
         overwrite=overwrite,
         on_bad_line=on_bad_line,
     )
@@ -51,7 +52,7 @@ def train(
         short = ""
     else:
         short = f", fewer than {vocab_size}: the text has no more pairs to merge"
-    print(f"{made.vocab}, {made.merges} and {made.tokenizer}: {made.size} ids{short}")
+    print_line(f"{made.vocab}, {made.merges} and {made.tokenizer}: {made.size} ids{short}")
     return 0
 
 

@@ -122,3 +122,9 @@ class TokenizerConfig:
     pad_vocab_size_to: Annotated[int | None, Range("[1, 2147483647]")] = None
     """Pad the vocabulary to exactly this size. It must be a multiple of
     --make-vocab-size-divisible-by and of the tensor-parallel size."""
+
+    @property
+    def has_two_files(self) -> bool:
+        """Whether --vocab-file and --merge-file give the tokenizer. Otherwise one path does."""
+        two = {"GPT2BPETokenizer": True, "PretrainedFromHF": False, "SentencePieceTokenizer": False}
+        return two[self.tokenizer_type]

@@ -161,7 +161,7 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
     wanted = [dotted for dotted in DOCUMENT_FLAGS if settings[dotted]]
     tokenizer = settings.config.tokenizer
     # A tokenizer needs all of its files, so one that is missing makes the id unknown.
-    if tokenizer.tokenizer_type == "GPT2BPETokenizer":
+    if tokenizer.has_two_files:
         files = [tokenizer.vocab_file, tokenizer.merge_file]
     else:
         files = [tokenizer.tokenizer_name_or_path]

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import DataConfig
 from megatron.data.building import Say
-from megatron.data.cache import WAIT_SECONDS, say_to_stderr
+from megatron.data.cache import WAIT_SECONDS
 from megatron.data.documents import check_documents_end
 from megatron.data.indexed_source import GPTTrainSource, GPTValidSource, check_vocabulary
 from megatron.data.mock_source import MockSource
@@ -41,7 +42,7 @@ def build_sources(
     request: SourceRequest,
     other: SourceKind | None = None,
     *,
-    say: Say = say_to_stderr,
+    say: Say = print_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
     """Open the data sets and check them.

@@ -18,7 +18,6 @@ build at the same time. They write the same bytes under names of their own, and 
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from megatron.base.durable import sync_folder
 from megatron.base.errors import DataError
+from megatron.base.plain_text import print_to_stderr
 from megatron.data.array_file import (
     MappedArray,
     create_array,
@@ -51,11 +51,6 @@ _ATTEMPTS = 5
 _MANIFEST_BYTES = 1 << 20
 
 
-def say_to_stderr(line: str) -> None:
-    """Print an urgent message."""
-    print(line, file=sys.stderr, flush=True)
-
-
 class IndexCache:
     """The cache entries in one folder."""
 
@@ -65,7 +60,7 @@ class IndexCache:
         notes: list[str] | None = None,
         *,
         background: Background | None = None,
-        say: Say = say_to_stderr,
+        say: Say = print_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Use a folder as a cache.

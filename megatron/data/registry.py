@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.base.errors import DataError
+from megatron.base.plain_text import print_to_stderr
 from megatron.data.background import Background
 from megatron.data.building import Say
-from megatron.data.cache import WAIT_SECONDS, IndexCache, discard_entry, say_to_stderr
+from megatron.data.cache import WAIT_SECONDS, IndexCache, discard_entry
 from megatron.data.content import FileSet
 from megatron.data.indexed import IndexedDataset
 
@@ -23,7 +24,7 @@ class DatasetRegistry:
         self,
         data_cache_path: str | None,
         *,
-        say: Say = say_to_stderr,
+        say: Say = print_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Create a registry without data sets.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.durable import append_lines
+from megatron.base.plain_text import print_line
 
 CHRONICLE = "chronicle.jsonl"
 """File name of the chronicle, in the run's --save folder."""
@@ -51,7 +52,7 @@ class Chronicle:
     When one succeeds, the number of lost events is reported.
     """
 
-    def __init__(self, path: Path, *, say: Callable[[str], None] = print) -> None:
+    def __init__(self, path: Path, *, say: Callable[[str], None] = print_line) -> None:
         """Store the path. The file is created with the first event.
 
         Args:

@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron.base.plain_text import print_line
 from megatron.observe.report import IterationReport
 from megatron.observe.timers import compute_seconds
 
@@ -51,7 +52,9 @@ class MetricsFile:
     reported.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, say: Callable[[str], None] = print_line
+    ) -> None:
         """Store the path. The file and its folder are created with the first line.
 
         Args:

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from megatron.base.plain_text import make_plain_lines
+from megatron.base.plain_text import make_plain_lines, print_line
 
 
 class ProgressBar:
@@ -45,7 +45,7 @@ class ProgressBar:
         """Print a line to stdout immediately, above the bar."""
         line = make_plain_lines(line)
         if self._bar is None:
-            print(line, flush=True)
+            print_line(line)
         else:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()

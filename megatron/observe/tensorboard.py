@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import print_line
 from megatron.config.logging import LoggingConfig
 from megatron.observe.log_line import compute_perplexity
 from megatron.observe.report import Axes, IterationReport
@@ -41,7 +42,7 @@ class TensorBoard:
     It does nothing if `--tensorboard-dir` was not given.
     """
 
-    def __init__(self, logging: LoggingConfig, *, say: Callable[[str], None] = print) -> None:
+    def __init__(self, logging: LoggingConfig, *, say: Callable[[str], None] = print_line) -> None:
         """Open the event file if --tensorboard-dir is given.
 
         Args:

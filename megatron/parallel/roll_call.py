@@ -12,7 +12,6 @@ this lock cannot answer either.
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.errors import LOST_EXIT_CODE, LayoutError, LostRanksError
+from megatron.base.plain_text import print_to_stderr
 from megatron.parallel.hang_verdict import describe_places
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_state import find_location, locate_thread
@@ -190,9 +190,7 @@ class RollCall:
         # A main thread that waits in a collective may never return. `os._exit` ends the process
         # without it. The message is flushed first, because `os._exit` flushes nothing.
         if not self._leaving.wait(self._limit.roll_call.total_seconds()):
-            print(
-                f"{LostRanksError.__name__}: {self._describe_exit()}", file=sys.stderr, flush=True
-            )
+            print_to_stderr(f"{LostRanksError.__name__}: {self._describe_exit()}")
             os._exit(LOST_EXIT_CODE)
 
     def _leave(self, left: str, *, last: bool) -> None:

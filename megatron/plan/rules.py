@@ -9,7 +9,7 @@ reported together.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 from megatron.base.errors import MegatronError
 from megatron.base.plural import format_count
@@ -169,24 +169,27 @@ def choose_shard_size(data_parallel_size: int, ranks_per_node: int, report: Plan
     if parallel.zero_stage == 0 and not parallel.deepspeed:
         return 1
     size = parallel.hsdp_shard_size
-    if size is not None:
-        asked = report.describe("parallel.hsdp_shard_size")
-    elif parallel.sharding_strategy == "hsdp":
-        tensor = parallel.tensor_model_parallel_size
-        asked = (
-            f"{report.describe('parallel.sharding_strategy')} on nodes of {ranks_per_node} ranks "
-            f"with --tensor-model-parallel-size {tensor}"
-        )
-        if ranks_per_node % tensor or ranks_per_node == tensor > 1:
-            report.errors.append(
-                f"{asked}: a node has no whole group of data-parallel ranks to shard over. Give "
-                "--hsdp-shard-size, or use --sharding-strategy fsdp."
-            )
+    match parallel.sharding_strategy:
+        case _ if size is not None:
+            asked = report.describe("parallel.hsdp_shard_size")
+        case None | "ddp" | "fsdp":
             return data_parallel_size
-        # A run on a part of a node has one copy of the model.
-        size = min(ranks_per_node // tensor, data_parallel_size)
-    else:
-        return data_parallel_size
+        case "hsdp":
+            tensor = parallel.tensor_model_parallel_size
+            asked = (
+                f"{report.describe('parallel.sharding_strategy')} on nodes of {ranks_per_node} "
+                f"ranks with --tensor-model-parallel-size {tensor}"
+            )
+            if ranks_per_node % tensor or ranks_per_node == tensor > 1:
+                report.errors.append(
+                    f"{asked}: a node has no whole group of data-parallel ranks to shard over. "
+                    "Give --hsdp-shard-size, or use --sharding-strategy fsdp."
+                )
+                return data_parallel_size
+            # A run on a part of a node has one copy of the model.
+            size = min(ranks_per_node // tensor, data_parallel_size)
+        case _:
+            assert_never(parallel.sharding_strategy)
     if data_parallel_size % size:
         fits = [n for n in range(2, data_parallel_size + 1) if data_parallel_size % n == 0]
         report.errors.append(
@@ -316,9 +319,15 @@ def check_batch_sizes(
             "checkpoint's position."
         )
     else:
+        passed = ""
+        if config.checkpoint.load is not None and consumed_samples is None:
+            passed = (
+                f" If the run of --load is past batch size {bad[-1]}, tools/plan.py "
+                "--consumed-samples N plans from its position."
+            )
         report.errors.append(
             f"{first}; it is the first size that does not fit. Choose sizes that are multiples of "
-            f"{share}."
+            f"{share}.{passed}"
         )
 
 

@@ -5,9 +5,10 @@ thread closes the files, after the error that ended the run was printed. If the 
 return in time, the process ends without it.
 """
 
-import sys
 import threading
 from contextlib import ExitStack
+
+from megatron.base.plain_text import print_to_stderr
 
 CLOSING_SECONDS = 30.0
 """Longest time that a process waits for its files and threads at its end."""
@@ -37,12 +38,10 @@ def close_within_limit(closing: ExitStack) -> bool:
     thread.start()
     thread.join(CLOSING_SECONDS)
     if thread.is_alive():
-        print(
+        print_to_stderr(
             f"warning: the files of this run could not be closed in {CLOSING_SECONDS:g} s. The "
             "process ends without closing them. Check the file systems of --save, --data-path and "
-            "--tensorboard-dir",
-            file=sys.stderr,
-            flush=True,
+            "--tensorboard-dir"
         )
         return False
     if failures:

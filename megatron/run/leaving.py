@@ -22,7 +22,7 @@ from megatron.base.error_report import (
     write_report,
 )
 from megatron.base.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError, MegatronError
-from megatron.base.plain_text import make_plain_lines
+from megatron.base.plain_text import make_plain_lines, print_to_stderr
 from megatron.run.closing import close_within_limit
 
 
@@ -50,7 +50,7 @@ def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> 
         # Most errors occur on every rank, and rank 0 prints its message first. If the error is the
         # same here, the launcher ends this process during the wait and it is printed only once.
         time.sleep(3)
-    print(message, file=sys.stderr, flush=True)
+    print_to_stderr(message)
     close_after_error(closing)
     if rank == 0 and FOLDER_VARIABLE in os.environ:
         # srun ends all ranks when this one ends. The others need the time to write their reports.
@@ -79,11 +79,7 @@ def report_error(error: BaseException, message: str) -> None:
             write_report(Path(folder), build_report(error))
     except OSError as trouble:
         # The error itself is still printed. An error of this report must not hide it.
-        print(
-            f"warning: the error could not be reported to the launcher: {trouble}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print_to_stderr(f"warning: the error could not be reported to the launcher: {trouble}")
 
 
 def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> NoReturn:
@@ -91,7 +87,7 @@ def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> 
 
     The exit code is 1, because no flag is wrong and the same command may succeed.
     """
-    print(f"{type(error).__name__}: {make_plain_lines(error)}", file=sys.stderr, flush=True)
+    print_to_stderr(f"{type(error).__name__}: {error}")
     close_after_error(closing)
     # Nothing is reported to the launcher. A report means an error that a person must correct.
     os._exit(LOST_EXIT_CODE)
@@ -100,7 +96,7 @@ def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> 
 def report_hang(error: HungRanksError, message: str) -> None:
     """Report a hang to the launcher, and print a message. The watchdog then ends the process."""
     report_error(error, f"{type(error).__name__}: {error}")
-    print(f"{type(error).__name__}: {make_plain_lines(message)}", file=sys.stderr, flush=True)
+    print_to_stderr(f"{type(error).__name__}: {message}")
 
 
 def leave_after_crash(error: Exception, closing: ExitStack) -> NoReturn:

@@ -110,10 +110,7 @@ class Curriculum:
             return f"{self.style}: " + ", ".join(
                 [*lengths, f"{self.difficulties[-1]} from then on"]
             )
-        if self.style == "fixed_root":
-            root = f" (root {self.root_degree})"
-        else:
-            root = ""
+        root = {"fixed_linear": "", "fixed_root": f" (root {self.root_degree})"}[self.style]
         return (
             f"{self.style}{root} from {self.min_difficulty} to {self.max_difficulty} tokens over "
             f"{self.total_curriculum_step} iterations in steps of {self.difficulty_step}"

@@ -102,7 +102,7 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
     """
     stated = config.vocab_size is not None
     without = "or leave it out and give --vocab-size N, if no tokenizer is needed"
-    if config.tokenizer_type == "GPT2BPETokenizer":
+    if config.has_two_files:
         given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
         absent = [
             f"{flag} {name} does not exist. Correct the path, {without}."
@@ -124,11 +124,11 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
         return []
     if name is None:
         return [_describe_lack(config)]
-    if config.tokenizer_type == "SentencePieceTokenizer":
-        shown = f"the file --tokenizer-model {name}"
-    else:
-        shown = f"--tokenizer-name-or-path {name}"
-    return [f"{shown} does not exist on this machine. Correct the path, {without}."]
+    shown = {
+        "PretrainedFromHF": "--tokenizer-name-or-path",
+        "SentencePieceTokenizer": "the file --tokenizer-model",
+    }[config.tokenizer_type]
+    return [f"{shown} {name} does not exist on this machine. Correct the path, {without}."]
 
 
 def _describe_lack(config: TokenizerConfig) -> str:
@@ -152,7 +152,7 @@ def fetch_missing_tokenizer(config: TokenizerConfig, *, needs_text: bool) -> Non
         ConfigError: The Hub cannot be reached, or it has no such tokenizer.
     """
     name = config.tokenizer_name_or_path
-    if config.tokenizer_type == "GPT2BPETokenizer" or name is None or not is_hub_name(name):
+    if config.has_two_files or name is None or not is_hub_name(name):
         return
     if needs_text or config.vocab_size is None:
         fetch_tokenizer(name)
@@ -175,7 +175,7 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     size = count_token_ids(config)
     if size is not None:
         return size, None
-    if config.tokenizer_type == "GPT2BPETokenizer":
+    if config.has_two_files:
         if config.vocab_file:
             absent = f"--vocab-file {config.vocab_file} does not exist"
         else:
@@ -261,7 +261,7 @@ def check_same_vocab_size(config: TokenizerConfig, described: str) -> None:
     size = count_token_ids(config)
     if size is None or size == config.vocab_size:
         return
-    if config.tokenizer_type == "GPT2BPETokenizer":
+    if config.has_two_files:
         name = f"--vocab-file {config.vocab_file}"
     else:
         name = f"--tokenizer-name-or-path {config.tokenizer_name_or_path}"

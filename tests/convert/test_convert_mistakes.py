@@ -236,6 +236,14 @@ def test_a_dropout_that_is_not_written_is_found(
     monkeypatch.setattr(Training, "write", lambda self, model: {})
     with pytest.raises(CheckpointError, match=r"attention_dropout 0\.1, and the checkpoint has 0"):
         export_checkpoint(open_checkpoint(folder / "right", 0), folder / "back", ExportOptions())
+    # One of two names of a dropout is left out, so the class has its default of 0.1 for it.
+    monkeypatch.undo()
+    write = Training.write
+    monkeypatch.setattr(
+        Training, "write", lambda self, model: write(self, model) | {"embd_pdrop": 0.1}
+    )
+    with pytest.raises(ConfigError, match=r"resid_pdrop and embd_pdrop are \[0\.0, 0\.1\]"):
+        export_checkpoint(open_checkpoint(folder / "right", 0), folder / "back", ExportOptions())
 
 
 def test_special_ids_that_are_not_written_are_found(

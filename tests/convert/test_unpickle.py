@@ -148,6 +148,7 @@ def test_what_megatron_saves_is_read(zipped: bool, tmp_path: Path) -> None:
         "epsilon": 0.5,
     }
     assert isinstance(found["np_rng_state"][1], StandIn)
+    assert isinstance(found["tokenizer"], StandIn)
     assert (found["place"].numel, found["place"].start) == (5, 3)
     assert isinstance(found["tokenizer"], StandIn)
     assert torch.equal(found["weight"], torch.arange(3.0))

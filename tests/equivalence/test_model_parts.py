@@ -16,7 +16,9 @@ _ROTARY = "--position-embedding-type rotary --normalization RMSNorm"
 MODELS = {
     "olmo": f"{_ROTARY} --qk-norm full --norm-placement output --glu-activation swiglu "
     "--ffn-hidden-size 96 --num-query-groups 4 --no-add-bias-linear --sliding-window 24 "
-    "--full-attention-layers 3::4 --no-rope-layers 1::2",
+    "--full-attention-layers 3::4 --no-rope-layers 1::2 --rope-scaling yarn "
+    # OLMo has no biases. A Llama with attention_bias and mlp_bias has these.
+    "--rope-original-length 128 --add-attention-bias --add-mlp-bias",
     "apertus": f"{_ROTARY} --qk-norm head --activation xielu --num-query-groups 4 "
     "--no-add-bias-linear --rope-scaling llama3 --rope-original-length 128",
     "neox": "--position-embedding-type rotary --rotary-percent 0.25 --parallel-residual "

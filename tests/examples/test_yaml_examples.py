@@ -9,6 +9,7 @@ import pytest
 import tiny_corpus
 
 from megatron.base.errors import ConfigError
+from megatron.commands import plan
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import predict_plan
@@ -118,6 +119,11 @@ def clone(tmp_path: Path) -> Path:
     shutil.copy(tiny_corpus.VOCAB, tmp_path / "tokenizer" / "vocab.json")
     shutil.copy(tiny_corpus.MERGES, tmp_path / "tokenizer" / "merges.txt")
     return tmp_path
+
+
+def test_the_smallest_file_is_planned_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([str(FOLDER / "laptop.yaml"), "--world-size", "1"]) == 0
+    assert "devices             CPUs. The run has no GPU" in capsys.readouterr().out
 
 
 def test_the_smallest_file_trains_without_a_launcher(clone: Path) -> None:

@@ -71,6 +71,7 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                 45,
                 (PYTHON, "tools/calibrate.py", hardware, *on_base),
                 "the speeds that the planner's predictions need",
+                table="calibration",
             ),
             Step(
                 "7B",
@@ -130,7 +131,13 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
         gpus = str(count_gpus())
         launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus)
         steps += [
-            Step("node check", 50, (*launch, "tools/node_check.py"), "product, memory, all-reduce"),
+            Step(
+                "node check",
+                50,
+                (*launch, "tools/node_check.py"),
+                "product, memory, all-reduce",
+                table="node check",
+            ),
             Step(
                 "layouts over NCCL",
                 200,

@@ -32,6 +32,8 @@ _SHORTEST_SECONDS = 5.0
 _END_SECONDS = 10.0
 """Time for a step to end after SIGTERM, before it is killed."""
 _POLL_SECONDS = 0.2
+_MOST_LINES = 40
+"""Lines of a step's output that become rows."""
 _TAIL = 2000
 """Characters of a step's output in the report."""
 
@@ -46,6 +48,8 @@ class Step:
     answers: str = ""
     """What the step answers, for the report."""
     environment: tuple[tuple[str, str], ...] = ()
+    table: str | None = None
+    """Table to which the printed lines are added, for a program that adds no rows."""
 
 
 @dataclass
@@ -167,6 +171,12 @@ def _run_step(step: Step, outcome: Outcome, report: Report, interrupted: threadi
             os.truncate(report.log, begin + _LOG_BYTES)
         outcome.exit_code = process.returncode
         outcome.seconds = round(time.monotonic() - start, 1)
+        if step.table is not None:
+            # The first two lines of the log name the step.
+            lines = _read_from(report.log, begin).splitlines()[2:][:_MOST_LINES]
+            rows = [json.dumps({"table": step.table, "line": line}) + "\n" for line in lines]
+            with open(report.rows, "a", encoding="utf-8") as file:
+                file.writelines(rows)
         outcome.rows = read_rows(_read_from(report.rows, first_row))
         if outcome.status != "passed":
             outcome.tail = _read_from(report.log, begin)[-_TAIL:]

@@ -1,5 +1,6 @@
 """Tests of the scripts for a machine with GPUs. They need no GPU."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -92,6 +93,50 @@ def test_steps_that_fail_or_hang_do_not_stop_the_next(
     assert not Path(f"/proc/{child_pid}").exists() or "Z" in _read_state(child_pid)
     assert (tmp_path / "part1.log").stat().st_size < 8 << 20
     assert not (tmp_path / "part1.rows.jsonl").exists()
+
+
+def test_printed_lines_become_rows(modules: dict[str, Any], tmp_path: Path) -> None:
+    step = make_step(modules, "check", "print('TFLOPs 700'); print('GB/s 400'); sys.exit(1)")
+    steps = [dataclasses.replace(step, table="node check")]
+    _, report = run(modules, tmp_path, [*steps, make_step(modules, "next", "add_row('copy')")])
+    lines = [row["line"] for row in report["steps"][0]["rows"]]
+    assert lines == ["TFLOPs 700", "GB/s 400"]
+    assert report["steps"][1]["rows"] == [{"table": "copy"}]
+    part = modules["tables"].read_part(tmp_path / "part1.json")
+    assert "| TFLOPs 700 |" in modules["tables"].make_page([part], ["node check"])
+
+
+def test_speed_above_the_nominal_one_keeps_the_rows(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = modules["kernels"]
+    base = dataclasses.replace(kernels.load_hardware("cpu"), peak_tflops=1e-9)
+    (tmp_path / "base.yaml").write_text(kernels.format_hardware(base))
+    rows = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(rows))
+    words = "kernels.py --quick --part copy products --hardware"
+    monkeypatch.setattr(
+        sys, "argv",
+        [*words.split(), str(tmp_path / "new.yaml"), "--base", str(tmp_path / "base.yaml")],
+    )  # fmt: skip
+    assert kernels.main() == 1
+    found = modules["tables"].read_rows(rows.read_text())
+    assert [row["table"] for row in found[:2]] == ["copy", "products"]
+    assert found[-1]["table"] == "hardware"
+    assert "nominal" in found[-1]["error"]
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_rows_of_layouts_have_the_cells_of_the_table(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / "rows.jsonl"))
+    head = "| schedule | m | ms | ms / m | idle by the fit | idle by the clock | idle in theory |"
+    modules["layouts"].table(head, ["| 1F1B | 2 | 1 / 2 / 3 | 1.0 | 0.3 | - | 0.333 |"], "bubble")
+    (row,) = modules["tables"].read_rows((tmp_path / "rows.jsonl").read_text())
+    part = modules["tables"].Part("part4", "now", False, [{"rows": [row]}])
+    page = modules["tables"].make_page([part], ["bubble"])
+    assert "| 1F1B | 2 | 1 / 2 / 3 | 1.0 | 0.3 | - | 0.333 |" in page
 
 
 def _read_state(pid: int) -> str:

@@ -14,6 +14,7 @@ CONVERSIONS = (
     "from-hf",
     "from-megatron-deepspeed",
     "from-megatron-lm",
+    "from-gpt-neox",
     "from-nanogpt",
     "from-llm-baselines",
     "from-fms-fsdp",

@@ -494,7 +494,7 @@ def test_values_that_a_script_lacks_are_named_once_with_the_way_out(capsys, scri
     output = capsys.readouterr().out
     assert output.count("variables without a value here stay as they are written") == 1
     assert "Set them in the environment, as in RATE=... megatron-plan" in output
-    assert "$2: the script needs arguments" in output
+    assert "the script needs arguments: $1 (line 4), $2 (line " in output
     # A script with its arguments has all of them.
     assert plan.main([str(script), "large", "8", "--lr", "1e-3"]) == 0
     assert "the script needs arguments" not in capsys.readouterr().out
@@ -533,8 +533,10 @@ python pretrain_gpt.py --num-layers $LAYERS --hidden-size 256 --num-attention-he
 def test_missing_arguments_of_a_script_are_one_error(capsys, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(NEEDY)
-    errors = as_json(capsys, str(script), code=2)["errors"]
+    report = as_json(capsys, str(script), code=2)
+    errors = report["errors"]
     assert len(errors) == 1
+    assert not any("needs arguments" in warning for warning in report["warnings"])
     assert "needs arguments: $1 (line 2), $2 (line 5), $3 (line 8). Give all" in errors[0]
     small = as_json(capsys, str(script), "--script-args", "small 1e-3 out")
     large = as_json(capsys, str(script), "large", "--script-args=1e-3 'out'")
@@ -542,7 +544,7 @@ def test_missing_arguments_of_a_script_are_one_error(capsys, tmp_path):
     # An argument that only names a file is no reason to refuse the plan.
     partly = as_json(capsys, str(script), "small", "1e-3")
     assert partly["parameters"] == small["parameters"]
-    assert "$3: the script needs arguments" in "".join(partly["warnings"])
+    assert "$3 (line 8). Give all of them in order" in "".join(partly["warnings"])
 
 
 def test_arguments_that_a_script_counts_are_not_needed(capsys, tmp_path):

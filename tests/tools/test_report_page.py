@@ -302,6 +302,13 @@ def test_page_has_charts_without_a_script(tmp_path: Path) -> None:
         assert len(root.findall(".//rect[@class='skipped']")) == 1
     assert len(re.findall(r'<path class="dropped', drawings[0])) == 4
     assert len(text) < 200_000
+    # On paper and in a window, the text does not touch the edge.
+    padding = re.search(r"^body \{\s*margin: [^;]*; padding: (\d+)px (\d+)px (\d+)px;", text, re.M)
+    assert padding is not None
+    assert min(map(int, padding.groups())) >= 20
+    paper = re.search(r"@page \{ margin: (\d+)mm; \}", text)
+    assert paper is not None
+    assert int(paper[1]) >= 10
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

@@ -214,6 +214,18 @@ def test_nan_before_the_first_checkpoint_is_dropped(
     assert len(read_losses(tmp_path / "run")) == 8
 
 
+def test_full_disk_at_the_decision_does_not_end_the_run(
+    pool: ProcessPool, corpora: dict[str, str], tmp_path: Path
+) -> None:
+    """Without the guard, this run trains to its end."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "interventions.jsonl").symlink_to("/dev/full")
+    argv = make_argv(tmp_path / "run", corpora["clean"], 100, f"{ROLLBACK} --train-iters 20")
+    output = succeed(pool.run(1, pretrain_with_nan, argv, 13, 16))
+    assert "a rollback cannot be prepared: [Errno 28] No space left on device" in output
+    assert len(read_losses(tmp_path / "run")) == 16
+
+
 DIVERGE = f"{ROLLBACK} --spike-guard-skip-after 5 --spike-guard-max-rollbacks 1 --clip-grad 0"
 
 

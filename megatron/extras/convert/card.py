@@ -3,9 +3,12 @@
 import contextlib
 from pathlib import Path
 
+from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import Checkpoint
-from megatron.config.tree import Config
-from megatron.data.splits import parse_data_path
+from megatron.config.data import DataConfig
+from megatron.data.phases import read_phases, use_phase
+from megatron.data.shares import parse_shares
+from megatron.data.splits import find_train_mixture
 from megatron.extras.convert.compare import Comparison
 from megatron.model.flops import count_parameters
 from megatron.model.shape import ModelShape
@@ -44,7 +47,7 @@ def write_card(
         f"- consumed samples: {state.get('consumed_samples', 0):,}",
         f"- consumed tokens: {state.get('consumed_tokens', 0):,}",
         # Only names, because the folders of a cluster are nobody's business.
-        f"- data: {', '.join(_list_data_names(config)) or 'not recorded'}",
+        f"- data: {', '.join(list_data_names(config.data)) or 'not recorded'}",
         *(f"- loss on {name}: {loss:.4f}" for name, loss in losses.items()),
         f"- licence: {licence or 'not stated; ask who trained the model before you use it'}",
         f"- trainer: megatron-3d {checkpoint.manifest.version}",
@@ -74,11 +77,25 @@ def write_card(
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _list_data_names(config: Config) -> list[str]:
-    """Return the names of the training data, without weights and folders."""
-    return list(
-        dict.fromkeys(Path(path).name for _, path in parse_data_path(config.data.data_path))
-    )
+def list_data_names(data: DataConfig) -> list[str]:
+    """Return the names of the training data, without weights and folders.
+
+    The list is empty if a file that lists the data cannot be read any more.
+    """
+    streamed = data.dataset_format is not None
+    paths: list[str] = []
+    with contextlib.suppress(ConfigError):
+        sections = [data]
+        if data.data_phases is not None:
+            phases = read_phases(data.data_phases, streamed=streamed)
+            sections = [use_phase(data, phase) for phase in phases]
+        for section in sections:
+            if streamed:
+                # Without --datasets, the name is ".", and --data-path itself is meant.
+                paths += [f"{section.data_path[0]}/{name}" for name in parse_shares(section)]
+            elif mixture := find_train_mixture(section):
+                paths += [part.prefix for part in mixture.parts]
+    return list(dict.fromkeys(Path(path).name for path in paths))
 
 
 def _find_losses(checkpoint: Checkpoint) -> dict[str, float]:

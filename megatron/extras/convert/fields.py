@@ -371,11 +371,16 @@ class Training:
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
+        hidden = [float(theirs[name]) for name in self.hidden] or [0.0]
+        if len(set(hidden)) > 1:
+            raise ConfigError(
+                f"{' and '.join(self.hidden)} are {hidden}, and this trainer has one "
+                "--hidden-dropout for all of them; give them one value in config.json"
+            )
         return {
             "attention_dropout": float(theirs[self.attention]),
             "init_method_std": float(theirs["initializer_range"]),
-            # The first one is that of the residual branches.
-            "hidden_dropout": float(theirs[self.hidden[0]]) if self.hidden else 0.0,
+            "hidden_dropout": hidden[0],
         }
 
 

@@ -103,7 +103,7 @@ def write_tokenizer(
             "give the tokenizer of the training"
         )
     source = None
-    if config.tokenizer_type != "GPT2BPETokenizer":
+    if not config.has_two_files:
         # The type with two files has no folder, and no settings beside them.
         source = find_tokenizer_folder(config.tokenizer_name_or_path)
     if isinstance(tokenizer, SentencePieceTokenizer):

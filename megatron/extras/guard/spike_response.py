@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import CheckpointError, TrainingError
+from megatron.base.errors import TrainingError
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.save import Saver
 from megatron.engine.base import Accept, StepResult
@@ -124,31 +124,32 @@ class RunGuard:
         return None
 
     def _decide(self, spike: Spike, record: dict[str, Any], saver: Saver) -> dict[str, Any] | None:
-        """Decide on a rollback on all ranks. Return its record, or None without a checkpoint."""
+        """Decide on a rollback on all ranks. Return its record, or None if it is not possible."""
         # The save of an iteration before the spike may be the checkpoint to go back to.
         saver.complete()
         lineage = saver.lineage
 
         def decide() -> dict[str, Any] | None:
             assert self._records is not None, "rank 0 writes the records"
-            # Nothing was saved yet, so there is nothing to go back to.
-            if not lineage:
-                return None
+            decided = None
+            reason = f"there is no checkpoint from before iteration {spike.first} to go back to"
             try:
-                return decide_rollback(
-                    self._plan, lineage, spike, self._guard.windows, record, self._records
-                )
+                # Without a lineage, nothing was saved yet.
+                if lineage:
+                    decided = decide_rollback(
+                        self._plan, lineage, spike, self._guard.windows, record, self._records
+                    )
+            # A run that trains without the guard must not end because of it.
             except OSError as error:
-                raise CheckpointError(f"the rollback cannot be prepared: {error}") from error
+                reason = f"a rollback cannot be prepared: {error}"
+            if decided is None:
+                self._say(f"warning: spike guard: {reason}; the steps of the spike are dropped")
+            return decided
 
         decided: dict[str, Any] | None = build_ranks(self._mesh).call_on_rank_0(
             decide, "deciding on a rollback", self._say
         )
         if decided is None:
-            self._say(
-                "warning: spike guard: there is no checkpoint from before iteration "
-                f"{spike.first} to go back to; the steps of the spike are dropped"
-            )
             return None
         first, last = decided["skip"]
         self._say(

@@ -191,7 +191,7 @@ def lock_output(prefix: str) -> Iterator[None]:
 
 def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:
     """Return the files that define a tokenizer."""
-    if tokenizer.tokenizer_type == "GPT2BPETokenizer":
+    if tokenizer.has_two_files:
         return [Path(file) for file in (tokenizer.vocab_file, tokenizer.merge_file) if file]
     # A Hugging Face tokenizer may have any files, so all of its folder are hashed.
     path = Path(tokenizer.tokenizer_name_or_path or "")

@@ -6,7 +6,6 @@ it is truncated. The outputs are therefore those of an uninterrupted run.
 
 import itertools
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Literal, NoReturn
 from tqdm import tqdm
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import choose_dtype, refuse_existing
 from megatron.data.tokenizer_record import describe_tokenizer, write_record
@@ -102,7 +102,7 @@ def preprocess(
         ConfigError: the flags are wrong, or the output exists.
         DataError: the inputs are wrong.
     """
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    say = say or print_to_stderr
     _check_job(job)
     paths = expand_inputs(job.input, say)
     for path in sorted(path for path, count in Counter(paths).items() if count > 1):

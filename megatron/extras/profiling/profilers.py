@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.base.plain_text import print_line
 from megatron.config.profiling import ALL_RANKS, choose_profile_folder, parse_profile_iterations
 from megatron.config.tree import Config
 from megatron.extras.profiling.memory_history import MemoryHistory
 from megatron.extras.profiling.profiler import Profiler
-from megatron.run.start.join import print_line
 
 
 class Profilers:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from megatron.base.durable import replace_file_by
 from megatron.base.errors import DataError
+from megatron.base.plain_text import print_to_stderr
 from megatron.config.url import is_url, redact
 from megatron.data.content import FileSet
 from megatron.extras.stream.block_cache import BlockCache
@@ -29,7 +30,6 @@ from megatron.extras.stream.remote import (
     RemoteDataFile,
     RemoteFolder,
     RemoteStatus,
-    print_line,
 )
 from megatron.extras.stream.row_format import FileGroups, FilePath, Kind
 
@@ -291,7 +291,7 @@ def _open_remote_folder(url: str, cache_folder: str | None, cache_gb: int) -> Re
     if cache_folder is None:
         raise DataError(f"{redact(url)} needs --data-cache-path, a folder on this machine.")
     blocks = os.path.join(cache_folder, "remote-blocks")
-    return RemoteFolder(url, BlockCache(blocks, cache_gb * 10**9, print_line))
+    return RemoteFolder(url, BlockCache(blocks, cache_gb * 10**9, print_to_stderr))
 
 
 def _get_local_path(folder: str, record: FileRecord) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import io
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from megatron.base.errors import DataError
+from megatron.base.plain_text import print_to_stderr
 from megatron.config.url import redact
 from megatron.extras.stream.block_cache import BlockCache
 
@@ -47,11 +47,6 @@ _VERSION_KEYS = (
 )
 
 
-def print_line(line: str) -> None:
-    """Print a line for the user. Each rank reports its own connection."""
-    print(line, file=sys.stderr, flush=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class RemoteStatus:
     """A remote file as the server describes it."""
@@ -67,7 +62,7 @@ class RemoteFolder:
     """A folder behind a URL, or a single file."""
 
     def __init__(
-        self, url: str, cache: BlockCache, say: Callable[[str], None] = print_line
+        self, url: str, cache: BlockCache, say: Callable[[str], None] = print_to_stderr
     ) -> None:
         """Open the file system of a URL. Credentials come from the environment.
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from codecarbon import OfflineEmissionsTracker
 
 
+from megatron.base.plain_text import print_line
+
+
 class Emissions:
     """Measurement from construction to `stop`, written to `emissions.csv`. Use from one rank only.
 
@@ -24,7 +27,11 @@ class Emissions:
     """
 
     def __init__(
-        self, directory: str | None, country_iso_code: str, *, say: Callable[[str], None] = print
+        self,
+        directory: str | None,
+        country_iso_code: str,
+        *,
+        say: Callable[[str], None] = print_line,
     ) -> None:
         """Start the measurement.
 

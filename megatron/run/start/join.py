@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron.base.errors import combine_errors
-from megatron.base.plain_text import make_plain_lines
+from megatron.base.plain_text import print_line
 from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
 from megatron.config.ranges import check_ranges
 from megatron.engine.deterministic import choose_deterministic_kernels
@@ -62,8 +62,3 @@ def make_printer(rank: int) -> Callable[[str], None]:
     if rank == 0:
         return print_line
     return lambda line: None
-
-
-def print_line(line: str) -> None:
-    """Print a line of the log, on any rank."""
-    print(make_plain_lines(line), flush=True)

@@ -23,7 +23,6 @@ import platform
 import re
 import smtplib
 import ssl
-import sys
 import threading
 import time
 import urllib.error
@@ -37,7 +36,7 @@ from typing import IO, Any, Protocol
 from megatron.base.durable import append_lines, replace_file
 from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
-from megatron.base.plain_text import make_plain
+from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.observe.chronicle import CHRONICLE, append_event
 
 _TIMEOUT_SECONDS = 20.0
@@ -123,10 +122,10 @@ class Delivery:
             The tool's exit code: 0 if all is well, 1 for an alert, 2 for a trouble.
         """
         if self.lines:
-            print("\n".join(self.lines))
+            print_line("\n".join(self.lines))
         troubles = [*others, *self.troubles]
         for trouble in troubles:
-            print(f"error: {make_plain(trouble)}", file=sys.stderr)
+            print_to_stderr(f"error: {make_plain(trouble)}")
         if troubles:
             return 2
         return 1 if alert else 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.error_report import ErrorReport
+from megatron.base.plain_text import print_line
 from megatron.extras.operations.slurm import client
 from megatron.extras.operations.slurm.attempts import read_reached_iteration
 from megatron.extras.operations.slurm.node_report import find_slurm_name
@@ -42,7 +43,7 @@ class HostExclusion:
             iteration = read_reached_iteration(self._save)
             append_event(self._save / CHRONICLE, kind, iteration, details)
         except OSError as error:
-            print(f"warning: the chronicle could not be written: {error}", flush=True)
+            print_line(f"warning: the chronicle could not be written: {error}")
 
     def record_hang(self, verdict: ErrorReport, hosts: Iterable[str]) -> dict[str, str]:
         """Record a hang, and return the hosts that it excludes, each with the reason.

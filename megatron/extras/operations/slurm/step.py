@@ -12,6 +12,7 @@ from types import FrameType
 from megatron.base.code_version import PACKAGE
 from megatron.base.durable import append_lines
 from megatron.base.errors import OperationsError
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.extras.operations.monitor.alerts import format_time
 
 CHECKOUT = PACKAGE.parent
@@ -57,12 +58,12 @@ def run_step(
 def say(main_log: Path, text: str) -> None:
     """Print a line with the time, and append it to the main log."""
     line = f"[{format_time(time.time())}] {text}"
-    print(line, flush=True)
+    print_line(line)
     try:
         # A full disk must not end this script. The line is already in Slurm's own output.
         append_lines(main_log, [line])
     except OSError as error:
-        print(f"error: {main_log} cannot be written: {error}", file=sys.stderr, flush=True)
+        print_to_stderr(f"error: {main_log} cannot be written: {error}")
 
 
 class Signals:

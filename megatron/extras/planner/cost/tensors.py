@@ -227,9 +227,10 @@ class _Tensors:
             return 0.0
         size: float = self._q + 2 * self._k
         grouped = self._shape.query_groups < self._config.num_attention_heads
-        if self._config.qk_norm == "full":
-            # Computed in fp32: the input in fp32, and the input times the reciprocal of its norm.
-            size += 2 * (self._q + self._k) * 4 / self.value
+        # "full" is computed in fp32: the input in fp32, and the input times the reciprocal of its
+        # norm.
+        in_fp32 = {None: 0, "head": 0, "full": 2}[self._config.qk_norm]
+        size += in_fp32 * (self._q + self._k) * 4 / self.value
         if copied:
             return size
         # The rotation and the norms of heads write queries and keys to a new tensor.
@@ -310,8 +311,8 @@ class _Tensors:
         The recomputation ends before this product then, so torch drops its result only after the
         backward pass of the layer. A fused product tells torch what it keeps after it has run.
         """
-        read = self._fused or self._mask or self._config.norm_placement == "output"
-        if "matmul" not in self._kept_operators or read:
+        normed = {"input": False, "output": True}[self._config.norm_placement]
+        if "matmul" not in self._kept_operators or self._fused or self._mask or normed:
             return 0.0
         return self.whole
 

@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError, TrainingError
+from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import RankReport
 from megatron.parallel.grid import Grid, GridCoordinate
@@ -82,7 +82,7 @@ def _start_worker(library: Path) -> None:
         load_guard(library)
     except OSError as error:
         # The pool would print a traceback. It reports that this process has ended.
-        print(f"error: {error}", file=sys.stderr)
+        print_to_stderr(f"error: {error}")
         os._exit(1)
 
 
