@@ -7,6 +7,10 @@
 # repository. $TORCH replaces the version of torch that is installed, for example torch==2.11.0. A
 # file in the environment records what is installed. A second call then does nothing and needs no
 # network.
+#
+# On Linux, pip's own index has torch's CUDA build. Without a GPU, the smaller CPU build is enough:
+#
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu TORCH=torch==2.13.0+cpu
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -88,7 +92,7 @@ setup_env() {
         rm -f "$note"
     fi
     # torch is installed alone and first. It is large, and without --quiet pip shows the download.
-    say "installing $torch (several hundred MB the first time)"
+    say "installing $torch (the first time: several hundred MB, or several GB with the libraries of CUDA)"
     python -m pip install --disable-pip-version-check "$torch" || stop "pip could not install $torch. Its message is above."
     say "installing this repository and its dependencies: .[$extras]"
     python -m pip install --disable-pip-version-check --quiet --editable "$repository[$extras]" ||

@@ -1,6 +1,7 @@
 """Runs with --dataset-format, as black boxes: layouts, resumes at other sizes, skips, refusals."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -205,6 +206,11 @@ def test_files_overwritten_between_launches_are_refused(run: StreamRunner, tmp_p
     error = run.error("--exit-interval 6", ranks=2)
     assert "of data set web" in error
     assert f"and other contents. Modified since then: {file}. A run must" in error
+    # A program that keeps the modification times hides which file it is.
+    os.utime(file, (1e9, 1e9))
+    error = run.error("--exit-interval 6")
+    assert f"of data set web ({copy}/web)" in error
+    assert "No modification time is later, so it is not known which files they are. A" in error
     output = run("--exit-interval 6 --allow-changed-data", ranks=2)
     assert "--allow-changed-data accepts them" in output
     # The next checkpoint records the new files.

@@ -115,6 +115,8 @@ def _describe_change(dataset: StreamedDataset, record: dict[str, Any]) -> str:
         shown += f" and {len(changed) - _NAMED_FILES} more"
     if changed:
         shown = f". Modified since then: {shown}"
+    else:
+        shown = ". No modification time is later, so it is not known which files they are"
     return (
         f"the files of data set {dataset.name} ({redact(dataset.listing.folder)}) have the names, "
         f"sizes and row groups that the checkpoint records, and other contents{shown}"
