@@ -14,6 +14,7 @@ from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 from megatron.run.parts import NO_PARTS, Parts, check_parts
+from megatron.run.verification import read_report
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
 _UNKNOWN_VOCABULARY = 1
@@ -37,10 +38,13 @@ def check_before_torch(
         The plan of a run from scratch. None if it may depend on a checkpoint, or on such files.
 
     Raises:
-        ConfigError: See `check_parts` and `check_plan`, or the tokenizer cannot be downloaded.
+        ConfigError: See `check_parts`, `check_plan` and `read_report`, or the tokenizer cannot be
+            downloaded.
     """
     config = loaded.config
     check_parts(config, parts)
+    if config.logging.verification is not None:
+        read_report(config.logging.verification)
     # The checkpoint's curriculum may replace the one that is wrong here.
     if config.optimizer.use_checkpoint_lr_scheduler:
         return None
