@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, combine_errors
 from megatron.commands.parse import parse_arguments
 from megatron.commands.parts import choose_parts
 from megatron.commands.plan_source import (
@@ -30,9 +30,9 @@ from megatron.commands.plan_source import (
     write_documents,
 )
 from megatron.commands.run_tool import run_tool
-from megatron.config.cli import combine_errors
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import RANKS_PER_NODE, Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import RANKS_PER_NODE, resolve
 
 _SWITCHES = ("--expand", "--help", "--json", "--no-expand", "--no-json", "-h")
 _WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--world-size")

@@ -312,8 +312,6 @@ def draw_other_masks_in_recomputation() -> None:
 
 
 def initialise_chunks_equally() -> None:
-    from megatron.engine import native
-
     def make(initialise: Any) -> Any:
         def initialise_by_chunk(name: str, *args: Any) -> None:
             head, *rest = name.split(".", 2)
@@ -323,11 +321,10 @@ def initialise_chunks_equally() -> None:
 
         return initialise_by_chunk
 
-    _replace_initialise(native, make)
+    _replace_initialise(make)
 
 
 def initialise_without_depth() -> None:
-    from megatron.engine import native
     from megatron.parallel.layers import Init
 
     def make(initialise: Any) -> Any:
@@ -336,11 +333,14 @@ def initialise_without_depth() -> None:
 
         return initialise_flat
 
-    _replace_initialise(native, make)
+    _replace_initialise(make)
 
 
-def _replace_initialise(native: Any, make: Callable[[Any], Any]) -> None:
-    changed = make(native.initialise)
+def _replace_initialise(make: Callable[[Any], Any]) -> None:
+    from megatron.engine.engine_base import EngineBase
+    from megatron.model.init import initialise
+
+    changed = make(initialise)
 
     def make_fill(fill: Any) -> Any:
         def fill_changed(engine: Any) -> None:
@@ -349,7 +349,7 @@ def _replace_initialise(native: Any, make: Callable[[Any], Any]) -> None:
 
         return fill_changed
 
-    wrap(native.NativeEngine, "_initialise_weights", make_fill)
+    wrap(EngineBase, "_initialise_weights", make_fill)
 
 
 # -- pipeline and data parallelism -----------------------------------------------------------------
@@ -420,10 +420,10 @@ def lose_last_microbatch() -> None:
 
 
 def read_same_samples_on_all_ranks() -> None:
-    from megatron.data import source
+    from megatron.data import position_source
 
     wrap(
-        source,
+        position_source,
         "compute_sample_positions",
         lambda compute: lambda consumed, batch, rank, *rest: compute(consumed, batch, 0, *rest),
     )
@@ -472,7 +472,7 @@ def rate_of_tied_copy() -> None:
 
 
 def shift_labels_of_short_samples() -> None:
-    from megatron.data import source
+    from megatron.data import position_source
 
     def make(split: Any) -> Any:
         def split_shifted(samples: Any, micro_batch_size: int) -> Any:
@@ -483,7 +483,7 @@ def shift_labels_of_short_samples() -> None:
 
         return split_shifted
 
-    wrap(source, "split_microbatches", make)
+    wrap(position_source, "split_microbatches", make)
 
 
 def keep_positions_across_documents() -> None:
@@ -532,7 +532,7 @@ def forget_moments() -> None:
 
 
 def read_samples_again() -> None:
-    from megatron.data.source import _Source
+    from megatron.data.position_source import PositionSource
 
     def make(read: Any) -> Any:
         def read_again(source: Any, batch_size: int, seq_length: Any = None) -> Any:
@@ -547,7 +547,7 @@ def read_samples_again() -> None:
 
         return read_again
 
-    wrap(_Source, "read_batch", make)
+    wrap(PositionSource, "read_batch", make)
 
 
 def restart_learning_rate() -> None:

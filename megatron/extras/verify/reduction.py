@@ -17,7 +17,8 @@ from megatron.base.errors import ConfigError, LayoutError
 from megatron.config.fields import build_config, flatten
 from megatron.config.layer_choice import choose_layers
 from megatron.config.tree import Config
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 MOST_PROCESSES = 8
 ITERATIONS = 6

@@ -41,7 +41,8 @@ from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import DropoutKey, RandomStreams
-from megatron.plan.plan import Plan, resolve
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
 
 
 @dataclass(frozen=True)
