@@ -9,7 +9,12 @@ from process_pool import ProcessPool, pretrain, succeed
 from megatron.base.errors import ConfigError
 from megatron.commands import chronicle
 from megatron.extras.translators.translator import load_config
-from megatron.run.verification import COPIED, keep_verification, list_differences, read_report
+from megatron.extras.verify.kept_report import (
+    COPIED,
+    keep_verification,
+    list_differences,
+    read_report,
+)
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 64 "

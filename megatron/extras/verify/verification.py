@@ -23,6 +23,7 @@ from megatron.config.tree import Config
 from megatron.extras.verify.comparison import (
     BOUND,
     ComparedRow,
+    Finding,
     compare_records,
     find_first_failure,
 )
@@ -121,6 +122,31 @@ def verify(plan: Plan, train: Train, say: Callable[[str], None] = lambda line: N
             found.errors.append(str(error))
     found.seconds = time.monotonic() - began
     return found
+
+
+def _repeat(
+    copy: Plan, train: Train, folder: Path, found: VerifiedRun, first: Finding
+) -> VerifiedRun:
+    """Verify again after a small difference, with the same seed and with another one.
+
+    Returns:
+        The first result, if the difference appears with both seeds. The result with the other seed,
+        if it appears only with the first one. A failure, if it does not appear again.
+
+    Raises:
+        LaunchError: There is nothing to compare with.
+    """
+    same = VerifiedRun(found.reduction, found.data)
+    _verify_in_fp32(copy, Launcher(train, folder / "again"), same)
+    if same.failed is None:
+        # A message that arrives too late, or memory that is used too early.
+        same.errors.append(f"a repetition with the same seed did not show this: {first}")
+        return same
+    other = VerifiedRun(found.reduction, found.data, note=f"only with the run's seed: {first}")
+    seed = {"batch.seed": copy.config.batch.seed + 1}
+    again = resolve(replace_values(copy.config, seed), copy.world_size)
+    _verify_in_fp32(again, Launcher(train, folder / "other seed"), other)
+    return found if other.failed is not None else other
 
 
 def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:

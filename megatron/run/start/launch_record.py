@@ -16,7 +16,6 @@ from megatron.run.exits import StopReason
 from megatron.run.loop import train
 from megatron.run.parts import Parts
 from megatron.run.run import Run
-from megatron.run.verification import keep_verification
 
 _LONGEST_ERROR = 2000
 """Characters of an error's message that are recorded."""
@@ -38,7 +37,8 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
         # The report compares the measured time of a step with the predicted one.
         if parts.predict is not None:
             details |= parts.predict(run.plan, run.reporter.device_name)
-        details |= keep_verification(run.plan.config, run.plan.world_size, run.reporter.say)
+        if parts.keep_verification is not None:
+            details |= parts.keep_verification(run.plan, run.reporter.say)
         run.reporter.record("start", details, run.state.iteration)
     try:
         stop = train(run)

@@ -14,7 +14,6 @@ from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 from megatron.run.parts import NO_PARTS, Parts, check_parts
-from megatron.run.verification import read_report
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
 _UNKNOWN_VOCABULARY = 1
@@ -38,13 +37,10 @@ def check_before_torch(
         The plan of a run from scratch. None if it may depend on a checkpoint, or on such files.
 
     Raises:
-        ConfigError: See `check_parts`, `check_plan` and `read_report`, or the tokenizer cannot be
-            downloaded.
+        ConfigError: See `check_parts` and `check_plan`, or the tokenizer cannot be downloaded.
     """
     config = loaded.config
     check_parts(config, parts)
-    if config.logging.verification is not None:
-        read_report(config.logging.verification)
     # The checkpoint's curriculum may replace the one that is wrong here.
     if config.optimizer.use_checkpoint_lr_scheduler:
         return None
@@ -96,5 +92,7 @@ def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) 
     refuse_unsupported(plan, parts.engine or NATIVE)
     if parts.check_trackers is not None:
         parts.check_trackers(plan.config.logging.tracker)
+    if parts.check_verification is not None:
+        parts.check_verification(plan.config.logging.verification)
     if missing := list_missing_for_training(plan.config):
         raise combine_errors(missing)
