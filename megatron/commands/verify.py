@@ -100,6 +100,7 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     source = read_source(training, expand=options.expand, script_args=options.script_args)
     with write_documents(source) as paths:
+        # A script may write files, such as DeepSpeed's JSON, before it starts training.
         arguments = [rename_document(word, paths) for word in source.arguments]
         try:
             loaded = load_config(arguments, prog="verify.py")
@@ -129,6 +130,7 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
         # Otherwise the minutes of the verification would be lost.
         raise ConfigError(f"--report {options.report}: its folder does not exist.")
     plan, notes = resolve_command(options, training)
+    # Standard output has the report only.
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     # These import torch, which takes seconds. An error above does not need it.

@@ -92,11 +92,13 @@ def compare_records(
     ]
     rows = []
     for comparison in COMPARISONS:
+        # The rows have the order of a step, whatever the order of the findings is.
         own = [finding for finding in findings if finding.comparison == comparison]
         failures = [finding for finding in own if finding.is_failure]
         first = min(failures, key=lambda finding: finding.iteration, default=None)
         # A NaN is larger than any number here.
         errors = [math.inf if math.isnan(finding.error) else finding.error for finding in own]
+        # A run without a decoupled rate or a resume has no finding for some rows.
         if own:
             rows.append(ComparedRow(comparison, len(own), max(errors), first))
     return rows
@@ -114,10 +116,12 @@ def _compare_rank(
     """Yield all findings of one rank in one launch. Subjects end with the rank's name."""
     for step in record.steps:
         number = step.iteration
+        # Only the copy has the fourth step.
         if number > len(reference.steps):
             yield from _check_dropped(step, name)
             continue
         expected = reference.steps[number - 1]
+        # The state before the first step of a launch is what was initialised or loaded.
         if step is record.steps[0] and number == 1:
             initial = {"weight": reference.initial}
             yield from _compare_state("initial weights", number, step.before, initial, name)
@@ -133,6 +137,7 @@ def _compare_rank(
 
 def _check_dropped(step: RecordedStep, name: str) -> Iterator[Finding]:
     """Check that a step with infinite gradients on one stage has changed nothing on this rank."""
+    # The rank must also know that the step was dropped, because its counters depend on it.
     applied = float(step.result.applied)
     yield Finding("overflow", step.iteration, f"step applied on {name}", applied, applied, 0.0)
     for before, after in zip(step.before, step.after, strict=True):
@@ -150,6 +155,7 @@ def _compare_data(
     ]
     found = len(step.microbatches)
     subject = f"number of microbatches on {name}"
+    # Otherwise `zip` below would leave microbatches out.
     yield _compare_numerically("samples", step.iteration, subject, found, len(places))
     for number, (samples, microbatch) in enumerate(zip(places, step.microbatches, strict=False)):
         for field in ("tokens", "labels", "loss_mask", "position_ids"):
@@ -159,6 +165,7 @@ def _compare_data(
             subject = f"{field} of microbatch {number} on {name}"
             tensor = getattr(microbatch, field)
             yield _compare_exactly(comparison, step.iteration, subject, tensor, part)
+        # Bounds are tuples of Python integers.
         bounds = expected.documents and expected.documents[samples]
         subject = f"documents of microbatch {number} on {name}"
         error = float(microbatch.documents != bounds)
@@ -172,6 +179,7 @@ def _compare_exactly(
     if found is None or expected is None or found.shape != expected.shape:
         error = float(found is not None or expected is not None)
         return Finding(comparison, iteration, subject, error, math.nan, math.nan)
+    # The mean of no element is not a number. A rank may hold nothing of a small parameter.
     differs = found != expected
     error = float(differs.float().mean()) if differs.any() else 0.0
     sums = float(found.double().sum()), float(expected.double().sum())
@@ -181,6 +189,7 @@ def _compare_exactly(
 def _compare_numerically(
     comparison: str, iteration: int, subject: str, value: float, wanted: float
 ) -> Finding:
+    # A count or a rate of 0 has no scale of its own.
     error = abs(value - wanted) / (abs(wanted) or 1.0)
     return Finding(comparison, iteration, subject, error, value, wanted)
 
@@ -208,6 +217,7 @@ def _compare_gradients(
 ) -> Iterator[Finding]:
     """Compare the gradients that the first moments contain, before clipping."""
     decays = {"exp_avg": config.adam_beta1, "momentum": config.muon_momentum}
+    # The copy's own norm, so that a wrong norm is not reported as wrong gradients.
     norm = step.result.grad_norm
     clipped = 1.0
     if 0 < config.clip_grad < norm:
@@ -215,6 +225,7 @@ def _compare_gradients(
     for before, after in zip(step.before, step.after, strict=True):
         if after.kind not in decays:
             continue
+        # m' = b m + (1 - b) g for each of these moments.
         decay = decays[after.kind]
         gradient = (after.tensor - decay * before.tensor) / ((1 - decay) * clipped)
         floor = SHARE * expected.grad_norm
@@ -244,6 +255,7 @@ def _compare_state(
         rate: The learning rate of the last step.
     """
     for kind, tensors in expected.items():
+        # The norm of all tensors of a kind.
         total = math.sqrt(sum(float(t.square().sum()) for t in tensors.values()))
         for shard in shards:
             if shard.kind != kind:
@@ -268,5 +280,6 @@ def _compare_shard(
     """Compare a shard with its slice of the complete tensor of its name."""
     expected = shard.select(whole[shard.name])
     norm = float(expected.norm())
+    # The last term is for an empty shard.
     error = float((shard.tensor - expected).norm()) / (norm + floor + 1e-30)
     return Finding(comparison, iteration, subject, error, float(shard.tensor.norm()), norm)

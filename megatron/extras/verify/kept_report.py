@@ -37,6 +37,7 @@ def read_report(path: str) -> dict[str, Any]:
         raise ConfigError(f"--verification: {describe_os_error(error)}.") from None
     except ValueError:
         report = None
+    # Any JSON file may be named by mistake.
     if not isinstance(report, dict) or not isinstance(report.get("configuration"), dict):
         raise ConfigError(
             f"--verification {path} is no report of megatron-verify. Write one with "
@@ -56,6 +57,7 @@ def list_differences(report: dict[str, Any], config: Config, world_size: int) ->
     table = all_fields()
     found = ["the number of processes"] * (report.get("world_size") != world_size)
     for dotted, value in flatten(config).items():
+        # Paths and logging change no number.
         if not _COMPARED.fullmatch(dotted) or dotted in _NOT_COMPARED:
             continue
         # The report has what differs from the defaults.

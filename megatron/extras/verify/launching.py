@@ -57,6 +57,7 @@ class Launcher:
         """
         path = self.folder / name
         save = str(self.folder / run)
+        # A launch resumes if its folder has a checkpoint.
         values = {"checkpoint.save": save, "checkpoint.load": save, "batch.exit_interval": last}
         path.with_suffix(".yaml").write_text(dump_yaml(replace_values(config, values)))
         argv = ["--config", str(path.with_suffix(".yaml"))]
@@ -76,6 +77,7 @@ class Launcher:
             LaunchError: A rank has failed, or has not ended in time.
         """
         output = self.folder / f"{name}.output"
+        # An error of a rank may need its log.
         output.mkdir()
         context = multiprocessing.get_context("fork")
         port = _find_free_port()
@@ -85,6 +87,7 @@ class Launcher:
             arguments = (rank, world_size, port, work, output, sender)
             process = context.Process(target=_run_rank, args=arguments)
             process.start()
+            # The end of the rank then closes the pipe, and `recv` does not wait.
             sender.close()
             running[receiver] = rank, process
         processes = [process for _, process in running.values()]
@@ -92,6 +95,7 @@ class Launcher:
         try:
             while running:
                 ready = wait(list(running), timeout=max(0.0, end - time.monotonic()))
+                # A hang is a result, and not a reason to wait.
                 if not ready:
                     ranks = sorted(rank for rank, _ in running.values())
                     raise LaunchError(f"{name}: no end after {LIMIT_SECONDS:g} s on ranks {ranks}")
@@ -131,6 +135,7 @@ def _run_rank(
     os.environ.update({name: str(value) for name, value in values.items()})
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
     output = os.open(folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    # Eight ranks would write into one terminal.
     os.dup2(output, 1)
     os.dup2(output, 2)
     error = None
@@ -141,6 +146,7 @@ def _run_rank(
     except Exception as failure:
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
+    # Before the exit, because `os._exit` writes no buffers.
     result.send(error)
     # Threads of process groups may not end. The result has been sent.
     os._exit(0)

@@ -75,6 +75,7 @@ def run_recorded(train: Train, argv: list[str], path: Path, rank: int) -> None:
         path: The beginning of the file's name.
         rank: This rank.
     """
+    # The ranks share the cores.
     torch.set_num_threads(1)
     records: list[RankRecord] = []
     try:
@@ -94,6 +95,7 @@ def load_records(path: Path, world_size: int) -> list[RankRecord]:
     The list is empty if a rank has ended without a record.
     """
     files = [Path(f"{path}-{rank}.pt") for rank in range(world_size)]
+    # A rank that was killed has written nothing.
     if not all(file.exists() for file in files):
         return []
     return [torch.load(file, weights_only=False) for file in files]
@@ -102,6 +104,7 @@ def load_records(path: Path, world_size: int) -> list[RankRecord]:
 @contextmanager
 def _record_engines(records: list[RankRecord]) -> Iterator[None]:
     """Let each engine that is built record its steps."""
+    # Both engines call this constructor, so DeepSpeed's need not be imported here.
     build = EngineBase.__init__
 
     def build_recorded(engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -125,6 +128,7 @@ def _wrap_engine(engine: Any, record: RankRecord) -> None:
     ) -> StepResult:
         if iteration == COMPARED + 1:
             _make_gradients_infinite(engine)
+        # The engine changes its tensors in place.
         before = _copy_shards(engine)
         trace = ActivationTrace()
         with trace.attach(engine.stages):

@@ -137,6 +137,7 @@ def _reduce_model(plan: Plan, tensor: int) -> Values:
     shape = plan.shape
     if shape.query_groups < plan.config.parallel.tensor_model_parallel_size:
         groups = 1
+        # Each rank has two heads of the shared group.
         heads = 2 * tensor
     else:
         # With several groups on a rank, their order matters.
@@ -156,6 +157,7 @@ def _reduce_model(plan: Plan, tensor: int) -> Values:
     # The formulas that a name stands for are large already, because the hidden size is small.
     if isinstance(model.init_method_std, float):
         values["model.init_method_std"] = ENLARGED_STD
+    # Another value than the scaled default, so that a confusion shows.
     if isinstance(model.output_init_method_std, float):
         values["model.output_init_method_std"] = ENLARGED_STD / 2
     # The inner width is a multiple of 4, which each tensor-parallel size divides.
@@ -189,6 +191,7 @@ def _reduce_batch(plan: Plan, pipeline: int, data: int) -> Values:
     """Return batch sizes, sequence lengths, and the schedule of the learning rate."""
     batch = plan.config.batch
     micro = min(batch.micro_batch_size, 2)
+    # A multiple of micro-batch size and ranks, as the plan asks.
     first = micro * data * _choose_microbatches(plan, pipeline)
     sizes = [first] * ITERATIONS
     values: Values = {"batch.micro_batch_size": micro, "batch.eval_iters": 0}
@@ -320,6 +323,7 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
     if values.get("parallel.num_layers_per_virtual_pipeline_stage"):
         fewest = 2 * stages
     plans = []
+    # More layers change the form of the stages.
     for layers in range(fewest, 5 * stages + 1):
         values["model.num_layers"] = layers
         for name in ("model.no_rope_layers", "model.full_attention_layers"):
@@ -396,6 +400,7 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
     names.append("optimizer.muon_fp32_matmul_prec")
     run = flatten(original)
+    # The format, the residual stream and the loss scale.
     names += [name for name in run if name.startswith("precision.")]
     values = {name: run[name] for name in names} | {
         "model.hidden_dropout": 0.0,

@@ -79,6 +79,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     torch.set_num_threads(1)
     config = plan.config
     alone = resolve(use_one_process(config, 1), 1)
+    # An error here is a mistake in the reduction.
     alone.raise_on_errors()
     schedule = alone.lr_schedule
     model = _build_model(alone)
@@ -91,9 +92,11 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     for iteration in range(1, COMPARED + 1):
         size = compute_batch_size(config.batch, consumed)
         length = plan.get_seq_length(iteration)
+        # Samples are read once and in order, whatever the number of ranks is.
         batch = samples[consumed : consumed + size]
         inputs = _build_inputs(batch, length, iteration, config.data)
         rates = schedule.get_lr(*position), schedule.get_decoupled_lr(*position)
+        # The seeds of dropout contain the iteration.
         masks.iteration = iteration
         masks.size = size
         trace = ActivationTrace()
@@ -101,6 +104,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
             loss = _compute_loss(model, inputs, plan, alone.shape.vocab_size)
             loss.backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        # fp64, because squares of many elements are added.
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         clip = config.optimizer.clip_grad
         for name, p in parameters.items():
@@ -155,6 +159,7 @@ def compute_initial_weight(
         return torch.full(size, math.log(math.exp(0.8) - 1))
     if name.endswith("alpha_n"):
         return torch.full(size, math.log(math.exp(0.3) - 1))
+    # The formulas are those of the flags' help.
     std: Any = config.init_method_std
     if std == "small":
         std = (2 / (5 * config.hidden_size)) ** 0.5
@@ -169,6 +174,7 @@ def compute_initial_weight(
         else:
             std = output
     # The parameters of a copy have fewer elements than one block of the generator.
+    # The names are hashed, so two layers never get the same numbers.
     seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), 0))
     drawn = np.random.Generator(np.random.SFC64(seeds)).standard_normal(size, dtype=np.float32)
     return torch.from_numpy(drawn) * std
@@ -193,6 +199,7 @@ def _build_inputs(batch: Tensor, length: int, iteration: int, data: Any) -> Inpu
     tokens = batch[:, :length]
     documents = []
     positions = torch.empty_like(tokens)
+    # A document begins after each end of a document. An end in the last position begins none.
     for row, sample in enumerate(tokens.tolist()):
         starts = [0, *(i + 1 for i, token in enumerate(sample[:-1]) if token == EOD), length]
         documents.append(tuple(starts))
@@ -216,10 +223,12 @@ def _compute_loss(model: GPT, inputs: Inputs, plan: Plan, vocab_size: int) -> Te
     weight = model.head.weight
     if weight is None:
         weight = model.embedding.word.weight
+    # The projection and the loss of the run are fused and in chunks.
     hidden = model.head.norm(model.run_blocks(None, inputs))
     logits = F.linear(hidden, weight[:vocab_size]).transpose(0, 1)
     assert inputs.labels is not None, "the reference has labels"
     losses = F.cross_entropy(logits.flatten(0, 1), inputs.labels.flatten(), reduction="none")
+    # The z-loss counts for the same tokens as cross entropy.
     losses = losses + loss_config.z_loss_coefficient * logits.logsumexp(-1).flatten().square()
     losses = losses.view(inputs.labels.shape)
     mask = find_loss_mask(inputs, loss_config, training=True)
@@ -227,6 +236,7 @@ def _compute_loss(model: GPT, inputs: Inputs, plan: Plan, vocab_size: int) -> Te
         return losses.mean()
     if loss_config.loss_mean == "step":
         return (losses * mask).sum() / mask.sum()
+    # The microbatches of the copy are neighbours in the batch, see `list_microbatches`.
     micro = plan.config.batch.micro_batch_size
     means = [
         (part * kept).sum() / kept.sum().clamp(min=1)

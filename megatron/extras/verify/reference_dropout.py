@@ -49,12 +49,14 @@ class LayoutMasks:
     def drop(self, x: Tensor, p: float, site: int) -> Tensor:
         """Apply the dropout of the residual stream, [s, B, h]."""
         parallel = self._plan.config.parallel
+        # Without sequence parallelism, all tensor-parallel ranks draw the same mask.
         parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         mask = torch.empty_like(x)
         for microbatch, data, samples in list_microbatches(self._plan, self.size):
             for rank, part in enumerate(mask[:, samples].chunk(parts)):
                 # The key 0 is for activations that all tensor-parallel ranks hold.
                 self._seed(site, microbatch, data, rank + 1 if parts > 1 else 0)
+                # The shape is that of the rank's slice. Another one would give other numbers.
                 part.copy_(F.dropout(torch.ones(part.shape), p))
         return x * mask
 
@@ -73,6 +75,7 @@ class LayoutMasks:
         bias = attention._select_bias(positions)
         documents = positions.documents
         tensor_size = self._plan.config.parallel.tensor_model_parallel_size
+        # Attention is always sharded by heads.
         heads = query.shape[1] // tensor_size
         groups = key.shape[1]
         out = []

@@ -30,6 +30,7 @@ class ReferenceOptimizer:
         self._config = config
         self._shape = shape
         self._steps = 0
+        # Only Muon divides the parameters.
         self._matrices: Parameters = {}
         self._others = parameters
         if config.optimizer == "muon":
@@ -65,6 +66,7 @@ class ReferenceOptimizer:
         self._update_by_muon(rates[0])
 
     def _get_decay(self, name: str, parameter: Tensor) -> float:
+        # Biases and norms have one dimension.
         excluded = name.startswith("embedding.") and not self._config.weight_decay_on_embeddings
         return self._config.weight_decay * (parameter.dim() > 1 and not excluded)
 
@@ -76,6 +78,7 @@ class ReferenceOptimizer:
     def _update_by_adamw(self, rates: Rates) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = self._get_rate(group["name"], rates)
+        # The moments are read after the step, because torch creates them in it.
         self._adamw.step()
         for name, p in self._others.items():
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -93,6 +96,7 @@ class ReferenceOptimizer:
             fast.mul_(first).add_(gradient, alpha=1 - first)
             squares.mul_(second).add_(gradient.square(), alpha=1 - second)
             slow.mul_(third).add_(gradient, alpha=1 - third)
+            # The slow average has no bias correction, as in the paper.
             root = (squares / (1 - second**self._steps)).sqrt() + config.adam_eps
             update = (fast / (1 - first**self._steps) + alpha * slow) / root
             p.sub_(self._get_rate(name, rates) * (update + self._get_decay(name, p) * p))
@@ -105,6 +109,7 @@ class ReferenceOptimizer:
             source = self.moments["momentum"][name].mul_(decay).add_(gradient, alpha=1 - decay)
             if config.muon_nesterov:
                 source = gradient * (1 - decay) + source * decay
+            # The decay is decoupled from the update.
             p.mul_(1 - lr * config.weight_decay)
             blocks = [torch.arange(len(p))]
             if name.endswith("attention.qkv.weight"):

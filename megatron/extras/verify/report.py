@@ -36,6 +36,7 @@ def build_report(plan: Plan, found: VerifiedRun) -> dict[str, Any]:
         "configuration": {
             table[name].flag: value
             for name, value in flatten(plan.config).items()
+            # The defaults are those of the version above.
             if value != table[name].default
         },
         "versions": {

@@ -32,6 +32,7 @@ def write_data(folder: Path, config: DataConfig) -> str:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {symbol: number for number, symbol in enumerate([*alphabet, END_OF_DOCUMENT])}
     (folder / "vocab.json").write_text(json.dumps(ids))
+    # Without merges, each byte is a token.
     (folder / "merges.txt").write_text("#version: 0.2\n")
     (folder / "data").mkdir()
     prefix, reason = _find_readable(config.data_path)
@@ -50,6 +51,7 @@ def write_data(folder: Path, config: DataConfig) -> str:
 
 def _find_readable(paths: Sequence[str]) -> tuple[str | None, str]:
     """Return the first data set of --data-path that can be read, or None and the reason."""
+    # A mixture alternates weights and paths.
     prefixes = paths if len(paths) == 1 else paths[1::2]
     reason = "the command has no --data-path with indexed data"
     for prefix in prefixes:
@@ -79,6 +81,7 @@ def _read_documents(prefix: str, number: int) -> Iterator[NDArray[np.int64]]:
     """Yield the beginnings of a data set's documents, every second one, from `number` on."""
     indexed = IndexedDataset(prefix)
     for index in range(_DOCUMENTS):
+        # Both sets of a mixture then have different documents.
         document = (2 * index + number) % len(indexed)
         length = min(3 + (7 * index) % (2 * SEQUENCE), int(indexed.sizes[document]))
         yield indexed.get(document, 0, length).astype(np.int64)

@@ -33,6 +33,7 @@ class ActivationTrace:
     @contextmanager
     def attach(self, stages: Sequence[GPT]) -> Iterator[None]:
         """Record what these stages compute in this context."""
+        # The hooks are removed, because closures cannot be stored in a file.
         handles = []
         for stage in stages:
             handles.append(stage.register_forward_pre_hook(self._begin_microbatch))
@@ -82,6 +83,7 @@ class TracedRank:
             microbatch: The number of the microbatch.
         """
         selected = whole[:, self.samples[microbatch]]
+        # With sequence parallelism, the rank has its slice of the sequence.
         if selected.shape[0] == part.shape[0] * self.tensor_size:
             selected = selected.chunk(self.tensor_size)[self.tensor_rank]
         return selected if selected.shape == part.shape else None
@@ -111,6 +113,7 @@ def find_first_difference(
                     expected = rank.select(whole, part, microbatch)
                     if expected is None:
                         continue
+                    # The smallest term is for a gradient of zeros.
                     norm = float(expected.norm())
                     error = float((part - expected).norm()) / (norm + 1e-30)
                     if not error <= bound:

@@ -156,6 +156,7 @@ def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:
         LaunchError: There is nothing to compare with.
     """
     reference = _run_reference(copy, launcher)
+    # The first launch ends with a save, and the second one resumes from it.
     launches = []
     for number, last in ((1, _SAVED), (2, COMPARED + 1)):
         name = f"launch {number} of the copy"
@@ -168,6 +169,7 @@ def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:
         if error is not None:
             found.errors.append(error)
             break
+    # After an error, the steps before it are compared.
     found.rows = compare_records(copy, reference, launches)
     first = find_first_failure(found.rows)
     # The reference has no step with infinite gradients.
@@ -241,7 +243,9 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
         if error is not None:
             raise LaunchError(error)
         records.append(ranks)
+    # The three runs start from the same weights and read the same samples.
     copy, single, large = records
+    # A run is in one of the two.
     dtype = torch.float16 if config.precision.fp16 else torch.bfloat16
     # The rounding error of one number. Two runs may agree better than that by chance.
     rounding = torch.finfo(dtype).eps / 2
@@ -267,6 +271,7 @@ def _compare_precisions(
         {shard.name: shard.tensor for shard in shards if shard.kind == "weight"}
         for shards in (single.steps[0].before, single.steps[-1].after, large.steps[-1].after)
     )
+    # Sums of squares over all shards: the copy's difference, that of the two runs, the change.
     sums = [0.0, 0.0, 0.0]
     for rank in copy:
         for shard in rank.steps[-1].after:
@@ -289,6 +294,7 @@ def _find_difference(run: RankRecord, single: RankRecord, attribute: str) -> flo
     for own, other in zip(run.steps, single.steps, strict=True):
         value = float(getattr(own.result, attribute))
         wanted = float(getattr(other.result, attribute))
+        # An overflow of fp16 gives the same infinity everywhere.
         if value != wanted:
             difference = abs(value - wanted) / (abs(wanted) or 1.0)
             largest = max(largest, math.inf if math.isnan(difference) else difference)
