@@ -19,7 +19,7 @@ from megatron.model.inputs import Inputs
 from megatron.plan.plan import Plan
 
 BOUND = 1e-5
-SHARE = 1e-3
+SHARE = 3e-3
 """Share of the norm of all tensors that is added to the norm of each."""
 _DATA = "labels, masks and positions"
 COMPARISONS: tuple[str, ...] = (
@@ -262,8 +262,8 @@ def _compare_state(
                 continue
             floor = SHARE * total
             if kind == "weight":
-                # One step of full size is the scale of a weight that starts at zero.
-                floor = rate * math.sqrt(shard.tensor.numel()) + 1e-12
+                # Steps of full size are the scale of a weight that starts at zero.
+                floor = 5 * rate * math.sqrt(shard.tensor.numel()) + 1e-12
             found = comparison or {"weight": "weights"}.get(kind, "moments")
             subject = f"{kind} of {shard.name} on {name}"
             yield _compare_shard(found, iteration, subject, shard, tensors, floor)
