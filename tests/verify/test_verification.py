@@ -29,7 +29,7 @@ IRREGULAR = (
     f"--goldfish-loss --vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000"
 )
 EXAMPLES = int(os.environ.get("VERIFY_EXAMPLES", "20"))
-"""Number of random runs. All 100 ran once, see docs/tests.md."""
+"""Number of random runs. docs/tests.md says how many ran, and what they found."""
 
 
 @pytest.mark.parametrize(
