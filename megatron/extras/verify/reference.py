@@ -95,7 +95,10 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         # Samples are read once and in order, whatever the number of ranks is.
         batch = samples[consumed : consumed + size]
         inputs = _build_inputs(batch, length, iteration, config.data)
-        rates = schedule.get_lr(*position), schedule.get_decoupled_lr(*position)
+        decoupled = None
+        if schedule.decoupled is not None:
+            decoupled = schedule.decoupled.get_lr(*position)
+        rates = schedule.get_lr(*position), decoupled
         # The seeds of dropout contain the iteration.
         masks.iteration = iteration
         masks.size = size
