@@ -148,6 +148,19 @@ def _predict(plan: Plan, device_name: str) -> dict[str, Any]:
     return describe_prediction(plan, device_name)
 
 
+def _check_verification(path: str | None) -> None:
+    from megatron.extras.verify.kept_report import read_report
+
+    if path is not None:
+        read_report(path)
+
+
+def _keep_verification(plan: Plan, say: Printer) -> dict[str, Any]:
+    from megatron.extras.verify.kept_report import keep_verification
+
+    return keep_verification(plan.config, plan.world_size, say)
+
+
 _ALL_PARTS = Parts(
     build_exporter=_build_exporter,
     load_source=_load_source,
@@ -160,4 +173,6 @@ _ALL_PARTS = Parts(
     start_emissions=_start_emissions,
     start_goodput=_start_goodput,
     predict=_predict,
+    check_verification=_check_verification,
+    keep_verification=_keep_verification,
 )

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -84,10 +84,19 @@ class CommandSource:
     notes: tuple[str, ...] = ()
 
 
-def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into this tool's own arguments and the training command's.
+def split_arguments(
+    argv: list[str],
+    switches: Collection[str] = _SWITCHES,
+    with_value: Collection[str] = _WITH_VALUE,
+) -> tuple[list[str], list[str]]:
+    """Split a command line into a tool's own arguments and the training command's.
 
     Arguments are recognised by name. Everything after '--' belongs to the training command.
+
+    Args:
+        argv: The words of the command line.
+        switches: The tool's flags without a value.
+        with_value: The tool's flags with one value.
     """
     # tyro would refuse the training flags, so each word is assigned here.
     words, after = split_at_double_dash(argv)
@@ -96,9 +105,9 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in _SWITCHES:
+        if name in switches:
             own.append(word)
-        elif name in _WITH_VALUE:
+        elif name in with_value:
             # The value is attached with '=', or it is the next word.
             if "=" not in word and words:
                 word += f"={words.pop(0)}"

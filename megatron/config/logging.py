@@ -43,6 +43,9 @@ class LoggingConfig:
     and its largest attention logit. The largest output logit is also logged. Default: off."""
     metrics_file: str | None = None
     """File of JSON lines, one for each iteration. Default: metrics.jsonl in --save."""
+    verification: str | None = None
+    """Report of megatron-verify --report FILE. The run keeps a copy in --save, shows its verdict in
+    the chronicle, and warns about settings that differ from those that were verified."""
     tracker: tuple[Literal["trackio", "wandb"], ...] = ()
     """Experiment trackers that get the numbers of the metrics file, each by a process of its own.
     It needs --save, which also stores the ids of the runs. wandb works offline if it has no key."""

@@ -267,6 +267,10 @@ class Parts:
     """Starts the goodput of a run with --save, from that folder and the metrics file."""
     predict: Callable[[Plan, str], dict[str, Any]] | None = None
     """Predicts the step of a plan on a device, for the chronicle."""
+    check_verification: Callable[[str | None], None] | None = None
+    """Refuses a file of --verification that is no report. It imports no torch."""
+    keep_verification: Callable[[Plan, Printer], dict[str, Any]] | None = None
+    """Keeps the report of --verification with the run. Returns its verdict, for the chronicle."""
 
 
 NO_PARTS = Parts()
@@ -299,6 +303,7 @@ def check_parts(config: Config, parts: Parts) -> None:
         (compares, parts.build_stragglers, "straggler-interval", "stragglers"),
         (logging.tracker, parts.build_tracker, "tracker", "trackers"),
         (logging.codecarbon_dir, parts.start_emissions, "codecarbon-dir", "trackers"),
+        (logging.verification, parts.keep_verification, "verification", "verify"),
     ]
     for is_needed, part, flag, package in needed:
         if is_needed and part is None:

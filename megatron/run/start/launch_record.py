@@ -37,6 +37,8 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
         # The report compares the measured time of a step with the predicted one.
         if parts.predict is not None:
             details |= parts.predict(run.plan, run.reporter.device_name)
+        if parts.keep_verification is not None:
+            details |= parts.keep_verification(run.plan, run.reporter.say)
         run.reporter.record("start", details, run.state.iteration)
     try:
         stop = train(run)

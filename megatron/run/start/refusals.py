@@ -92,5 +92,7 @@ def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) 
     refuse_unsupported(plan, parts.engine or NATIVE)
     if parts.check_trackers is not None:
         parts.check_trackers(plan.config.logging.tracker)
+    if parts.check_verification is not None:
+        parts.check_verification(plan.config.logging.verification)
     if missing := list_missing_for_training(plan.config):
         raise combine_errors(missing)

@@ -73,7 +73,7 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
         ]
     for name, (iteration, loss) in _find_last_evaluations(history).items():
         facts.append((f"loss of {name}", f"{loss:.4f} after iteration {iteration:,}"))
-    facts += _compare_prediction(history)
+    facts += _compare_prediction(history) + _describe_verification(history)
     if history.energy is not None:
         facts.append(("energy", f"{history.energy.kilowatt_hours[-1]:.6g} kWh"))
         facts.append(("carbon", f"{history.energy.kilograms[-1]:.6g} kg of CO2 equivalent"))
@@ -268,6 +268,22 @@ def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
     else:
         text += " predicted, not measured yet"
     return [("step", text)]
+
+
+def _describe_verification(history: RunHistory) -> list[tuple[str, str]]:
+    """Return the verdict of --verification, if the last start has one."""
+    starts = [event for event in history.events if event.kind == "start"]
+    found = starts[-1].details.get("verification") if starts else None
+    # The file may have been edited, and anything may be in it.
+    if not isinstance(found, dict):
+        return []
+    text = "the reduced copy equals one process"
+    if found.get("verified") is not True:
+        text = f"failed at {format_value(found.get('failed'))}"
+    others = found.get("other_settings")
+    if isinstance(others, list) and others:
+        text += f", with other values of {', '.join(map(str, others))}"
+    return [("verification", text)]
 
 
 def _list_epochs(history: RunHistory, tokens: float) -> list[tuple[str, str]]:

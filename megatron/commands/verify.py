@@ -1,0 +1,153 @@
+"""Verify that a training command computes what one process computes, before it runs.
+
+    python tools/verify.py --world-size 384 -- <arguments of pretrain_gpt.py>
+    python tools/verify.py --world-size 8 --config run.yaml
+    python tools/verify.py train/my-run/my-run.slurm --report verification.json
+
+The tool makes a reduced copy of the run, with at most 8 processes on this machine. It needs no GPU.
+The copy has the stages, the sharding, the masks, the optimizer and the schedules of the run, with
+small sizes. It trains three steps, with a resume between them. A reference of one process trains
+the same steps. Data, weights, gradients and moments of all ranks are compared.
+
+Exit code 0 means that the copy equals the reference. Exit code 1 means that it differs. Exit code 2
+means that the command has errors, or cannot be verified.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.base.errors import ConfigError, combine_errors
+from megatron.commands.parse import parse_arguments
+from megatron.commands.parts import choose_parts
+from megatron.commands.plan_source import (
+    explain_errors,
+    read_source,
+    rename_document,
+    split_arguments,
+    write_documents,
+)
+from megatron.commands.run_tool import run_tool
+from megatron.extras.translators.translator import load_config
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import RANKS_PER_NODE, resolve
+
+_SWITCHES = ("--expand", "--help", "--json", "--no-expand", "--no-json", "-h")
+_WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--world-size")
+
+
+@dataclass(frozen=True)
+class VerifyArguments:
+    """The arguments of this tool. All others belong to pretrain_gpt.py.
+
+    The training arguments may follow '--' or be mixed with these. A .slurm, .sh or .yaml file may
+    come first.
+    """
+
+    world_size: int | None = None
+    """Number of processes (devices) of the run. Default: the number that the script or launcher
+    asks for."""
+    report: Path | None = None
+    """Write the report to this JSON file. A run keeps it with --verification FILE."""
+    json: bool = False
+    """Print the report as JSON instead of text."""
+    ranks_per_node: int | None = None
+    """Ranks of a node of the run, which --sharding-strategy hsdp shards over. Default: the ranks
+    that the script starts on a node, otherwise 8."""
+    expand: bool = True
+    """Follow the branches, loops and functions of a script. No command runs. See megatron-plan."""
+    script_args: str = ""
+    """Arguments of the script in one text, as in "8B 4 1e-5"."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Verify the command in `argv` (default: the command line), and return the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    own, training = split_arguments(words, _SWITCHES, _WITH_VALUE)
+    options = parse_arguments(VerifyArguments, args=own, prog="verify.py", description=__doc__)
+    return run_tool(lambda: _verify(options, training))
+
+
+def train(argv: list[str]) -> None:
+    """Run a training command line on this rank."""
+    from megatron.run.pretrain import pretrain
+
+    loaded = load_config(argv)
+    pretrain(loaded, parts=choose_parts(loaded.config))
+
+
+def preload() -> None:
+    """Import what the ranks need, so that forked ranks start without imports."""
+    import megatron.engine.native
+    import megatron.engine.pipeline
+    import megatron.engine.sharding
+    import megatron.run.pretrain  # noqa: F401
+
+    # The garbage collections of the ranks skip these objects.
+    gc.collect()
+    gc.freeze()
+
+
+def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan, list[str]]:
+    """Return the plan of a training command, and notes on how it was read.
+
+    Raises:
+        ConfigError: The command cannot be read, or its plan has errors.
+    """
+    if options.world_size is not None and options.world_size < 1:
+        raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
+    source = read_source(training, expand=options.expand, script_args=options.script_args)
+    with write_documents(source) as paths:
+        # A script may write files, such as DeepSpeed's JSON, before it starts training.
+        arguments = [rename_document(word, paths) for word in source.arguments]
+        try:
+            loaded = load_config(arguments, prog="verify.py")
+        except ConfigError as failure:
+            _, *listed = str(failure).split("\n  - ")
+            raise combine_errors(explain_errors(source, listed or [str(failure)])) from None
+        world_size = options.world_size or source.world_size
+        if world_size is None:
+            raise ConfigError(
+                "the number of processes is not known. Give it, as in --world-size 64."
+            )
+        plan = resolve(
+            loaded.config,
+            world_size,
+            loaded.origin,
+            # With --load the position is in a checkpoint, and a copy starts from scratch.
+            consumed_samples=0 if loaded.config.checkpoint.load is None else None,
+            ranks_per_node=options.ranks_per_node or source.ranks_per_node or RANKS_PER_NODE,
+        )
+    if plan.errors:
+        raise combine_errors(explain_errors(source, plan.errors))
+    return replace(plan, errors=()), [*source.notes, *source.warnings]
+
+
+def _verify(options: VerifyArguments, training: list[str]) -> int:
+    if options.report is not None and not options.report.parent.is_dir():
+        # Otherwise the minutes of the verification would be lost.
+        raise ConfigError(f"--report {options.report}: its folder does not exist.")
+    plan, notes = resolve_command(options, training)
+    # Standard output has the report only.
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    # These import torch, which takes seconds. An error above does not need it.
+    from megatron.extras.verify.report import build_report, format_report
+    from megatron.extras.verify.verification import verify
+
+    preload()
+    found = verify(plan, train, lambda line: print(line, file=sys.stderr, flush=True))
+    report = build_report(plan, found)
+    if options.report is not None:
+        options.report.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print("\n".join(format_report(report)))
+    return 0 if report["verified"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

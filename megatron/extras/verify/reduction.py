@@ -1,0 +1,440 @@
+"""The reduced copy of a run: the smallest layout and model that still have each of its features.
+
+Invariant: a feature of the run that the copy lacks is in `Reduction.lost`, and each field of the
+configuration that differs is in `Reduction.changes`. Nothing is left out without a line in the
+report.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.base.errors import ConfigError, LayoutError
+from megatron.config.fields import build_config, flatten
+from megatron.config.layer_choice import choose_layers
+from megatron.config.tree import Config
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
+
+MOST_PROCESSES = 8
+ITERATIONS = 6
+"""Length of the copy's schedules. Three iterations are compared."""
+COMPARED = 3
+HEAD = 8
+"""Channels of a head."""
+SEQUENCE = 32
+VOCABULARY = 257
+"""All bytes and the end of a document. It is odd, so it has padding on each layout."""
+EOD = VOCABULARY - 1
+ENLARGED_STD = 0.15
+"""Standard deviation of the weights in fp32. Small weights would hide errors of a branch."""
+ENLARGED_RATE = 0.01
+"""Peak learning rate. After one step, biases must be large enough to show their errors."""
+ENLARGED_EPSILON = 1e-3
+"""Adam's epsilon. A gradient that is 0 in exact arithmetic, as that of a key's bias, would
+otherwise become a step of full size with the sign of a rounding error."""
+_TAKEN = re.compile(
+    r"(model|curriculum|optimizer|loss|recompute)\..*|batch\.seed|checkpoint\.async_save|"
+    r"data\.(mock_data|reset_.*|eod_mask_loss)|"
+    r"parallel\.(pp_partition_method|sequence_parallel|zero_stage|sharding_strategy|deepspeed)"
+)
+"""Names of the settings that the copy takes from the run. The others have their defaults."""
+_NOT_TAKEN = ("optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler")
+
+Values = dict[str, Any]
+"""Settings by their dotted names."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The copy of a run, and how it differs from the run."""
+
+    plan: Plan
+    """The plan of the copy, in fp32."""
+    changes: tuple[tuple[str, Any, Any], ...]
+    """Dotted name of a field, its value in the run, and in the copy."""
+    kept: tuple[str, ...]
+    """Features of the run that the copy has."""
+    lost: tuple[str, ...]
+    """Features of the run that the copy does not have."""
+
+
+def reduce_plan(plan: Plan, folder: Path) -> Reduction:
+    """Return the reduced copy of a plan without errors.
+
+    Args:
+        plan: The plan of the run.
+        folder: Folder for the copy's data, which `synthetic` writes, and its checkpoints.
+
+    Raises:
+        ConfigError: The copy needs more than 8 processes, or its configuration has errors.
+    """
+    tensor, pipeline, data = _choose_grid(plan)
+    before = flatten(plan.config)
+    taken = {name for name in before if _TAKEN.fullmatch(name)}.difference(_NOT_TAKEN)
+    values = {name: value for name, value in before.items() if name in taken}
+    values |= _reduce_model(plan, tensor) | _reduce_parallel(plan, tensor, pipeline)
+    values |= _reduce_batch(plan, pipeline, data) | _reduce_data(plan, folder)
+    values |= {
+        "loss.goldfish_h": min(before["loss.goldfish_h"], 3),
+        # Samples are short, so more of their tokens are left out.
+        "loss.goldfish_k": min(before["loss.goldfish_k"], 5),
+        "checkpoint.save": str(folder / "run"),
+        "checkpoint.load": str(folder / "run"),
+        "logging.log_interval": 1,
+    }
+    copy = _choose_layers(plan, values, tensor * pipeline * data)
+    if copy.errors:
+        raise ConfigError("the reduced copy has errors:\n  - " + "\n  - ".join(copy.errors))
+    after = flatten(copy.config)
+    features = _list_features(plan)
+    present = _list_features(copy)
+    return Reduction(
+        copy,
+        tuple((name, before[name], after[name]) for name in after if before[name] != after[name]),
+        tuple(name for name in features if name in present),
+        tuple(name for name in features if name not in present),
+    )
+
+
+def _replace_given(plan: Plan, reduced: Values) -> Values:
+    """Return the settings that the run has. A length of 0 or None turns something off."""
+    run = flatten(plan.config)
+    return {name: value for name, value in reduced.items() if run[name]}
+
+
+def _choose_grid(plan: Plan) -> tuple[int, int, int]:
+    """Return the tensor-, pipeline- and data-parallel sizes of the copy.
+
+    Raises:
+        ConfigError: No layout of at most 8 processes has the copies of the model.
+    """
+    tensor = min(plan.config.parallel.tensor_model_parallel_size, 2)
+    data = min(plan.shard_size, 2) * min(plan.copies, 2)
+    pipeline = min(plan.pipeline_size, 2)
+    processes = tensor * pipeline * data
+    if processes > MOST_PROCESSES:
+        raise ConfigError(
+            f"a reduced copy needs {tensor} (tensor) x {pipeline} (pipeline) x {data} (data) = "
+            f"{processes} processes to keep {plan.copies} copies of the model that are each "
+            f"sharded over {plan.shard_size} ranks, and at most {MOST_PROCESSES} are started. "
+            "Verify it once without pipeline parallelism and once with --zero-stage 1 instead of "
+            "--sharding-strategy hsdp."
+        )
+    # A third stage is neither the first nor the last one.
+    if plan.pipeline_size > 2 and plan.stages_per_rank == 1 and 3 * tensor * data <= MOST_PROCESSES:
+        pipeline = 3
+    return tensor, pipeline, data
+
+
+def _reduce_model(plan: Plan, tensor: int) -> Values:
+    """Return the sizes of the architecture, except the layers."""
+    model = plan.config.model
+    shape = plan.shape
+    if shape.query_groups < plan.config.parallel.tensor_model_parallel_size:
+        groups = 1
+        # Each rank has two heads of the shared group.
+        heads = 2 * tensor
+    else:
+        # With several groups on a rank, their order matters.
+        groups = tensor * min(2, shape.query_groups // tensor)
+        heads = groups * min(2, model.num_attention_heads // shape.query_groups)
+    hidden = heads * HEAD
+    # Heads that are wider than the hidden size stay so.
+    if shape.head_dim * model.num_attention_heads != model.hidden_size:
+        hidden += HEAD
+    table = model.max_position_embeddings or 0
+    values: Values = {
+        "model.hidden_size": hidden,
+        "model.num_attention_heads": heads,
+        "model.seq_length": SEQUENCE,
+        "model.rope_original_length": SEQUENCE // 2,
+    }
+    # The formulas that a name stands for are large already, because the hidden size is small.
+    if isinstance(model.init_method_std, float):
+        values["model.init_method_std"] = ENLARGED_STD
+    # Another value than the scaled default, so that a confusion shows.
+    if isinstance(model.output_init_method_std, float):
+        values["model.output_init_method_std"] = ENLARGED_STD / 2
+    # The inner width is a multiple of 4, which each tensor-parallel size divides.
+    width = 4 * max(tensor, round(hidden * shape.ffn_hidden_size / model.hidden_size / 4))
+    given = {
+        "model.num_query_groups": groups,
+        "model.kv_channels": HEAD,
+        "model.ffn_hidden_size": width,
+        "model.max_position_embeddings": SEQUENCE + 8 * (table > model.seq_length),
+        "model.sliding_window": SEQUENCE // 4,
+    }
+    return values | _replace_given(plan, given)
+
+
+def _reduce_parallel(plan: Plan, tensor: int, pipeline: int) -> Values:
+    values: Values = {
+        "parallel.tensor_model_parallel_size": tensor,
+        "parallel.pipeline_model_parallel_size": pipeline,
+        # The comparison covers the replicas of all ranks and names their difference.
+        "parallel.check_invariants_interval": 0,
+        "parallel.distributed_backend": "gloo",
+        "parallel.distributed_timeout_minutes": 2.0,
+        "parallel.straggler_interval": 0,
+    }
+    if plan.copies > 1 and plan.shard_size > 1:
+        values["parallel.hsdp_shard_size"] = 2
+    return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": 1})
+
+
+def _reduce_batch(plan: Plan, pipeline: int, data: int) -> Values:
+    """Return batch sizes, sequence lengths, and the schedule of the learning rate."""
+    batch = plan.config.batch
+    micro = min(batch.micro_batch_size, 2)
+    # A multiple of micro-batch size and ranks, as the plan asks.
+    first = micro * data * _choose_microbatches(plan, pipeline)
+    sizes = [first] * ITERATIONS
+    values: Values = {"batch.micro_batch_size": micro, "batch.eval_iters": 0}
+    if batch.rampup_batch_size is not None:
+        # The size grows after the first and after the second iteration.
+        sizes = [first, first + micro * data] + [first + 2 * micro * data] * (ITERATIONS - 2)
+        values["batch.rampup_batch_size"] = (first, micro * data, 2 * first)
+    elif batch.step_batch_size_schedule is not None:
+        sizes = [first] + [first + micro * data] * (ITERATIONS - 1)
+        values["batch.step_batch_size_schedule"] = (f"0:{first}", f"{first}samples:{sizes[-1]}")
+    values["batch.global_batch_size"] = sizes[-1]
+    if batch.step_batch_size_schedule is not None:
+        values["batch.global_batch_size"] = None
+    if len(set(sizes)) > 1 or batch.train_samples is not None:
+        values["batch.train_samples"] = sum(sizes)
+    else:
+        values["batch.train_iters"] = ITERATIONS
+    lengths = [SEQUENCE] * ITERATIONS
+    curriculum = plan.config.curriculum
+    if curriculum.curriculum_schedule_type == "fixed_discrete":
+        number = min(3, len(curriculum.curriculum_difficulties))
+        lengths[:number] = (16, 24, SEQUENCE)[-number:]
+        values["curriculum.curriculum_difficulties"] = tuple(lengths[:number])
+        values["curriculum.curriculum_max_steps"] = tuple(range(1, number))
+    elif curriculum.curriculum_schedule_type is not None:
+        lengths[:2] = 16, 24
+        values["curriculum.curriculum_min_difficulty"] = 16
+        values["curriculum.curriculum_max_difficulty"] = SEQUENCE
+        values["curriculum.curriculum_total_step"] = 3
+        values["curriculum.curriculum_difficulty_step"] = 8
+    return values | _reduce_optimizer(plan, sizes, lengths)
+
+
+def _choose_microbatches(plan: Plan, pipeline: int) -> int:
+    """Return the number of microbatches of a step on each rank of the copy."""
+    try:
+        number = plan.get_num_microbatches(plan.batch_size.final)
+    except LayoutError:
+        number = 1
+    if plan.pipeline_size == 1:
+        return min(number, 3)
+    if number < plan.pipeline_size:
+        return pipeline - 1
+    # 1F1B also takes numbers that the stages do not divide.
+    return 2 * pipeline + (number % plan.pipeline_size > 0)
+
+
+def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Values:
+    """Return the optimizer with a large rate. Each length keeps its unit.
+
+    The warm-up takes two iterations, the decay takes all, and the last decay of WSD takes two.
+    """
+    optimizer = plan.config.optimizer
+    rate = ENLARGED_RATE
+    # Muon's updates have full rank, and rounding errors grow faster with it.
+    if optimizer.optimizer == "muon":
+        rate /= 4
+    factor = rate / (optimizer.lr or rate)
+    decoupled = (optimizer.decoupled_lr or 0.0) * factor
+    given = {
+        "optimizer.decoupled_lr": decoupled,
+        "optimizer.decoupled_min_lr": (optimizer.decoupled_min_lr or 0.0) * factor,
+        "optimizer.lr_warmup_iters": 2,
+        "optimizer.lr_warmup_samples": sum(sizes[:2]),
+        "optimizer.lr_warmup_tokens": sum(sizes[:2]) * SEQUENCE,
+        "optimizer.lr_warmup_fraction": 1 / 3,
+        "optimizer.lr_decay_iters": ITERATIONS,
+        "optimizer.lr_decay_samples": sum(sizes),
+        "optimizer.lr_decay_tokens": sum(map(math.prod, zip(sizes, lengths, strict=True))),
+        "optimizer.lr_wsd_decay_iters": 2,
+        "optimizer.lr_wsd_decay_samples": sum(sizes[-2:]),
+        "optimizer.lr_wsd_decay_fraction": 1 / 3,
+        "optimizer.weight_decay": max(optimizer.weight_decay, 0.1),
+        "optimizer.ademamix_beta3_warmup": ITERATIONS,
+        "optimizer.ademamix_alpha_warmup": ITERATIONS,
+        # More than the copy reads, so that it does not end earlier.
+        "batch.train_tokens": 10**9,
+    }
+    return _replace_given(plan, given) | {
+        "optimizer.lr": rate,
+        "optimizer.min_lr": optimizer.min_lr * factor,
+        # A first step at the rate 0 would leave biases at zero in the second forward pass.
+        "optimizer.lr_warmup_init": min(rate, decoupled or rate) / 4,
+        "optimizer.adam_eps": ENLARGED_EPSILON,
+        # The products of the default precision are in bf16.
+        "optimizer.muon_fp32_matmul_prec": "high",
+    }
+
+
+def _reduce_data(plan: Plan, folder: Path) -> Values:
+    """Return the data, which are mixtures of small sets, and the vocabulary.
+
+    Phases are written to a file in `folder`.
+    """
+    data = plan.config.data
+    padded = plan.padded_vocab_size != plan.vocab_size
+    first = str(folder / "data" / "first")
+    second = str(folder / "data" / "second")
+    mixture: tuple[str, ...] = (first,)
+    if len(data.data_path) > 2 or data.train_weighted_split_paths:
+        mixture = ("0.3", first, "0.7", second)
+    values: Values = {
+        "data.split": "100,0,0",
+        "data.data_cache_path": str(folder / "cache"),
+        "tokenizer.vocab_file": str(folder / "vocab.json"),
+        "tokenizer.merge_file": str(folder / "merges.txt"),
+        # 260 ids need no padding for a tensor-parallel size of at most 2.
+        "tokenizer.vocab_size": VOCABULARY + 3 * (not padded),
+        "tokenizer.make_vocab_size_divisible_by": 1 + 7 * padded,
+    }
+    if len(plan.data_phases) > 1:
+        values["data.data_phases"] = str(folder / "phases.yaml")
+        starts = ((1, mixture), (2, (second,)))
+        phases = [{"from_iteration": at, "data_path": list(paths)} for at, paths in starts]
+        (folder / "phases.yaml").write_text(yaml.safe_dump(phases))
+    elif not data.mock_data:
+        values["data.data_path"] = mixture
+    return values
+
+
+def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
+    """Return the copy's plan with the fewest layers that keep the form of the stages.
+
+    Stages of unequal size stay unequal, and a stage of several layers stays one if possible.
+    """
+    stages = values["parallel.pipeline_model_parallel_size"]
+    uneven = len(set(plan.layers_per_stage)) > 1
+    fewest = max(2, stages + (max(plan.layers_per_stage) > 1))
+    if values.get("parallel.num_layers_per_virtual_pipeline_stage"):
+        fewest = 2 * stages
+    plans = []
+    # More layers change the form of the stages.
+    for layers in range(fewest, 5 * stages + 1):
+        values["model.num_layers"] = layers
+        for name in ("model.no_rope_layers", "model.full_attention_layers"):
+            pattern = values[name]
+            total = plan.config.model.num_layers
+            # A pattern that chooses some of the layers does so in the copy.
+            if pattern is not None and 0 < len(choose_layers(pattern, total)) < total:
+                values[name] = "1::2"
+        plans.append(resolve(build_config(values), world_size))
+        if (len(set(plans[-1].layers_per_stage)) > 1) == uneven and not plans[-1].errors:
+            return plans[-1]
+    # The form that is lost is listed, because features of both plans are compared.
+    return plans[0]
+
+
+def _list_features(plan: Plan) -> list[str]:
+    """Return the features of a layout and its configuration that may interact."""
+    config = plan.config
+    parallel = config.parallel
+    model = config.model
+    batch = config.batch
+    tensor = parallel.tensor_model_parallel_size
+    share = batch.micro_batch_size * plan.data_parallel_size
+    tied = not model.untie_embeddings_and_output_weights
+    features = {
+        "tensor parallelism": tensor > 1,
+        "sequence parallelism": tensor > 1 and parallel.sequence_parallel,
+        "pipeline stages": plan.pipeline_size > 1,
+        "a stage between the first and the last": len(plan.stages) > 2,
+        "stages of unequal size": len(set(plan.layers_per_stage)) > 1,
+        "interleaved stages": plan.stages_per_rank > 1,
+        "data parallelism": plan.data_parallel_size > 1,
+        "several copies of the model": plan.copies > 1,
+        "copies that are sharded": plan.shard_size > 1,
+        "grouped queries": plan.shape.query_groups < model.num_attention_heads,
+        "query groups that ranks share": plan.shape.query_groups < tensor,
+        "padding of the vocabulary": plan.padded_vocab_size > plan.vocab_size,
+        "a word embedding on two stages": plan.pipeline_size > 1 and tied,
+        "several microbatches in a step": plan.batch_size.final > share,
+        "several samples in a microbatch": batch.micro_batch_size > 1,
+        "a batch size that changes": batch.rampup_batch_size or batch.step_batch_size_schedule,
+        "a sequence length that changes": plan.curriculum,
+        "phases of the data": config.data.data_phases,
+        "a mixture of data sets": len(config.data.data_path) > 2,
+        "streamed data": config.data.dataset_format,
+        "masked tokens": plan.can_mask_tokens(training=True),
+        "dropout": max(model.hidden_dropout, model.attention_dropout) > 0,
+        "recomputation of layers": config.recompute.checkpoint_activations,
+        "recomputation of attention cores": config.recompute.recompute_attention_core,
+        "a length of the run in time": plan.train_seconds,
+        "torch.compile": config.kernels.use_torch_compile,
+        "fused weight gradients": config.kernels.gradient_accumulation_fusion,
+        "DeepSpeed": parallel.deepspeed,
+        "DeepSpeed's own configuration": parallel.deepspeed_config,
+        "the spike guard": config.guard.spike_guard != "off",
+        "skipped iterations": batch.skip_train_iteration_range,
+    }
+    return [name for name, is_present in features.items() if is_present]
+
+
+def replace_values(config: Config, values: Values) -> Config:
+    """Return a configuration with other values of some settings."""
+    return build_config(flatten(config) | values)
+
+
+def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
+    """Return the copy in the run's own precision, or None if the run is in fp32.
+
+    Dropout is off, because its masks depend on the micro-batch size, which the one-process runs
+    change. The loss is the mean over a step for the same reason.
+    """
+    if not (original.precision.fp16 or original.precision.bf16):
+        return None
+    names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
+    names.append("optimizer.muon_fp32_matmul_prec")
+    run = flatten(original)
+    # The format, the residual stream and the loss scale.
+    names += [name for name in run if name.startswith("precision.")]
+    values = {name: run[name] for name in names} | {
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        "loss.loss_mean": "step",
+        # A loss scale of 2^32 would drop all steps that are compared.
+        "precision.initial_loss_scale": min(original.precision.initial_loss_scale, 2.0**10),
+        "precision.hysteresis": 1,
+    }
+    return replace_values(reduction.plan.config, values)
+
+
+def use_one_process(config: Config, micro_batch_size: int) -> Config:
+    """Return a configuration for one process without recomputation, with a micro-batch size."""
+    kept = {
+        name: value
+        for name, value in flatten(config).items()
+        if not name.startswith(("parallel.", "recompute."))
+    }
+    intervals = {"parallel.check_invariants_interval": 0, "parallel.straggler_interval": 0}
+    return build_config(kept | intervals | {"batch.micro_batch_size": micro_batch_size})
+
+
+def use_full_samples(plan: Plan) -> Config:
+    """Return a configuration of one process that reads the copy's samples at their full length."""
+    config = flatten(use_one_process(plan.config, find_common_size(plan)))
+    # Only what it reads is used, so the schedules of a curriculum are left out.
+    kept = {n: v for n, v in config.items() if not n.startswith(("curriculum.", "optimizer."))}
+    return build_config(kept | {"optimizer.lr": ENLARGED_RATE})
+
+
+def find_common_size(plan: Plan) -> int:
+    """Return the largest micro-batch size that divides all batch sizes of the copy."""
+    sizes: list[int] = []
+    for _ in range(COMPARED + 1):
+        sizes.append(plan.batch_size.get_size(sum(sizes), sum(sizes) * SEQUENCE))
+    return math.gcd(*sizes)

@@ -1,0 +1,301 @@
+"""The verification of a run: a reduced copy on several processes against one process.
+
+1. Reduce the plan (`reduction`), and write its data (`synthetic`).
+2. Train three steps of one process (`reference`) in fp32, on the samples that a run of one
+process reads.
+3. Train the copy: two steps and a save, then a resume and two more. In the fourth step one
+stage gets infinite gradients, and no rank may change its weights.
+4. Compare (`comparison`), and find the first activation that differs (`trace`).
+5. In the run's own precision, compare the copy with two runs of one process that differ in
+their micro-batch sizes (`own_precision`).
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron.config.tree import Config
+from megatron.extras.verify.comparison import (
+    BOUND,
+    ComparedRow,
+    Finding,
+    compare_records,
+    find_first_failure,
+)
+from megatron.extras.verify.launching import Launcher, LaunchError
+from megatron.extras.verify.recording import RankRecord, Train
+from megatron.extras.verify.reduction import (
+    COMPARED,
+    Reduction,
+    find_common_size,
+    reduce_plan,
+    replace_values,
+    use_full_samples,
+    use_one_process,
+    use_own_precision,
+)
+from megatron.extras.verify.reference import ReferenceRun, run_reference
+from megatron.extras.verify.reference_dropout import list_microbatches
+from megatron.extras.verify.synthetic import write_data
+from megatron.extras.verify.trace import TracedRank, find_first_difference
+from megatron.plan.plan import Plan
+from megatron.plan.resolve import resolve
+
+_SMALL = 1e-3
+"""A difference below this must appear with a second seed too. The derivatives of xIELU and of ReLU
+jump at 0. If an input is as near to 0 as a rounding error, its gradient differs between layouts."""
+_FACTOR = 8.0
+"""The bound in the own precision is this many times the difference of the two runs. A copy also
+divides the sums inside of matrix products, which a micro-batch size does not."""
+_SAVED = 2
+"""The iteration after which the copy saves and ends, and from which it resumes."""
+
+
+@dataclass
+class VerifiedRun:
+    """The result of a verification."""
+
+    reduction: Reduction
+    data: str
+    """What the copy's data are."""
+    rows: list[ComparedRow] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """Errors of ranks that ended a launch."""
+    first_difference: str | None = None
+    note: str | None = None
+    """A small difference that another seed did not show."""
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> str | None:
+        """The comparison that fails first, or None if the copy equals the reference."""
+        first = find_first_failure(self.rows)
+        if first is not None:
+            return first.comparison
+        if self.errors:
+            return "start and end of all launches"
+        return next((row.comparison for row in self.rows if not row.passed), None)
+
+
+def verify(plan: Plan, train: Train, say: Callable[[str], None] = lambda line: None) -> VerifiedRun:
+    """Verify a plan without errors.
+
+    Args:
+        plan: The plan of the run.
+        train: Runs a training command line on a rank.
+        say: Prints what is done next.
+
+    Raises:
+        ConfigError: See `reduce_plan`.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="verify-") as name:
+        folder = Path(name)
+        reduction = reduce_plan(plan, folder)
+        copy = reduction.plan
+        found = VerifiedRun(reduction, write_data(folder, plan.config.data))
+        try:
+            say(f"a copy on {copy.world_size} processes against one process, in fp32")
+            _verify_in_fp32(copy, Launcher(train, folder / "first"), found)
+            first = find_first_failure(found.rows)
+            if first is not None and first.error < _SMALL:
+                say("a small difference: the same with another seed")
+                other = VerifiedRun(
+                    reduction, found.data, note=f"only with the run's seed: {first}"
+                )
+                seed = {"batch.seed": copy.config.batch.seed + 1}
+                again = resolve(replace_values(copy.config, seed), copy.world_size)
+                _verify_in_fp32(again, Launcher(train, folder / "second"), other)
+                if other.failed is None:
+                    found = other
+            own = use_own_precision(reduction, plan.config)
+            if own is not None and found.failed is None:
+                say("the same in the run's own precision, against two runs of one process")
+                launcher = Launcher(train, folder / "own")
+                found.rows += _compare_in_own_precision(copy, own, launcher)
+        except LaunchError as error:
+            found.errors.append(str(error))
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def _repeat(
+    copy: Plan, train: Train, folder: Path, found: VerifiedRun, first: Finding
+) -> VerifiedRun:
+    """Verify again after a small difference, with the same seed and with another one.
+
+    Returns:
+        The first result, if the difference appears with both seeds. The result with the other seed,
+        if it appears only with the first one. A failure, if it does not appear again.
+
+    Raises:
+        LaunchError: There is nothing to compare with.
+    """
+    same = VerifiedRun(found.reduction, found.data)
+    _verify_in_fp32(copy, Launcher(train, folder / "again"), same)
+    if same.failed is None:
+        # A message that arrives too late, or memory that is used too early.
+        same.errors.append(f"a repetition with the same seed did not show this: {first}")
+        return same
+    other = VerifiedRun(found.reduction, found.data, note=f"only with the run's seed: {first}")
+    seed = {"batch.seed": copy.config.batch.seed + 1}
+    again = resolve(replace_values(copy.config, seed), copy.world_size)
+    _verify_in_fp32(again, Launcher(train, folder / "other seed"), other)
+    return found if other.failed is not None else other
+
+
+def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:
+    """Fill the rows of a verification, and find the first difference.
+
+    Raises:
+        LaunchError: There is nothing to compare with.
+    """
+    reference = _run_reference(copy, launcher)
+    # The first launch ends with a save, and the second one resumes from it.
+    launches = []
+    for number, last in ((1, _SAVED), (2, COMPARED + 1)):
+        name = f"launch {number} of the copy"
+        ranks, error = launcher.launch(copy.config, copy.world_size, name, last, "copy")
+        launches.append(ranks)
+        expected = list(range(_SAVED * number - 1, last + 1))
+        if error is None and any([s.iteration for s in r.steps] != expected for r in ranks):
+            # What is not recorded would not be compared.
+            error = f"{name} has not trained iterations {expected[0]} to {last} on all ranks"
+        if error is not None:
+            found.errors.append(error)
+            break
+    # After an error, the steps before it are compared.
+    found.rows = compare_records(copy, reference, launches)
+    first = find_first_failure(found.rows)
+    # The reference has no step with infinite gradients.
+    if first is not None and first.iteration <= COMPARED:
+        ranks = launches[first.iteration > _SAVED]
+        found.first_difference = _find_first_difference(copy, reference, ranks, first.iteration)
+
+
+def _run_reference(copy: Plan, launcher: Launcher) -> ReferenceRun:
+    """Return the reference, on the samples that one process reads.
+
+    Raises:
+        LaunchError: One of the two processes has failed.
+    """
+    config = use_full_samples(copy)
+    name = "the process that reads the samples"
+    ranks, error = launcher.launch(config, 1, name, COMPARED, "samples")
+    if error is not None:
+        raise LaunchError(error)
+    read = [m for step in ranks[0].steps for m in step.microbatches]
+    samples = torch.cat([torch.cat((m.tokens, m.labels[:, -1:]), dim=1) for m in read])
+    path = launcher.folder / "reference.pt"
+
+    def work(rank: int) -> None:
+        torch.save(run_reference(copy, samples), path)
+
+    launcher.run_world(1, "the reference", work)
+    reference: ReferenceRun = torch.load(path, weights_only=False)
+    return reference
+
+
+def _find_first_difference(
+    copy: Plan, reference: ReferenceRun, ranks: Sequence[RankRecord], iteration: int
+) -> str:
+    """Return a text about the first activation that differs in an iteration."""
+    step = reference.steps[iteration - 1]
+    places = list(list_microbatches(copy, len(step.inputs.tokens)))
+    traced = [
+        TracedRank(
+            f"rank {rank} ({record.coordinate})",
+            recorded.trace,
+            {number: samples for number, data, samples in places if data == record.coordinate.data},
+            record.coordinate.tensor,
+            copy.config.parallel.tensor_model_parallel_size,
+        )
+        for rank, record in enumerate(ranks)
+        for recorded in record.steps
+        if recorded.iteration == iteration
+    ]
+    return find_first_difference(step.trace, traced, copy.data_parallel_size, 3 * BOUND)
+
+
+def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) -> list[ComparedRow]:
+    """Train the copy and two runs of one process, and compare them.
+
+    Args:
+        plan: The plan of the copy in fp32.
+        config: The configuration of the copy in the run's own precision.
+        launcher: Starts the runs.
+
+    Raises:
+        LaunchError: A rank has failed.
+    """
+    records = []
+    for name, size, settings in (
+        ("the copy in its own precision", plan.world_size, config),
+        ("one process, micro-batches of 1", 1, use_one_process(config, 1)),
+        ("one process, large micro-batches", 1, use_one_process(config, find_common_size(plan))),
+    ):
+        ranks, error = launcher.launch(settings, size, name, COMPARED, f"run of {name}")
+        if error is not None:
+            raise LaunchError(error)
+        records.append(ranks)
+    # The three runs start from the same weights and read the same samples.
+    copy, single, large = records
+    # A run is in one of the two.
+    dtype = torch.float16 if config.precision.fp16 else torch.bfloat16
+    # The rounding error of one number. Two runs may agree better than that by chance.
+    rounding = torch.finfo(dtype).eps / 2
+    return [
+        ComparedRow(comparison, COMPARED, error, bound=max(_FACTOR * measured, rounding))
+        for comparison, error, measured in _compare_precisions(copy, single[0], large[0])
+    ]
+
+
+def _compare_precisions(
+    copy: Sequence[RankRecord], single: RankRecord, large: RankRecord
+) -> Iterator[tuple[str, float, float]]:
+    """Yield each comparison, the copy's difference, and that of the two runs."""
+    for comparison, attribute in (
+        ("loss in the own precision", "loss"),
+        ("gradient norm in the own precision", "grad_norm"),
+        ("applied steps in the own precision", "applied"),
+    ):
+        errors = [_find_difference(rank, single, attribute) for rank in copy]
+        yield comparison, max(errors), _find_difference(large, single, attribute)
+    # The change of all weights in all steps.
+    start, expected, other = (
+        {shard.name: shard.tensor for shard in shards if shard.kind == "weight"}
+        for shards in (single.steps[0].before, single.steps[-1].after, large.steps[-1].after)
+    )
+    # Sums of squares over all shards: the copy's difference, that of the two runs, the change.
+    sums = [0.0, 0.0, 0.0]
+    for rank in copy:
+        for shard in rank.steps[-1].after:
+            if shard.kind == "weight":
+                wanted = shard.select(expected[shard.name])
+                others = (
+                    shard.tensor,
+                    shard.select(other[shard.name]),
+                    shard.select(start[shard.name]),
+                )
+                for number, tensor in enumerate(others):
+                    sums[number] += float((tensor - wanted).square().sum())
+    error, measured, change = map(math.sqrt, sums)
+    yield "change of the weights in the own precision", error / change, measured / change
+
+
+def _find_difference(run: RankRecord, single: RankRecord, attribute: str) -> float:
+    """Return the largest relative difference of a result. It is 0 for the same infinity."""
+    largest = 0.0
+    for own, other in zip(run.steps, single.steps, strict=True):
+        value = float(getattr(own.result, attribute))
+        wanted = float(getattr(other.result, attribute))
+        # An overflow of fp16 gives the same infinity everywhere.
+        if value != wanted:
+            difference = abs(value - wanted) / (abs(wanted) or 1.0)
+            largest = max(largest, math.inf if math.isnan(difference) else difference)
+    return largest

@@ -1,0 +1,68 @@
+"""Random command lines of valid runs, drawn from the flags."""
+
+from hypothesis import strategies as st
+from tiny_corpus import MERGES, VOCAB
+
+_SWITCHES = (
+    "--sequence-parallel",
+    "--untie-embeddings-and-output-weights",
+    "--no-add-bias-linear",
+    "--embed-layernorm",
+    "--parallel-residual",
+    "--norm-placement output",
+    "--normalization RMSNorm",
+    "--goldfish-loss",
+    "--eod-mask-loss",
+    "--reset-position-ids",
+    "--reset-attention-mask",
+    "--z-loss-coefficient 1e-3",
+    "--checkpoint-activations",
+    "--checkpoint-activations --checkpoint-fraction 1/2",
+    "--recompute-attention-core",
+    "--no-weight-decay-on-embeddings",
+    "--decoupled-lr 3e-3",
+    "--clip-grad 0",
+    "--loss-mean microbatch",
+    "--async-save --save runs/random",
+)
+_CHOICES = (
+    ("", "--position-embedding-type rotary", "--position-embedding-type alibi"),
+    ("", "--glu-activation swiglu", "--activation squared_relu", "--activation xielu"),
+    ("", "--num-query-groups 1", "--num-query-groups 4"),
+    ("", "--qk-norm head", "--qk-norm full"),
+    ("", "--zero-stage 2", "--zero-stage 3", "--sharding-strategy ddp"),
+    ("--hidden-dropout 0 --attention-dropout 0", ""),
+    ("", "--optimizer ademamix", "--optimizer muon"),
+    ("", "--lr-decay-style cosine", "--lr-decay-style constant"),
+    ("", "--pp-partition-method type:transformer|embedding"),
+    ("", "--sliding-window 16", "--sliding-window 16 --full-attention-layers 1::2"),
+    ("--make-vocab-size-divisible-by 96", "--make-vocab-size-divisible-by 1"),
+)
+_BATCHES = (
+    "--global-batch-size 32 --train-iters 100",
+    "--rampup-batch-size 16 16 640 --global-batch-size 64 --train-samples 6400",
+    "--global-batch-size 32 --train-iters 100 --curriculum-schedule-type fixed_linear "
+    "--curriculum-min-difficulty 16 --curriculum-total-step 20 --train-tokens 100000 "
+    "--lr-decay-tokens 90000",
+)
+
+
+@st.composite
+def draw_run(draw: st.DrawFn) -> tuple[str, int]:
+    """Return the flags of a run and its number of processes. Some combinations are invalid."""
+    tensor = draw(st.sampled_from((1, 2, 4)))
+    pipeline = draw(st.sampled_from((1, 2, 4)))
+    data = draw(st.sampled_from((1, 2, 4)))
+    flags = [
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}",
+        f"--num-layers {draw(st.sampled_from((4, 7, 8, 12)))} --micro-batch-size "
+        f"{draw(st.sampled_from((1, 2)))}",
+        draw(st.sampled_from(_BATCHES)),
+        f"--vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000",
+        f"--seed {draw(st.integers(0, 10_000))}",
+        *(draw(st.sampled_from(choices)) for choices in _CHOICES),
+        *draw(st.lists(st.sampled_from(_SWITCHES), unique=True, max_size=7)),
+    ]
+    if pipeline > 1 and draw(st.booleans()):
+        flags.append("--num-layers-per-virtual-pipeline-stage 1")
+    return " ".join(flags), tensor * pipeline * data

@@ -1,0 +1,60 @@
+"""A process that has imported the training once, and forks one process for each verification."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from process_pool import start_fork_server
+from tiny_corpus import MERGES, VOCAB
+from verify.mutations import ITERATIONS, MODEL, MUTATIONS
+
+
+def verify_in_this_process(flags: str, world_size: int, mutation: int | None, result: Path) -> None:
+    """Verify a command line, with a mutation of the package, and write the report."""
+    import torch
+
+    torch.set_num_threads(1)
+    from megatron.commands.verify import VerifyArguments, preload, resolve_command, train
+    from megatron.extras.verify.report import build_report
+    from megatron.extras.verify.verification import verify
+
+    began = time.monotonic()
+    preload()
+    plan, _ = resolve_command(VerifyArguments(world_size=world_size), flags.split())
+    if mutation is not None:
+        MUTATIONS[mutation].apply()
+    report = build_report(plan, verify(plan, train))
+    report["seconds"] = time.monotonic() - began
+    result.write_text(json.dumps(report))
+
+
+class Verifier:
+    """Verifies command lines, each in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = start_fork_server()
+        self._folder = folder
+        self._number = 0
+
+    def run(self, flags: str, world_size: int, mutation: int | None = None) -> dict[str, Any]:
+        """Return the report of the flags, which are added to those of the small model."""
+        self._number += 1
+        result = self._folder / f"{self._number}.json"
+        process = self._context.Process(
+            target=verify_in_this_process,
+            args=(f"{MODEL} {flags}", world_size, mutation, result),
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        report: dict[str, Any] = json.loads(result.read_text())
+        return report
+
+    def run_mutation(self, number: int, *, healthy: bool = False) -> dict[str, Any]:
+        """Return the report of a mutation, or of its run without the mutation."""
+        mutation = MUTATIONS[number]
+        flags = f"{ITERATIONS} {mutation.flags}"
+        if mutation.documents:
+            flags += f" --vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000"
+        return self.run(flags, mutation.world_size, None if healthy else number)
