@@ -1,6 +1,6 @@
 """How the model is spread over devices.
 
-Data parallelism uses the ranks that tensor and pipeline parallelism leave.
+Data parallelism uses the ranks that tensor, pipeline and context parallelism leave.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,12 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Shard the sequence over tensor-parallel ranks where activations are otherwise replicated
     (https://arxiv.org/abs/2205.05198)."""
+    context_parallel_size: int = 1
+    """Ranks that share the sequence of each sample, for long sequences. They divide the activations
+    and the work of attention. Keep them inside one node if tensor parallelism leaves room there."""
+    cp_comm_type: Literal["allgather", "a2a"] = "allgather"
+    """How context-parallel ranks compute attention: gather the keys and values of all ranks
+    (allgather), or exchange positions for heads (a2a, https://arxiv.org/abs/2309.14509)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): nothing (0), optimizer
     states (1), also gradients (2), also parameters (3)."""

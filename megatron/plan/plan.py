@@ -49,14 +49,19 @@ class Plan:
     warnings: tuple[str, ...]
     train_seconds: float | None = None
     shard_size: int = 1
-    """Data-parallel ranks that share one copy of the model. See `choose_shard_size`."""
+    """Data x context ranks that share one copy of the model. See `choose_shard_size`."""
     loss_mean_origin: str = "default"
     """Where --loss-mean came from. See `LoadedConfig.origin`."""
 
     @property
     def copies(self) -> int:
-        """Number of groups of data-parallel ranks that each hold a copy of the model."""
-        return self.data_parallel_size // self.shard_size
+        """Number of groups of data x context ranks that each hold a copy of the model."""
+        return self.weight_ranks // self.shard_size
+
+    @property
+    def weight_ranks(self) -> int:
+        """Data x context ranks, which compute with the same weights."""
+        return self.data_parallel_size * self.config.parallel.context_parallel_size
 
     @property
     def zero_stage(self) -> int:

@@ -6,6 +6,7 @@ Invariant: a rule raises nothing. It adds its findings to the report, so that al
 reported together.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
 from megatron.config.model_rules import LAYER_CHOICES
+from megatron.config.parallel import ParallelConfig
 from megatron.config.profiling import parse_profile_iterations
 from megatron.config.tree import Config
 from megatron.config.url import is_url
@@ -85,6 +87,7 @@ COUNTS = (
     "batch.global_batch_size",
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
     "parallel.num_layers_per_virtual_pipeline_stage",
     "parallel.hsdp_shard_size",
     "tokenizer.vocab_size",
@@ -131,7 +134,7 @@ def format_alternatives(options: Sequence[object]) -> str:
 
 
 def check_grid(world_size: int, report: PlanReport) -> bool:
-    """Return whether tensor x pipeline parallel size divides the number of processes."""
+    """Return whether tensor x pipeline x context size divides the number of processes."""
     parallel = report.config.parallel
     tensor = parallel.tensor_model_parallel_size
     pipeline = parallel.pipeline_model_parallel_size
@@ -139,7 +142,10 @@ def check_grid(world_size: int, report: PlanReport) -> bool:
         f"{report.describe('parallel.tensor_model_parallel_size')} "
         f"x {report.describe('parallel.pipeline_model_parallel_size')}"
     )
-    replica = tensor * pipeline
+    context = parallel.context_parallel_size
+    if context > 1:
+        asked += f" x {report.describe('parallel.context_parallel_size')}"
+    replica = tensor * pipeline * context
     if world_size < 1 or world_size % replica:
         # The next smaller and the next larger number of processes that fit.
         fits = [n * replica for n in (world_size // replica, world_size // replica + 1) if n > 0]
@@ -156,10 +162,13 @@ def check_grid(world_size: int, report: PlanReport) -> bool:
 def choose_shard_size(data_parallel_size: int, ranks_per_node: int, report: PlanReport) -> int:
     """Return the number of data-parallel ranks that share one copy of the model.
 
+    Context-parallel ranks have the same weights and other tokens, so they count as data-parallel
+    ranks here.
+
     What the ZeRO stage shards is sharded over them. At stage 0 each rank has its own copy.
 
     Args:
-        data_parallel_size: Number of data-parallel ranks.
+        data_parallel_size: Number of data x context ranks.
         ranks_per_node: Ranks of a node.
         report: Receives an error if the ranks cannot be divided into such groups. Then all
             data-parallel ranks are returned.
@@ -255,6 +264,49 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
             f"{report.describe('parallel.tensor_model_parallel_size')} must "
             f"divide {report.describe('model.seq_length')}, which --sequence-parallel shards over "
             f"the tensor-parallel ranks; use a multiple of {tensor}, or no --sequence-parallel."
+        )
+
+
+def find_length_unit(parallel: ParallelConfig) -> int:
+    """Return what the length of a sequence must be a multiple of.
+
+    Context-parallel ranks have two equal parts each. With --sequence-parallel, the tensor-parallel
+    ranks divide what a context-parallel rank has.
+    """
+    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    context = parallel.context_parallel_size
+    if context == 1:
+        return tensor
+    return context * math.lcm(2, tensor)
+
+
+def check_context_parallel(report: PlanReport) -> None:
+    """Check that context-parallel ranks get equal parts, and that all can be computed."""
+    parallel = report.config.parallel
+    model = report.config.model
+    context = parallel.context_parallel_size
+    asked = report.describe("parallel.context_parallel_size")
+    if context == 1:
+        return
+    unit = find_length_unit(parallel)
+    if model.seq_length % unit:
+        report.errors.append(
+            f"{asked} cuts the sequence into {2 * context} equal parts"
+            f"{' of whole tensor-parallel parts' if parallel.sequence_parallel else ''}, but "
+            f"{report.describe('model.seq_length')} is no multiple of {unit}; use "
+            f"{max(1, model.seq_length // unit) * unit}, or another size."
+        )
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    if parallel.cp_comm_type == "a2a" and heads % context:
+        report.errors.append(
+            f"{report.describe('parallel.cp_comm_type')} gives each rank an equal share of the "
+            f"{heads} heads of a tensor-parallel rank, but {asked} does not divide them; use "
+            "--cp-comm-type allgather, which needs no number of heads."
+        )
+    if report.config.kernels.use_varlen_attention:
+        report.errors.append(
+            f"{asked} computes each document by a call of its own; leave out "
+            "--use-varlen-attention."
         )
 
 
@@ -387,19 +439,25 @@ def check_curriculum(
 
 
 def _check_cut_sequences(curriculum: Curriculum, ahead: range, report: PlanReport) -> None:
-    """Check that --sequence-parallel can divide each length that will be trained."""
-    tensor = report.config.parallel.tensor_model_parallel_size
-    if not report.config.parallel.sequence_parallel or tensor == 1:
+    """Check that the ranks that share a sequence can divide each length that will be trained."""
+    parallel = report.config.parallel
+    unit = find_length_unit(parallel)
+    if unit == 1:
         return
     for iteration, length in curriculum.iterate_stages(ahead[0], ahead[-1]):
-        if length % tensor:
-            report.errors.append(
-                "--sequence-parallel with curriculum "
-                f"learning: {report.describe('parallel.tensor_model_parallel_size')} must divide "
-                f"every sequence length, but iteration {iteration} has {length}; make the lengths "
-                f"and their steps multiples of {tensor}."
-            )
-            return
+        if length % unit == 0:
+            continue
+        if parallel.context_parallel_size == 1:
+            cut = "--sequence-parallel"
+            needs = f"{report.describe('parallel.tensor_model_parallel_size')} must divide"
+        else:
+            cut = report.describe("parallel.context_parallel_size")
+            needs = f"{unit} must divide"
+        report.errors.append(
+            f"{cut} with curriculum learning: {needs} every sequence length, but iteration "
+            f"{iteration} has {length}; make the lengths and their steps multiples of {unit}."
+        )
+        return
 
 
 def _warn_of_curriculum_end(

@@ -89,11 +89,13 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         parallel.pipeline_model_parallel_size,
         plan.data_parallel_size,
         parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
     )
     return build_mesh(
         grid,
         choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
+        exchange_heads=parallel.cp_comm_type == "a2a" and grid.context > 1,
         shard_size=plan.shard_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
         hang_timeout=parallel.hang_timeout,
