@@ -7,6 +7,7 @@ single token, one that all ranks share, and a part in which no token counts.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def train_cases(cases: Sequence[str]) -> Any:
 
 
 def train(run: "Run", *, documents: bool) -> Any:
-    """Return the numbers of all steps, and this rank's part of weights and moments."""
+    """Return the numbers of all steps, and this rank's moments after the first one."""
     from megatron.model.tally import Tally
     from megatron.run.evaluate import _sum_over_ranks
 
@@ -103,20 +104,20 @@ def train(run: "Run", *, documents: bool) -> Any:
             batch, iteration=iteration, lr=1e-3, with_layer_statistics=bool(statistics)
         )
         steps.append((result.loss, result.grad_norm))
+        if iteration == 1:
+            # Later gradients differ in the weights too.
+            state = [
+                (shard.kind, shard.name, shard.global_shape, shard.offset, shard.tensor.clone())
+                for shard in run.engine.shards(optimizer=True)
+                if shard.owner
+            ]
     layers = [] if result.layers is None else dataclasses.astuple(result.layers)
     tally = Tally()
     batch = run.sources.valid["validation"].read_batch(8)
     loss = run.engine.eval_batch(batch, tally)
     counted = _sum_over_ranks(run.mesh, tally, text_bytes=len(batch))
-    masked = [
-        dataclasses.replace(each, loss_mask=torch.ones(each.tokens.shape)) for each in batch
-    ]
+    masked = [dataclasses.replace(each, loss_mask=torch.ones(each.tokens.shape)) for each in batch]
     scores = run.engine.score_batch(masked)
-    state = [
-        (shard.kind, shard.name, shard.global_shape, shard.offset, shard.tensor.clone())
-        for shard in run.engine.shards(optimizer=True)
-        if shard.owner
-    ]
     run.engine.check_invariants(repair=False, iteration=STEPS, last_good=None)
     return steps, (loss, *counted[:3]), layers, scores[:, 0].sort().values, state
 
@@ -125,7 +126,7 @@ def divide_otherwise(microbatch: "Microbatch") -> "Microbatch":
     """Return a microbatch with documents that span parts, and a quarter that does not count."""
     size, length = microbatch.tokens.shape
     bounds = (0, 1, 2, length - 7, length)
-    positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:], strict=False)])
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(bounds)])
     mask = torch.ones(size, length)
     mask[:, length // 4 : length // 2] = 0
     return dataclasses.replace(
@@ -157,9 +158,12 @@ def find_worst(found: Any, expected: Any) -> dict[str, float]:
     ):
         if len(theirs) == 0:
             continue
-        a, b = (torch.cat([torch.as_tensor(x).double().flatten() for x in y]) for y in (ours, theirs))
+        a, b = (
+            torch.cat([torch.as_tensor(x).double().flatten() for x in numbers])
+            for numbers in (ours, theirs)
+        )
         worst[name] = float(((a - b).abs() / b.abs().clamp(min=1e-3)).max())
-    # Each gradient has left its mark in the moments.
+    # After the first step, the first moments are multiples of the gradients.
     assert found[4].keys() == expected[4].keys()
     for (kind, name), tensor in expected[4].items():
         if kind != "weight":
@@ -176,10 +180,19 @@ Train = Callable[..., Any]
 def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains models in a world, and returns the joined results."""
     cache = tmp_path_factory.mktemp("cache")
+    alone: dict[str, Any] = {}
 
     def run(ranks: int, models: Sequence[str], flags: str) -> Any:
+        key = f"{models} {flags}"
+        if ranks > 1:
+            return launch(ranks, models, flags)
+        if key not in alone:
+            alone[key] = launch(ranks, models, flags)
+        return alone[key]
+
+    def launch(ranks: int, models: Sequence[str], flags: str) -> Any:
         paths = f"--data-path {corpus} --data-cache-path {cache}"
-        cases = [f"{SIZES} {paths} {MODELS.get(model, model)} {flags}" for model in models]
+        cases = [f"{SIZES} {paths} {MODELS[model]} {flags}" for model in models]
         outcomes = pool.run(ranks, train_cases, cases)
         succeed(outcomes)
         return [join_state([each.value[case] for each in outcomes]) for case in range(len(cases))]
@@ -187,16 +200,150 @@ def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPat
     return run
 
 
-def test_try(train_world: Train) -> None:
-    import time
-    import os
-    names = list(MODELS)
-    t0=time.time()
-    alone = train_world(1, names, "--micro-batch-size 2")
-    print("one", time.time()-t0)
-    for ranks, flags in eval(os.environ["TRY"]):
-        t0=time.time()
-        found = train_world(ranks, names, f"--micro-batch-size 2 {flags}")
-        print(ranks, flags, time.time()-t0)
-        for name, a, b in zip(names, found, alone):
-            print("   ", name, {k: f"{v:.1e}" for k, v in find_worst(a, b).items()}, a[0][-1], b[0][-1])
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Ranks that share sequences, and what else divides the model or the batch."""
+
+    name: str
+    ranks: int
+    flags: str
+    micro_batch_size: int = 2
+    common: str = ""
+    """Flags that one process gets too."""
+    models: tuple[str, ...] = tuple(MODELS)
+    short: bool = False
+    bound: float = BOUND
+
+
+A2A = "--cp-comm-type a2a"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+WITHOUT_DROPOUT = tuple(model for model in MODELS if "dropout" not in model)
+DOCUMENTS = "window, groups, documents"
+ALIBI = "ALiBi, window, documents, curriculum"
+LAYOUTS = [
+    Layout("CP 2", 2, "--context-parallel-size 2"),
+    Layout("CP 2, a2a", 2, f"--context-parallel-size 2 {A2A}"),
+    Layout(
+        "CP 2, a2a, some models",
+        2,
+        f"--context-parallel-size 2 {A2A}",
+        models=(DOCUMENTS, "dropout, documents"),
+        short=True,
+    ),
+    Layout("CP 3", 3, "--context-parallel-size 3", short=True),
+    Layout("CP 3, a2a", 3, f"--context-parallel-size 3 {A2A}"),
+    Layout("CP 4", 4, "--context-parallel-size 4"),
+    Layout("CP 4, a2a", 4, f"--context-parallel-size 4 {A2A}"),
+    # The three layers are one stage of two and one of one. 1F1B and, with fewer samples, GPipe.
+    Layout(
+        "CP 2, TP 2, uneven PP 2",
+        8,
+        f"--context-parallel-size 2 {TP2} {PP2}",
+        micro_batch_size=1,
+        models=(DOCUMENTS,),
+        short=True,
+    ),
+    Layout(
+        "CP 2, TP 2, uneven PP 2, all models",
+        8,
+        f"--context-parallel-size 2 {TP2} {PP2}",
+        micro_batch_size=1,
+        models=WITHOUT_DROPOUT,
+    ),
+    Layout(
+        "CP 2, TP 2, uneven PP 2, two samples, a2a",
+        8,
+        f"--context-parallel-size 2 {TP2} {PP2} {A2A}",
+        models=WITHOUT_DROPOUT,
+    ),
+    Layout(
+        "CP 2, TP 4 without sequence parallelism",
+        8,
+        "--context-parallel-size 2 --tensor-model-parallel-size 4",
+        models=(DOCUMENTS, ALIBI),
+    ),
+    Layout(
+        "CP 4, HSDP 2",
+        8,
+        "--context-parallel-size 4 --sharding-strategy hsdp --hsdp-shard-size 2",
+        micro_batch_size=1,
+        models=WITHOUT_DROPOUT,
+    ),
+    Layout(
+        "CP 2, interleaved, recomputation, ZeRO 3",
+        8,
+        f"--context-parallel-size 2 {PP2} --num-layers-per-virtual-pipeline-stage 1 "
+        "--checkpoint-activations --zero-stage 3",
+        micro_batch_size=1,
+        common="--num-layers 4",
+        models=WITHOUT_DROPOUT,
+    ),
+    Layout(
+        "CP 2, ZeRO 2, core recomputed, AdEMAMix",
+        4,
+        "--context-parallel-size 2 --zero-stage 2 --recompute-attention-core",
+        micro_batch_size=1,
+        common="--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
+        "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
+        models=(DOCUMENTS, ALIBI),
+    ),
+    Layout(
+        "CP 2, no sharding, half recomputed",
+        4,
+        "--context-parallel-size 2 --zero-stage 0 --checkpoint-activations "
+        f"--checkpoint-fraction 1/2 {A2A}",
+        micro_batch_size=1,
+        models=(DOCUMENTS, ALIBI),
+    ),
+    Layout(
+        "CP 2, TP 2, Muon",
+        4,
+        f"--context-parallel-size 2 {TP2}",
+        common="--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+        models=(DOCUMENTS,),
+    ),
+    Layout(
+        "CP 3, fp16",
+        3,
+        "--context-parallel-size 3",
+        common="--fp16 --initial-loss-scale 4096",
+        models=(DOCUMENTS, ALIBI),
+        bound=0.02,
+    ),
+    Layout(
+        "CP 2, compiled",
+        2,
+        "--context-parallel-size 2 --use-torch-compile",
+        models=("wide window, one group", DOCUMENTS),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, id=each.name, marks=() if each.short else pytest.mark.full)
+        for each in LAYOUTS
+    ],
+)
+def test_shared_sequences_equal_one_process(layout: Layout, train_world: Train) -> None:
+    alone = train_world(1, layout.models, f"{layout.common} --micro-batch-size 2")
+    flags = f"{layout.common} --micro-batch-size {layout.micro_batch_size} {layout.flags}"
+    together = train_world(layout.ranks, layout.models, flags)
+    for model, found, expected in zip(layout.models, together, alone, strict=True):
+        for name, difference in find_worst(found, expected).items():
+            assert difference < layout.bound, f"{model}: {name}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["allgather", "a2a"])
+def test_masks_do_not_depend_on_the_ranks_of_a_sequence(kind: str, train_world: Train) -> None:
+    """Sequence-parallel ranks draw for slices of the sequence, which context ranks cut across."""
+    models = ("dropout", "dropout, documents")
+    flags = f"{TP2} --micro-batch-size 2"
+    alone = train_world(2, models, flags)
+    flags = f"{flags} --context-parallel-size 3 --cp-comm-type {kind}"
+    for model, found, expected in zip(models, train_world(6, models, flags), alone, strict=True):
+        for name, difference in find_worst(found, expected).items():
+            assert difference < BOUND, f"{model}: {name}"
