@@ -78,8 +78,8 @@ def attend_by_document(
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Queries of one part of the sequence that are in one document, and the keys they read."""
+class QueryPiece:
+    """The queries of one part of the sequence that are in one document, and the keys they read."""
 
     part: int
     """Which of the rank's parts they belong to."""
@@ -103,7 +103,7 @@ class Piece:
 
 def list_pieces(
     query: Tensor, parts: tuple[Keys, ...], documents: Documents | None, window: int | None
-) -> Iterator[tuple[int, int, list[Piece]]]:
+) -> Iterator[tuple[int, int, list[QueryPiece]]]:
     """Yield (sample, length, pieces) of each document, in the order in which one process has them.
 
     Without documents, one document has all samples. A rank may have no piece of a document.
@@ -136,7 +136,7 @@ def list_pieces(
                     first = max(first, start - window + 1)
                 read = slice(first - keys.first, stop - keys.first)
                 pieces.append(
-                    Piece(
+                    QueryPiece(
                         number,
                         slice(start - begin, stop - begin),
                         slice(first - begin, stop - begin),
@@ -228,7 +228,7 @@ def attend_in_context(
     return out
 
 
-def _attend_with_mask(piece: Piece, bias: Tensor | None, kept: Tensor) -> Tensor:
+def _attend_with_mask(piece: QueryPiece, bias: Tensor | None, kept: Tensor) -> Tensor:
     """Compute the attention of a piece whose dropout is known.
 
     The kernels of PyTorch draw the dropout themselves.

@@ -4,9 +4,9 @@
 `megatron.model`. Each formula here names what it counts, so that a change of a module has one place
 to follow. `tests/cuda/test_predicted_memory.py` compares the sums with steps on fake GPUs.
 
-Notation: T = s b tokens of a microbatch, h hidden size, f feed-forward size, a heads of width d, g
-query groups, q = a d and k = g d widths of queries and keys, v padded vocabulary, t tensor-parallel
-size. All results are bytes.
+Notation: T = s b / c tokens of a microbatch on one of c context-parallel ranks, h hidden size, f
+feed-forward size, a heads of width d, g query groups, q = a d and k = g d widths of queries and
+keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 """
 
 from collections.abc import Iterable
@@ -102,6 +102,8 @@ def measure_tensors(
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
         tensor=layout.tensor,
+        context=layout.context,
+        exchange_heads=layout.exchange_heads,
         micro_batch=layout.micro_batch,
         recompute="selective" if layout.recompute == "selective" else "none",
         sequence_parallel=layout.sequence_parallel,
@@ -177,7 +179,10 @@ class _Tensors:
         self._t = layout.tensor
         self._heads = config.num_attention_heads // layout.tensor
         self._samples = layout.micro_batch
-        self._tokens = config.seq_length * layout.micro_batch
+        # Tokens of this rank. Context-parallel ranks share the sequence.
+        self._context = layout.context
+        self._exchanges = layout.exchange_heads
+        self._tokens = config.seq_length * layout.micro_batch // layout.context
         self.holds = holds
         self.value = 2 if software.half else 4
         self.gradient_value = 4 if software.fused_gradients else self.value
@@ -221,6 +226,8 @@ class _Tensors:
     @cached_property
     def _projected(self) -> float:
         """Queries, keys and values, and the forms of them that the kernel reads."""
+        if self._context > 1:
+            return self._shared
         copied = self._kernel == "none" and not self._selective
         if copied and self._config.qk_norm is None:
             # The core keeps copies of all three.
@@ -238,6 +245,25 @@ class _Tensors:
             size += self._q + self._k
         # Queries of several heads of a group are not in one piece, so they are copied.
         return size + (self._q if grouped else 0.0)
+
+    @property
+    def _shared(self) -> float:
+        """Queries, keys and values of a sequence that context-parallel ranks share.
+
+        The attention core keeps the keys and values that it has gathered, or all positions of its
+        heads. With selective recomputation, it keeps what this rank has projected.
+        """
+        rotated = self._config.position_embedding_type == "rotary" or self._config.qk_norm
+        # What the rotation and the norms read is kept by the norms only.
+        size = self._q + 2 * self._k
+        if rotated:
+            size += self._q + self._k
+        if self._selective:
+            return size
+        if self._exchanges:
+            return size + self._q + 2 * self._k
+        # The first half of all keys, and those of the late part, which are all of them on rank 0.
+        return size + 2 * self._k * self._context * 1.5
 
     @cached_property
     def _core(self) -> float:
@@ -333,6 +359,11 @@ class _Tensors:
         config = self._config
         s = config.seq_length
         square = self.value * s * s
+        if self._context > 1 and not self._exchanges:
+            # The queries of one part, and all keys.
+            square = self.value * s * (s // (2 * self._context))
+        elif self._context > 1 and config.position_embedding_type == "alibi":
+            square /= self._context
         size = 0.0
         if config.position_embedding_type == "rotary":
             # Cosine and sine of half of the rotated channels, in fp32.

@@ -26,12 +26,16 @@ _OWN = f"{os.sep}dry_run{os.sep}"
 
 
 def list_rank_kinds(plan: Plan) -> list[int]:
-    """Return a rank of each kind: first, middle and last stage, first and last data rank."""
+    """Return a rank of each kind: first, middle and last stage, first and last data rank.
+
+    Of context-parallel ranks, the first one needs most memory.
+    """
     parallel = plan.config.parallel
     grid = Grid(
         parallel.pipeline_model_parallel_size,
         plan.data_parallel_size,
         parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
     )
     stages = sorted({0, grid.pipeline // 2, grid.pipeline - 1})
     data_ranks = sorted({0, grid.data - 1})

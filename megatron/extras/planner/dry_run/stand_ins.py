@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import _cur_sdpa_kernel_backends
+from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
@@ -326,20 +327,25 @@ def _replace_attention() -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         half = query.dtype in (torch.float16, torch.bfloat16)
+        by_position = isinstance(attn_mask, CausalBias)
         if query.device.type != "cuda":
             kernel = "MATH"
         else:
             kernel = _choose_kernel(
                 {
                     # These two kernels take grouped queries as they are.
-                    "FLASH_ATTENTION": attn_mask is None and half,
+                    "FLASH_ATTENTION": half and (attn_mask is None or by_position),
                     # It refuses a single key.
-                    "CUDNN_ATTENTION": half and key.shape[2] > 1,
+                    "CUDNN_ATTENTION": half and not by_position and key.shape[2] > 1,
                     "EFFICIENT_ATTENTION": not enable_gqa,
                     # Without fusion, everything is possible.
                     "MATH": True,
                 }
             )
+        # Fused kernels compute the last queries of a causal product without a mask in memory.
+        if isinstance(attn_mask, CausalBias):
+            is_causal = kernel != "MATH"
+            attn_mask = None if is_causal else attn_mask._materialize(query.device)
         # The kernels read a bias for each sample and head. Expanding it needs no memory.
         bias = attn_mask
         if bias is not None and query.device.type == "cuda":

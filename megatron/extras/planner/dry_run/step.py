@@ -118,12 +118,14 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         parallel.pipeline_model_parallel_size,
         plan.data_parallel_size,
         parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
     )
     timers = Timers(GPU)
     mesh = build_mesh(
         grid,
         GPU,
         sequence_parallel=parallel.sequence_parallel,
+        exchange_heads=parallel.cp_comm_type == "a2a" and grid.context > 1,
         shard_size=plan.shard_size,
         comm_timer=lambda: timers(COMMUNICATION),
         # The fake group has the host's messages too. A second one would have all ranks again.
@@ -160,6 +162,7 @@ def _name_groups(mesh: Mesh) -> dict[str, str]:
         groups["shards"] = mesh.sharding.mesh.get_group()
     groups["replicas"] = mesh.sharding.replicas
     groups["ends"] = mesh.ends
+    groups["context"] = mesh.context_parallel.group
     groups["tensor"] = mesh.tensor_parallel.group
     # A group of one axis may be the world itself. The name of the axis is more precise.
     return {group.group_name: name for name, group in groups.items() if group is not None}
