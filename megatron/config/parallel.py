@@ -3,6 +3,7 @@
 Data parallelism uses the ranks that tensor, pipeline and context parallelism leave.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,6 +11,8 @@ from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
 
 STRATEGY_STAGES = {"fsdp": 3, "hsdp": 3, "ddp": 0}
 """Value of --sharding-strategy -> the ZeRO stage that it means."""
+EXCHANGES_HEADS = {"allgather": False, "a2a": True}
+"""Value of --cp-comm-type -> whether context-parallel ranks exchange positions for heads."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,20 @@ class ParallelConfig:
     # Some launchers pass -1 for "none".
     local_rank: Annotated[int | None, Range("[-1, inf)")] = None
     """Appended by old launchers. The environment's LOCAL_RANK is used if it is set."""
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether there are context-parallel ranks that exchange positions for heads."""
+        return EXCHANGES_HEADS[self.cp_comm_type] and self.context_parallel_size > 1
+
+    @property
+    def length_unit(self) -> int:
+        """What the length of a sequence must be a multiple of, so that ranks get equal parts.
+
+        Context-parallel ranks have two equal parts each. With --sequence-parallel, the
+        tensor-parallel ranks divide what a context-parallel rank has.
+        """
+        tensor = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        if self.context_parallel_size == 1:
+            return tensor
+        return self.context_parallel_size * math.lcm(2, tensor)

@@ -121,11 +121,10 @@ class SelfAttention(nn.Module):
 
         See `find_largest_attention_logit`. With sequence parallelism the input is [s/t, b, h].
         """
-        query, key, value = self._project(x, positions)
+        query, key, _ = self._project(x, positions)
         return find_largest_attention_logit(
             query,
             key,
-            value,
             self._select_bias(positions),
             positions.documents,
             self.window,

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import bias as attention_bias
 
 from megatron.model.inputs import Documents
 from megatron.parallel.context import Keys, exchange_heads, read_keys, return_heads
@@ -39,7 +39,7 @@ def attend(
     mask = bias
     if bias is None and queries != keys:
         # With `is_causal`, the first query would see the first key only.
-        mask = causal_lower_right(queries, keys)
+        mask = attention_bias.causal_lower_right(queries, keys)
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -21,11 +21,10 @@ from megatron.parallel.mesh import ContextParallel
 def find_largest_attention_logit(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     bias: Tensor | None,
     documents: Documents | None,
-    window: int | None,
-    context: ContextParallel,
+    window: int | None = None,
+    context: ContextParallel | None = None,
 ) -> Tensor:
     """Return the largest |q k| / sqrt(d) over all pairs that attention does not mask.
 
@@ -34,20 +33,21 @@ def find_largest_attention_logit(
     Args:
         query: [b, n/t, s, d].
         key: [b, g/t, s, d].
-        value: Same shape.
         bias: [1, 1 or n/t, s, s]. Pairs with a bias of -inf are masked. Without a bias, a query
             sees no later key.
         documents: Bounds of the documents of each sample. Pairs of different documents are masked.
             None means that each sample is one document.
         window: Keys up to a query's position that it reads. None: all of them.
-        context: The ranks that share the sequence. With several, read s/c for s above.
+        context: The ranks that share the sequence. With several, read s/c for s above. Default:
+            this rank has all of it.
 
     Returns:
         A scalar in fp32. It is nan if a logit is.
     """
-    parts: tuple[Keys, ...] = (Keys(range(query.shape[2]), 0, key, value),)
-    if context.size > 1:
-        query, parts = share_sequence(query, key, value, window, context)
+    # No value is read.
+    parts: tuple[Keys, ...] = (Keys(range(query.shape[2]), 0, key, key),)
+    if context is not None and context.size > 1:
+        query, parts = share_sequence(query, key, key, window, context)
     largest = torch.zeros((), dtype=torch.float32, device=query.device)
     for _, _, pieces in list_pieces(query, parts, documents, window):
         for piece in pieces:

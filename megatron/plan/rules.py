@@ -6,7 +6,6 @@ Invariant: a rule raises nothing. It adds its findings to the report, so that al
 reported together.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
 from megatron.config.model_rules import LAYER_CHOICES
-from megatron.config.parallel import ParallelConfig
 from megatron.config.profiling import parse_profile_iterations
 from megatron.config.tree import Config
 from megatron.config.url import is_url
@@ -267,19 +265,6 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
         )
 
 
-def find_length_unit(parallel: ParallelConfig) -> int:
-    """Return what the length of a sequence must be a multiple of.
-
-    Context-parallel ranks have two equal parts each. With --sequence-parallel, the tensor-parallel
-    ranks divide what a context-parallel rank has.
-    """
-    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    context = parallel.context_parallel_size
-    if context == 1:
-        return tensor
-    return context * math.lcm(2, tensor)
-
-
 def check_context_parallel(report: PlanReport) -> None:
     """Check that context-parallel ranks get equal parts, and that all can be computed."""
     parallel = report.config.parallel
@@ -288,7 +273,7 @@ def check_context_parallel(report: PlanReport) -> None:
     asked = report.describe("parallel.context_parallel_size")
     if context == 1:
         return
-    unit = find_length_unit(parallel)
+    unit = parallel.length_unit
     if model.seq_length % unit:
         report.errors.append(
             f"{asked} cuts the sequence into {2 * context} equal parts"
@@ -297,7 +282,7 @@ def check_context_parallel(report: PlanReport) -> None:
             f"{max(1, model.seq_length // unit) * unit}, or another size."
         )
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
-    if parallel.cp_comm_type == "a2a" and heads % context:
+    if parallel.exchanges_heads and heads % context:
         report.errors.append(
             f"{report.describe('parallel.cp_comm_type')} gives each rank an equal share of the "
             f"{heads} heads of a tensor-parallel rank, but {asked} does not divide them; use "
@@ -441,7 +426,7 @@ def check_curriculum(
 def _check_cut_sequences(curriculum: Curriculum, ahead: range, report: PlanReport) -> None:
     """Check that the ranks that share a sequence can divide each length that will be trained."""
     parallel = report.config.parallel
-    unit = find_length_unit(parallel)
+    unit = parallel.length_unit
     if unit == 1:
         return
     for iteration, length in curriculum.iterate_stages(ahead[0], ahead[-1]):

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from equivalence.corpus import NO_DROPOUT as PLAIN
+from equivalence.corpus import command, curve, worst
 from equivalence.test_reshape import select
-from process_pool import ProcessPool, succeed
+from process_pool import ProcessPool, pretrain, succeed
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
@@ -347,3 +349,25 @@ def test_masks_do_not_depend_on_the_ranks_of_a_sequence(kind: str, train_world: 
     for model, found, expected in zip(models, train_world(6, models, flags), alone, strict=True):
         for name, difference in find_worst(found, expected).items():
             assert difference < BOUND, f"{model}: {name}"
+
+
+@pytest.mark.full
+def test_a_run_resumes_with_other_ranks_of_a_sequence(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    """Checkpoints do not know how many ranks share a sequence, also after a second resume."""
+    worlds = (
+        (4, "--context-parallel-size 4 --exit-interval 3"),
+        (1, "--exit-interval 6 --require-load"),
+        (4, f"--context-parallel-size 2 {TP2} {A2A} --require-load"),
+    )
+    for ranks, flags in worlds:
+        model = f"--num-layers 2 --micro-batch-size 2 {flags} {PLAIN}"
+        argv = command(tmp_path / "parts", corpus, "llama", "ramp", model)
+        succeed(pool.run(ranks, pretrain, argv))
+    argv = command(
+        tmp_path / "once", corpus, "llama", "ramp", f"--num-layers 2 --micro-batch-size 2 {PLAIN}"
+    )
+    succeed(pool.run(1, pretrain, argv))
+    assert len(curve(tmp_path / "once")) >= 10
+    assert worst(curve(tmp_path / "parts"), curve(tmp_path / "once")) < BOUND

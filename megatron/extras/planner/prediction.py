@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal, cast
 
+from megatron.config.parallel import EXCHANGES_HEADS
 from megatron.config.tree import Config
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware
 from megatron.extras.planner.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
@@ -73,7 +74,7 @@ def describe_layout(plan: Plan) -> RankLayout:
         pipeline=plan.pipeline_size,
         data=plan.data_parallel_size,
         context=plan.weight_ranks // plan.data_parallel_size,
-        exchange_heads=parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a",
+        exchange_heads=parallel.exchanges_heads,
         micro_batch=max(1, plan.config.batch.micro_batch_size),
         virtual=plan.stages_per_rank,
         recompute=recompute,
@@ -155,7 +156,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         hardware,
         describe_software(plan, hardware),
         context=plan.config.parallel.context_parallel_size,
-        exchange_heads=plan.config.parallel.cp_comm_type == "a2a",
+        exchange_heads=EXCHANGES_HEADS[plan.config.parallel.cp_comm_type],
         # DeepSpeed has neither of them (`megatron/extras/deepspeed/support.py`).
         virtual=1 if deepspeed else None,
         hsdp=False if deepspeed else None,

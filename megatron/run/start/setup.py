@@ -95,7 +95,7 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         grid,
         choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
-        exchange_heads=parallel.cp_comm_type == "a2a" and grid.context > 1,
+        exchange_heads=parallel.exchanges_heads,
         shard_size=plan.shard_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
         hang_timeout=parallel.hang_timeout,

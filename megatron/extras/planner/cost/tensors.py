@@ -226,7 +226,7 @@ class _Tensors:
     @cached_property
     def _projected(self) -> float:
         """Queries, keys and values, and the forms of them that the kernel reads."""
-        if self._context > 1:
+        if self._context > 1 and not self._selective:
             return self._shared
         copied = self._kernel == "none" and not self._selective
         if copied and self._config.qk_norm is None:
@@ -247,23 +247,29 @@ class _Tensors:
         return size + (self._q if grouped else 0.0)
 
     @property
-    def _shared(self) -> float:
-        """Queries, keys and values of a sequence that context-parallel ranks share.
+    def _received(self) -> float:
+        """The keys and values that a context-parallel rank has received, and keeps.
 
-        The attention core keeps the keys and values that it has gathered, or all positions of its
-        heads. With selective recomputation, it keeps what this rank has projected.
+        They are those of the first half of the sequence, and those of the late part. On the first
+        rank these are all. Ranks that exchange heads have queries, keys and values of their heads.
         """
-        rotated = self._config.position_embedding_type == "rotary" or self._config.qk_norm
-        # What the rotation and the norms read is kept by the norms only.
-        size = self._q + 2 * self._k
-        if rotated:
-            size += self._q + self._k
-        if self._selective:
-            return size
         if self._exchanges:
-            return size + self._q + 2 * self._k
-        # The first half of all keys, and those of the late part, which are all of them on rank 0.
-        return size + 2 * self._k * self._context * 1.5
+            return self._q + 2 * self._k
+        return 1.5 * 2 * self._k * self._context
+
+    @property
+    def _shared(self) -> float:
+        """What attention keeps of queries, keys and values if ranks share the sequence.
+
+        Messages have copies of them, so the projection itself is not kept.
+        """
+        if self._exchanges:
+            return self._received
+        if self._shape.query_groups < self._config.num_attention_heads:
+            return self._q + self._received
+        # The queries are a view of what the rotation wrote, or of the projection.
+        others = 1 if self._config.position_embedding_type == "rotary" else 2
+        return self._q + others * self._k + self._received
 
     @cached_property
     def _core(self) -> float:
@@ -286,6 +292,9 @@ class _Tensors:
         """The attention's result as the kernel keeps it, and as the next product reads it."""
         # The memory-efficient kernel writes [b, s, n, d], and the product reads [s, b, n d]. The
         # flash kernel writes the order of the queries, which is the one that the product reads.
+        if self._context > 1 and not self._selective:
+            # The results of the parts, or of some heads, are joined to a new tensor.
+            return 2 * self._q
         if self._kernel == "efficient" and self._samples > 1 and not self._selective:
             return 2 * self._q
         return self._q
@@ -462,11 +471,16 @@ class _Tensors:
         again = 0.0
         if self._selective:
             again = self._q
+            if self._context > 1:
+                again = 2 * self._q + self._received
             yield self._core + again, 0.0
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
             both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
             yield both, both
+        if self._context > 1:
+            # Gradients of what was received, before they are sent.
+            yield self._received, self._received
         yield projected, self._projected + self._core + 2 * self._q + again
         # The gradients of queries, keys and values are joined to that of the projection. This takes
         # at most two more tensors of its size: the gradients before the rotation, and the result.

@@ -125,7 +125,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         grid,
         GPU,
         sequence_parallel=parallel.sequence_parallel,
-        exchange_heads=parallel.cp_comm_type == "a2a" and grid.context > 1,
+        exchange_heads=parallel.exchanges_heads,
         shard_size=plan.shard_size,
         comm_timer=lambda: timers(COMMUNICATION),
         # The fake group has the host's messages too. A second one would have all ranks again.
