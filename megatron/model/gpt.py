@@ -193,7 +193,7 @@ class GPT(nn.Module):
         """Fill the likelihood of each sample, and return the mean loss as `forward` does."""
         assert inputs.labels is not None, "likelihoods need labels"
         assert inputs.loss_mask is not None, "likelihoods need a mask"
-        likelihoods.log_likelihood, likelihoods.greedy = score_labels(
+        likelihoods.of_positions, likelihoods.greedy = score_labels(
             hidden,
             self._get_output_weight(),
             inputs.labels.t(),
@@ -201,6 +201,8 @@ class GPT(nn.Module):
             self._vocab,
             self.tp,
         )
+        # A sum over complete columns has a fixed order on every device, so it is repeatable.
+        likelihoods.log_likelihood = likelihoods.of_positions.sum(dim=0)
         return -likelihoods.log_likelihood.sum().float() / inputs.loss_mask.sum().clamp(min=1.0)
 
     def compute_logits(self, tokens: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ class SampleLikelihoods:
     """float64[b], in nats. Sum over the positions that count."""
     greedy: Tensor | None = None
     """bool[b], whether each label that counts is the most likely token."""
+    of_positions: Tensor | None = None
+    """float64[s, b], the log-likelihood of each label, 0 where a position does not count."""
 
 
 @dataclass(frozen=True)
