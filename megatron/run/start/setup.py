@@ -283,7 +283,7 @@ def load_engine(
 
     def read() -> DamagedError | None:
         try:
-            checkpoint.load_into(shards, config.model)
+            checkpoint.load_into(shards, config.model, finetune=config.checkpoint.finetune)
         except DamagedError as damage:
             return damage
         return None
