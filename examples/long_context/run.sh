@@ -20,14 +20,14 @@ model=(
 )
 long=(
     --seq-length 2048 --rope-scaling llama3 --rope-scaling-factor 8 --rope-original-length 256
-    --micro-batch-size 1 --global-batch-size 4 --train-iters "${LONG_ITERS:-60}" --lr 5e-4 --lr-warmup-iters 5
+    --micro-batch-size 1 --global-batch-size 4 --train-iters "${LONG_ITERS:-60}" --lr 5e-4 --lr-warmup-fraction 0.05
     --context-parallel-size 2 --load "$EXAMPLE_DIR/short" --finetune --save "$EXAMPLE_DIR/long"
 )
 rm -rf "$EXAMPLE_DIR/short" "$EXAMPLE_DIR/long"
 
 say "256 tokens: two data-parallel processes"
 torchrun --nproc-per-node 2 pretrain_gpt.py "${model[@]}" --seq-length 256 --micro-batch-size 8 \
-    --global-batch-size 16 --train-iters "${SHORT_ITERS:-400}" --lr 1e-3 --lr-warmup-iters 20 --save "$EXAMPLE_DIR/short"
+    --global-batch-size 16 --train-iters "${SHORT_ITERS:-400}" --lr 1e-3 --lr-warmup-fraction 0.05 --save "$EXAMPLE_DIR/short"
 say "the plan of 2,048 tokens"
 python tools/plan.py --world-size 2 -- "${model[@]}" "${long[@]}"
 say "2,048 tokens: both processes share each sequence"
