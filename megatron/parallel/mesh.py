@@ -27,7 +27,7 @@ CommTimer = Callable[[], AbstractContextManager[None]]
 """A function that returns a context manager, which is entered around a collective to time it."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ParallelGroup:
     """What a collective must know of its group.
 
@@ -41,7 +41,7 @@ class ParallelGroup:
     comm_timer: CommTimer = nullcontext
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TensorParallel(ParallelGroup):
     """What a tensor-parallel layer must know of its group."""
 
@@ -49,7 +49,7 @@ class TensorParallel(ParallelGroup):
     """Whether the sequence is sharded over the group where activations are else replicated."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ContextParallel(ParallelGroup):
     """The ranks that share the sequence of each sample. See `megatron/parallel/context.py`."""
 
