@@ -389,6 +389,7 @@ class NativeEngine(EngineBase):
     def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_choices`."""
         sharding = self._mesh.sharding
+        rank = "data x context rank" if self._mesh.grid.context > 1 else "data-parallel rank"
         if sharding.size * sharding.copies == 1:
             shown = "none", "one data-parallel rank"
         else:
@@ -399,7 +400,7 @@ class NativeEngine(EngineBase):
             shown = (
                 f"{name}, ZeRO {self._plan.config.parallel.zero_stage} (FSDP2)",
                 f"{format_count(sharding.copies, 'copy', 'copies')} of the model, each on "
-                f"{format_count(sharding.size, 'data-parallel rank')}",
+                f"{format_count(sharding.size, rank)}",
             )
         pipelined = "torch.distributed.pipelining"
         return [

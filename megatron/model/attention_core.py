@@ -79,10 +79,10 @@ def attend_by_document(
 
 @dataclass(frozen=True)
 class QueryPiece:
-    """The queries of one part of the sequence that are in one document, and the keys they read."""
+    """What a rank computes of one document in one part of the sequence."""
 
     part: int
-    """Which of the rank's parts they belong to."""
+    """The number of the rank's part that they belong to."""
     queries: slice
     """The queries within the document."""
     keys: slice

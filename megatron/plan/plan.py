@@ -11,6 +11,7 @@ from megatron.config.tree import Config
 from megatron.data.planned_phase import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
+from megatron.parallel.grid import Grid
 from megatron.schedule.batch_size import BatchSizeSchedule
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
@@ -57,6 +58,17 @@ class Plan:
     def copies(self) -> int:
         """Number of groups of data x context ranks that each hold a copy of the model."""
         return self.weight_ranks // self.shard_size
+
+    @property
+    def grid(self) -> Grid:
+        """The sizes of the axes that the ranks are divided along."""
+        parallel = self.config.parallel
+        return Grid(
+            parallel.pipeline_model_parallel_size,
+            self.data_parallel_size,
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+        )
 
     @property
     def weight_ranks(self) -> int:

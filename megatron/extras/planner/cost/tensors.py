@@ -372,7 +372,7 @@ class _Tensors:
             # The queries of one part, and all keys.
             square = self.value * s * (s // (2 * self._context))
         elif self._context > 1 and config.position_embedding_type == "alibi":
-            square /= self._context
+            square //= self._context
         size = 0.0
         if config.position_embedding_type == "rotary":
             # Cosine and sine of half of the rotated channels, in fp32.

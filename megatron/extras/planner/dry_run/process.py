@@ -17,7 +17,7 @@ from megatron.base.errors import ConfigError, TrainingError
 from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import RankReport
-from megatron.parallel.grid import Grid, GridCoordinate
+from megatron.parallel.grid import GridCoordinate
 from megatron.plan.plan import Plan
 from megatron.schedule.pipeline import choose_schedule
 
@@ -30,13 +30,7 @@ def list_rank_kinds(plan: Plan) -> list[int]:
 
     Of context-parallel ranks, the first one needs most memory.
     """
-    parallel = plan.config.parallel
-    grid = Grid(
-        parallel.pipeline_model_parallel_size,
-        plan.data_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    grid = plan.grid
     stages = sorted({0, grid.pipeline // 2, grid.pipeline - 1})
     data_ranks = sorted({0, grid.data - 1})
     return [

@@ -25,7 +25,6 @@ from megatron.extras.planner.dry_run.record import (
 )
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
 from megatron.observe.timers import COMMUNICATION, Timers
-from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.plan.plan import Plan
 
@@ -114,15 +113,9 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
     if plan.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     parallel = plan.config.parallel
-    grid = Grid(
-        parallel.pipeline_model_parallel_size,
-        plan.data_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-    )
     timers = Timers(GPU)
     mesh = build_mesh(
-        grid,
+        plan.grid,
         GPU,
         sequence_parallel=parallel.sequence_parallel,
         exchange_heads=parallel.exchanges_heads,
