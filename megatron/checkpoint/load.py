@@ -202,13 +202,14 @@ def _compare_tensors(shards: Sequence[TensorShard], index: TensorIndex) -> list[
     return list(differing.values())
 
 
-def _compare_models(saved: ModelConfig, asked: ModelConfig, finetune: bool) -> list[str]:
+def _compare_models(saved: ModelConfig, asked: ModelConfig, finetune: bool = False) -> list[str]:
     """Return a line for each field of the architecture that differs and must not change."""
     differences = []
     for field in dataclasses.fields(ModelConfig):
         before, now = (_resolve_field(config, field.name) for config in (saved, asked))
         if before == now or field.name in _FREE_TO_CHANGE:
             continue
+        # The weights of another run are a starting point, and need not compute the same.
         if not (finetune and (field.name in _FREE_IN_NEW_RUNS or field.name.startswith("rope_"))):
             flag = "--" + field.name.replace("_", "-")
             if field.name == "embed_layernorm":

@@ -184,6 +184,7 @@ def evaluate(
     if arguments.tasks:
         run_tasks(arguments, mesh, model, tokenizer, manager, found)
     if arguments.by_position is not None:
+        # The files are one text, so that short ones have a sample together.
         text = "".join(texts.values())
         length = scorer.context
         for folder in filter(None, (arguments.load, arguments.compare_with)):
@@ -212,6 +213,7 @@ def draw_positions(positions: dict[str, list[float]], path: Path) -> None:
     figure = make_figure(8, 5)
     axes = figure.add_subplot()
     for folder, losses in positions.items():
+        # Single positions are noisy.
         # Each mean is over about a tenth of the positions before it, so late ones are steady.
         bounds = [0]
         while bounds[-1] < len(losses):

@@ -447,6 +447,7 @@ def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
     heads = plan.config.model.num_attention_heads // layout.tensor
     software = describe_software(plan, hardware)
     received = (layout.context - 1) / layout.context
+    # Both kinds, so that the choice is explained.
     texts = []
     for name, exchanges in (("allgather", False), ("a2a", True)):
         changed = replace(layout, exchange_heads=exchanges)
@@ -464,6 +465,7 @@ def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
     if not can_be_predicted(plan, hardware):
         return lines
     prediction = predict_plan(plan, hardware)
+    # A user may have more ranks for a sequence than it needs.
     # The same samples on one rank each, with as many data-parallel ranks more.
     alone = replace(
         layout, context=1, exchange_heads=False, data=layout.data * layout.context, shard=None

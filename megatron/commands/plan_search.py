@@ -80,6 +80,7 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
     if not found.fitting and (longer := find_context_size(space)) is not None:
         # One rank cannot hold its part of such a sequence.
         space = longer
+        # Their flags are part of the result.
         found = search_layouts(space, _SHOWN)
     enough = None if found.fitting else find_enough_devices(space)
     return PlannedSearch(plan, found, predict_plan(plan, hardware), enough)

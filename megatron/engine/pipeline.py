@@ -122,6 +122,7 @@ class PipelineRunner:
         parallelism, read s/c for s.
         """
         batch, length = shape
+        # The microbatch has complete samples.
         length //= self._mesh.grid.context
         tp = self._mesh.tensor_parallel
         sent = (

@@ -187,6 +187,7 @@ class SelfAttention(nn.Module):
         bias = self._select_bias(positions)
         # This function runs again in a recomputation, which must use the same kernel.
         kernels = use_attention_kernels(self.kernels)
+        # Generation and packed documents have complete sequences.
         if positions.context.size > 1:
             with kernels:
                 return attend_in_context(

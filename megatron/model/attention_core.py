@@ -127,10 +127,12 @@ def list_pieces(
             pieces = []
             for number, (keys, of_part) in enumerate(zip(parts, of_parts, strict=True)):
                 offset = keys.queries.start
+                # The queries of this part that are in this document.
                 start = max(begin, offset)
                 stop = min(end, keys.queries.stop)
                 if start >= stop:
                     continue
+                # No query sees a key of another document, or one before its window.
                 first = max(begin, keys.first)
                 if window is not None:
                     first = max(first, start - window + 1)
@@ -202,6 +204,7 @@ def attend_in_context(
     share = slice(0, heads)
     if context.exchange_heads:
         share = slice(context.rank * query.shape[1], (context.rank + 1) * query.shape[1])
+    # Results by sample and part. Those of one part are in the order of their positions.
     found: list[list[list[Tensor]]] = [[[] for _ in parts] for _ in range(rows)]
     for sample, length, pieces in list_pieces(query, parts, documents, window):
         kept = None
@@ -240,6 +243,7 @@ def _attend_with_mask(piece: QueryPiece, bias: Tensor | None, kept: Tensor) -> T
     """
     query = piece.query
     heads, queries, width = query.shape[1:]
+    # The product of all heads at once needs a key for each head.
     repeats = heads // piece.key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (piece.key, piece.value))
     logits = (query @ key.transpose(2, 3)).float() / math.sqrt(width)

@@ -129,7 +129,7 @@ class Block(nn.Module):
         else:
             attend = Block._attend
         attended = attend(self, x, positions, dropout_key)
-        # One draw for all positions needs several seeds.
+        # A draw for all positions needs several seeds, which cannot be in a graph.
         if shared and self.training and self.mlp_dropout.p:
             return Block._feed_forward(self, x, attended, dropout_key)
         self.attention_dropout.seed(dropout_key)

@@ -74,6 +74,7 @@ class Embedding(nn.Module):
             else:
                 first = 0
             if inputs.position_ids is None:
+                # Without context parallelism, the slice below is all that is needed.
                 rows: Tensor = self.position
                 if self.context.size > 1:
                     whole = inputs.tokens.shape[1] * self.context.size

@@ -154,6 +154,7 @@ class GPT(nn.Module):
             loss of the microbatch, a scalar in fp32. The mean over the context-parallel ranks is
             that of all positions.
         """
+        # Data loading and counts do not depend on how many ranks share a sequence.
         own = inputs.take_own(self.context)
         x = self.run_blocks(x, own)
         if self.head is None:

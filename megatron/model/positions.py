@@ -336,7 +336,7 @@ class PositionTables:
         """Build the tables of the configured kind of positions."""
         config = self._shape.config
         context = self._context
-        # How many queries a product has at most.
+        # A table has a row for each query of the longest product.
         queries = seq_length
         if context.size > 1 and not context.exchange_heads:
             queries = seq_length // (2 * context.size)

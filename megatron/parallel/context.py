@@ -36,6 +36,7 @@ def list_parts(rank: int, size: int, length: int) -> tuple[range, range]:
         size: c.
         length: s, a multiple of 2c.
     """
+    # The plan has refused other lengths.
     part, rest = divmod(length, 2 * size)
     assert rest == 0, f"{length} tokens cannot be cut into {2 * size} parts"
     late = 2 * size - 1 - rank
@@ -46,6 +47,7 @@ def take_own(x: Tensor, context: ContextParallel, dim: int) -> Tensor:
     """Return this rank's two parts of a tensor with all positions along `dim`."""
     if context.size == 1:
         return x
+    # Both parts are views, so this is one copy.
     parts = list_parts(context.rank, context.size, x.shape[dim])
     return torch.cat([x.narrow(dim, part.start, len(part)) for part in parts], dim)
 
@@ -85,6 +87,7 @@ def read_keys(
         # What both parts read is there once.
         pair = read[: len(reaches[0])], read[-len(reaches[1]) :]
     else:
+        # Two messages, because the early part of this rank needs only the first of them.
         heads, tails = sent.chunk(2)
         # The early parts of the ranks are in the order of the sequence, and fill its first half.
         first = gather_sequence(heads, context)
@@ -130,6 +133,7 @@ def _find_reaches(rank: int, size: int, length: int, window: int | None) -> tupl
 def _list_pieces(owner: int, reader: int, size: int, length: int, window: int) -> list[range]:
     """Return the positions that a rank sends to another one, in order."""
     early, late = _find_reaches(reader, size, length, window)
+    # Keys that both parts read are sent once.
     needs = [early, late]
     if late.start <= early.stop:
         needs = [range(early.start, late.stop)]
@@ -153,6 +157,7 @@ def _cut_own(x: Tensor, window: int, context: ContextParallel) -> Iterator[tuple
     early, late = list_parts(context.rank, context.size, length)
     for reader in range(context.size):
         for piece in _list_pieces(context.rank, reader, context.size, length, window):
+            # A rank holds its two parts one after the other.
             start = piece.start - early.start
             if piece.start >= late.start:
                 start = len(early) + piece.start - late.start
@@ -179,6 +184,7 @@ class _ReadNeighbours(torch.autograd.Function):
         received = [sum(len(piece) for piece in pieces) for pieces in arriving]
         out = _send(torch.cat([view for _, view in cut]), received, sizes, context)
         pieces = [piece for of_owner in arriving for piece in of_owner]
+        # Messages arrive by rank, and attention reads keys by position.
         order = sorted(range(len(pieces)), key=lambda number: pieces[number].start)
         ctx.window, ctx.context, ctx.sizes, ctx.received = window, context, sizes, received
         ctx.pieces, ctx.order, ctx.shape = pieces, order, x.shape
@@ -190,6 +196,7 @@ class _ReadNeighbours(torch.autograd.Function):
         parts = grads[0].split([len(ctx.pieces[number]) for number in ctx.order])
         by_owner = [part for _, part in sorted(zip(ctx.order, parts, strict=True), key=_get_first)]
         back = _send(torch.cat(by_owner), ctx.sizes, ctx.received, ctx.context)
+        # A key may have been sent to several ranks. The order of the sum is always the same.
         total = back.new_zeros(ctx.shape)
         start = 0
         for _, view in _cut_own(total, ctx.window, ctx.context):
@@ -246,6 +253,7 @@ def exchange_heads(
     heads = query.shape[1] // context.size
     groups = _choose_groups(query.shape[1], key.shape[1], context.size)
     each = len(groups) // context.size
+    # Without shared groups, keys and values are not copied.
     if groups != list(range(key.shape[1])):
         index = torch.tensor(groups, device=key.device)
         key = key.index_select(1, index)
@@ -253,6 +261,7 @@ def exchange_heads(
     sent = torch.cat([x.unflatten(1, (context.size, -1)) for x in (query, key, value)], dim=2)
     # [c, b, n/c + 2 groups, s/c, d].
     arrived = _Exchange.apply(sent.movedim(1, 0), context)
+    # Each rank has sent its early and its late part. Late parts are in the opposite order.
     early, late = arrived.chunk(2, dim=3)
     joined = torch.cat((*early, *reversed(late.unbind())), dim=2)
     first, second, third = joined.split((heads, each, each), dim=1)
@@ -267,7 +276,8 @@ def _choose_groups(heads: int, groups: int, size: int) -> list[int]:
     for start in range(0, heads, share):
         own = of_heads[start : start + share]
         once = sorted(set(own))
-        # The heads of a group are neighbours. They must be equally many in each.
+        # The kernel needs equally many query heads in each of its groups. Those of a group are
+        # neighbours.
         if own != [group for group in once for _ in range(share // len(once))]:
             return of_heads
         chosen.append(once)
@@ -279,6 +289,7 @@ def _choose_groups(heads: int, groups: int, size: int) -> list[int]:
 def return_heads(x: Tensor, context: ContextParallel) -> Tensor:
     """Return this rank's positions of all heads: [b, n/c, s, d] -> [b, n, s/c, d]."""
     parts = x.chunk(2 * context.size, dim=2)
+    # Rank r gets its two parts of these heads.
     sent = [
         torch.cat(pair, dim=2)
         for pair in zip(parts[: context.size], reversed(parts[context.size :]), strict=True)

@@ -76,5 +76,6 @@ class Grid:
 
     def get_rank(self, coordinate: GridCoordinate) -> int:
         """Return the global rank at a coordinate."""
+        # A row has the ranks of all contexts and tensor shards.
         row = coordinate.pipeline * self.data + coordinate.data
         return (row * self.context + coordinate.context) * self.tensor + coordinate.tensor

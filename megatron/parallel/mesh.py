@@ -339,6 +339,7 @@ def _build_ends_group(grid: Grid, rank: int, time_out: timedelta) -> dist.Proces
     if grid.pipeline == 1:
         return None
     ends = (0, grid.pipeline - 1)
+    # Ranks in the same place of both stages.
     ranks_of_stages = torch.arange(grid.world_size).view(grid.pipeline, -1)
     members_of_groups = [column.tolist() for column in ranks_of_stages[list(ends)].t()]
     return _own_group(members_of_groups, rank, time_out)
@@ -350,6 +351,7 @@ def _build_context_group(grid: Grid, rank: int, time_out: timedelta) -> dist.Pro
         return None
     if grid.context == grid.world_size:
         return dist.group.WORLD
+    # Tensor-parallel ranks lie between the members.
     axes = torch.arange(grid.world_size).view(-1, grid.context, grid.tensor)
     return _own_group(axes.movedim(1, -1).flatten(0, -2).tolist(), rank, time_out)
 

@@ -100,6 +100,7 @@ class RandomStreams:
             site: The number of the dropout in the model.
             sharded: Whether the activation differs between tensor-parallel ranks.
         """
+        # Only the first dimension is shared.
         shape = x.shape[0] * self._context.size, *x.shape[1:]
         if not sharded:
             self.seed(dropout_key, site, sharded=False)

@@ -273,6 +273,7 @@ def check_context_parallel(report: PlanReport) -> None:
     asked = report.describe("parallel.context_parallel_size")
     if context == 1:
         return
+    # Padding would change how many tokens count, so other lengths are refused.
     unit = parallel.length_unit
     if model.seq_length % unit:
         report.errors.append(
@@ -282,12 +283,14 @@ def check_context_parallel(report: PlanReport) -> None:
             f"{max(1, model.seq_length // unit) * unit}, or another size."
         )
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    # Each rank computes complete heads.
     if parallel.exchanges_heads and heads % context:
         report.errors.append(
             f"{report.describe('parallel.cp_comm_type')} gives each rank an equal share of the "
             f"{heads} heads of a tensor-parallel rank, but {asked} does not divide them; use "
             "--cp-comm-type allgather, which needs no number of heads."
         )
+    # The kernel takes as many queries as keys.
     if report.config.kernels.use_varlen_attention:
         report.errors.append(
             f"{asked} computes each document by a call of its own; leave out "

@@ -155,6 +155,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         plan.world_size,
         hardware,
         describe_software(plan, hardware),
+        # The caller tries larger sizes if nothing fits.
         context=plan.config.parallel.context_parallel_size,
         exchange_heads=EXCHANGES_HEADS[plan.config.parallel.cp_comm_type],
         # DeepSpeed has neither of them (`megatron/extras/deepspeed/support.py`).

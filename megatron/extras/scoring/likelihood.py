@@ -142,6 +142,7 @@ class Scorer:
             raise ConfigError(
                 f"a text of {len(tokens)} tokens has no sample of {length}; give a longer text."
             )
+        # On a rank without logits it stays 0, as in `score`.
         total = torch.zeros(length, dtype=torch.float64, device=self._model.device)
         for start in range(0, len(rows), self._batch_size):
             found = self._compute_likelihoods(rows[start : start + self._batch_size], length)

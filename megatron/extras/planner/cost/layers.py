@@ -380,7 +380,7 @@ class LayerTimes:
         if self._layout.exchange_heads:
             # Queries, keys and values, and the result on the way back.
             return self._value * self._tokens * (2 * self._q + 2 * self._k)
-        # Keys and values of the complete sequence.
+        # Keys and values of the complete sequence. A short window needs fewer, which is left out.
         return 2 * self._value * self._k * self._tokens * self._layout.context
 
     def _estimate_entries(self) -> float:

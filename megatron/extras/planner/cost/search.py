@@ -302,7 +302,7 @@ def find_context_size(space: SearchSpace) -> SearchSpace | None:
 
     Sizes are powers of two. None if no size helps, or if one rank is enough.
     """
-    # Most layouts that fit at all fit so.
+    # Larger microbatches need more memory, so they are left out.
     smallest = replace(space, micro_batch=space.micro_batch or 1)
     size = 1
     while space.shape.config.seq_length % (2 * size) == 0 and space.devices % size == 0:

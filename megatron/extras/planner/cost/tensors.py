@@ -263,6 +263,7 @@ class _Tensors:
 
         Messages have copies of them, so the projection itself is not kept.
         """
+        # The kernel keeps views of what was received.
         if self._exchanges:
             return self._received
         if self._shape.query_groups < self._config.num_attention_heads:

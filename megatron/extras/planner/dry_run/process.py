@@ -30,6 +30,7 @@ def list_rank_kinds(plan: Plan) -> list[int]:
 
     Of context-parallel ranks, the first one needs most memory.
     """
+    # The other axes have ranks of one kind.
     grid = plan.grid
     stages = sorted({0, grid.pipeline // 2, grid.pipeline - 1})
     data_ranks = sorted({0, grid.data - 1})

@@ -367,7 +367,7 @@ def _replace_attention() -> None:
         )
 
     functional.scaled_dot_product_attention = choose
-    attention_bias.causal_lower_right = _LastQueries
+    attention_bias.causal_lower_right = _LastQueries  # type: ignore[assignment]
 
 
 class _LastQueries:
