@@ -76,12 +76,11 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
     # The search treats each ConfigError as a layout that is not legal. So this one is raised first.
     hardware.get_peak(half=describe_software(plan, hardware).half)
     space = build_search_space(plan, hardware)
-    found = search_layouts(space, _SHOWN)
-    if not found.fitting and (longer := find_context_size(space)) is not None:
-        # One rank cannot hold its part of such a sequence.
+    # One rank may not be able to hold its part of a sequence. The batch may also have fewer samples
+    # than there are ranks.
+    if (longer := find_context_size(space)) is not None:
         space = longer
-        # Their flags are part of the result.
-        found = search_layouts(space, _SHOWN)
+    found = search_layouts(space, _SHOWN)
     enough = None if found.fitting else find_enough_devices(space)
     return PlannedSearch(plan, found, predict_plan(plan, hardware), enough)
 

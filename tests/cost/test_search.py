@@ -178,6 +178,10 @@ def test_a_sequence_that_needs_several_ranks():
     fitting = search_layouts(found).fitting
     assert fitting
     assert {each.job.layout.context for each in fitting} == {found.context}
+    # With fewer samples than ranks, no other layout divides the batch.
+    few = find_context_size(replace(space, batch_size=2))
+    assert few is not None
+    assert few.context == 32
     # Half as many ranks are too few.
     assert not search_layouts(replace(space, context=found.context // 2)).fitting
     assert find_context_size(replace(space, shape=make_gpt(4096, 8, 32, 2048, 32000))) is None

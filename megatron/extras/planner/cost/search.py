@@ -300,18 +300,19 @@ def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[Step
 def find_context_size(space: SearchSpace) -> SearchSpace | None:
     """Return the space with the smallest context-parallel size with which a layout fits.
 
-    Sizes are powers of two. None if no size helps, or if one rank is enough.
+    The size of the space is doubled as often as needed. None if that does not help, or if it is
+    enough already.
     """
     # Larger microbatches need more memory, so they are left out.
     smallest = replace(space, micro_batch=space.micro_batch or 1)
-    size = 1
+    size = space.context
     while space.shape.config.seq_length % (2 * size) == 0 and space.devices % size == 0:
         tried = replace(smallest, context=size)
         heads = space.shape.config.num_attention_heads
         if not (space.exchange_heads and heads % size) and any(
             each.verdict is Verdict.FITS for each in _predict_layouts(tried)
         ):
-            return None if size == 1 else replace(space, context=size)
+            return None if size == space.context else replace(space, context=size)
         size *= 2
     return None
 
