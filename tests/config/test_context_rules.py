@@ -71,3 +71,27 @@ def test_spellings_of_megatron(given: str, kind: str) -> None:
 def test_other_kinds_are_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="--cp-comm-type"):
         load_config(f"{RUN} --cp-comm-type {given}".split())
+
+
+def test_megatrons_own_test_with_shared_sequences() -> None:
+    """The arguments are those of gpt3_mcore_te_tp2_pp1_cp2_nondeterministic, without its paths."""
+    arguments = (
+        "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm "
+        "--log-num-zeros-in-grad --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard "
+        "--micro-batch-size 4 --global-batch-size 32 --seq-length 1024 "
+        "--max-position-embeddings 1024 --train-iters 50 --timing-log-level 0 "
+        "--lr-decay-iters 320000 --split 949,50,1 --distributed-backend nccl --lr 0.00015 "
+        "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 "
+        "--lr-warmup-fraction .01 --log-interval 1 --save-interval 10000 --eval-interval 1000 "
+        "--eval-iters 10 --transformer-impl transformer_engine --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 1 --context-parallel-size 2 --sequence-parallel "
+        "--hidden-dropout 0.0 --attention-dropout 0.0 --no-gradient-accumulation-fusion "
+        "--attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist "
+        "--dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness log_all --bf16 "
+        "--attention-backend flash --log-memory-to-tensorboard --use-persistent-ckpt-worker"
+    )
+    loaded = load_config(f"{arguments} --data-path data --vocab-size 50257".split())
+    found = resolve(loaded.config, 8, loaded.origin)
+    assert found.errors == ()
+    assert str(found.grid) == "pipeline 1 x data 2 x context 2 x tensor 2"
+    assert found.shape.config.max_position_embeddings == 1024
