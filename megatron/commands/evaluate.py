@@ -25,11 +25,11 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
-from megatron.base.figure import make_figure, save_figure
 from megatron.base.plain_text import print_line
 from megatron.commands.loaded_model import ModelArguments, load
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
+from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.scoring.tasks import find_tasks, harden_manager, select_metrics
