@@ -54,6 +54,7 @@ LLAMA = (
 )
 PIPELINE = "--pipeline-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2"
+CONTEXT = "--context-parallel-size 2"
 Part = Literal["steps", "bubble", "memory", "compile", "statistics"]
 
 
@@ -149,6 +150,9 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
     many = f"one process, {CORES} threads"
     layouts = (
         ("TP 2", TENSOR, 2),
+        ("DP 2", "", 2),
+        ("CP 2, allgather", CONTEXT, 2),
+        ("CP 2, a2a", f"{CONTEXT} --cp-comm-type a2a", 2),
         ("PP 2", PIPELINE, 2),
         ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4),
     )
@@ -415,6 +419,8 @@ def measure_statistics(arguments: Arguments, folder: str) -> None:
 
 LOSS_LAYOUTS = (
     ("TP 2", TENSOR, 2),
+    ("CP 2, allgather", CONTEXT, 2),
+    ("CP 2, a2a", f"{CONTEXT} --cp-comm-type a2a", 2),
     ("PP 2", PIPELINE, 2),
     ("DP 2, ZeRO 1", "--zero-stage 1", 2),
     ("DP 2, ZeRO 3", "--zero-stage 3", 2),

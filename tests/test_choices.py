@@ -17,7 +17,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import all_fields
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import STRATEGY_STAGES
+from megatron.config.parallel import EXCHANGES_HEADS, STRATEGY_STAGES
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine import muon
 from megatron.engine.build_optimizer import build_optimizer
@@ -195,6 +195,7 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         ),
     ],
     "parallel.zero_stage": [lambda value: STAGES[value]],
+    "parallel.cp_comm_type": [lambda value: EXCHANGES_HEADS[value]],
     "parallel.sharding_strategy": [
         lambda value: STRATEGY_STAGES[value],
         lambda value: resolve(with_changes(parallel={"sharding_strategy": value}), 1),

@@ -41,6 +41,9 @@ _FREE_TO_CHANGE = {
     "seq_length",
     "max_position_embeddings",
 }
+_FREE_IN_NEW_RUNS = ("rotary_base",)
+"""Fields that may change if a run only takes the weights. Longer contexts need other frequencies of
+the rotary positions, so all fields of their scaling may change too."""
 
 
 _SHOWN_TENSORS = 3
@@ -71,7 +74,13 @@ class Checkpoint:
         """The optimizer's step count and loss scale. None if its state was not saved."""
         return self.manifest.optimizer
 
-    def load_into(self, shards: Sequence[TensorShard], model: ModelConfig | None = None) -> None:
+    def load_into(
+        self,
+        shards: Sequence[TensorShard],
+        model: ModelConfig | None = None,
+        *,
+        finetune: bool = False,
+    ) -> None:
         """Fill the shards of this rank, whatever layout wrote the checkpoint.
 
         Only the blocks that hold these shards are read.
@@ -79,6 +88,7 @@ class Checkpoint:
         Args:
             shards: The shards of this rank. Their tensors are overwritten.
             model: Architecture of the run. If given, it must fit the checkpoint's.
+            finetune: Whether a new run takes the weights. Its rotary positions may differ.
 
         Raises:
             CheckpointError: If the checkpoint does not fit. The message has all differences of the
@@ -88,7 +98,7 @@ class Checkpoint:
         """
         index = self.read_index()
         # First, because a partly loaded model must not be trained by accident.
-        self._check_fit(shards, index, model)
+        self._check_fit(shards, index, model, finetune)
         with TensorReader(self.folder, collect_digests(self.manifest, index)) as reader:
             for shard in shards:
                 tensor = f"{shard.kind}/{shard.name}"
@@ -145,7 +155,11 @@ class Checkpoint:
             )
 
     def _check_fit(
-        self, shards: Sequence[TensorShard], index: TensorIndex, model: ModelConfig | None
+        self,
+        shards: Sequence[TensorShard],
+        index: TensorIndex,
+        model: ModelConfig | None,
+        finetune: bool,
     ) -> None:
         """Raise CheckpointError with the differences between the checkpoint and the run.
 
@@ -154,7 +168,7 @@ class Checkpoint:
         """
         settings = []
         if model is not None:
-            settings = _compare_models(self.read_config().model, model)
+            settings = _compare_models(self.read_config().model, model, finetune)
         tensors = _compare_tensors(shards, index)
         if not settings and not tensors:
             return
@@ -188,12 +202,15 @@ def _compare_tensors(shards: Sequence[TensorShard], index: TensorIndex) -> list[
     return list(differing.values())
 
 
-def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:
+def _compare_models(saved: ModelConfig, asked: ModelConfig, finetune: bool = False) -> list[str]:
     """Return a line for each field of the architecture that differs and must not change."""
     differences = []
     for field in dataclasses.fields(ModelConfig):
         before, now = (_resolve_field(config, field.name) for config in (saved, asked))
-        if before != now and field.name not in _FREE_TO_CHANGE:
+        if before == now or field.name in _FREE_TO_CHANGE:
+            continue
+        # The weights of another run are a starting point, and need not compute the same.
+        if not (finetune and (field.name in _FREE_IN_NEW_RUNS or field.name.startswith("rope_"))):
             flag = "--" + field.name.replace("_", "-")
             if field.name == "embed_layernorm":
                 hint = "; a norm that is added later is untrained: start a new run for it"

@@ -3,6 +3,8 @@
     python tools/evaluate.py --load DIR --text-files held_out.txt other.txt
     python tools/evaluate.py --load DIR --tasks hellaswag piqa --num-fewshot 0 --out scores.json
     python tools/evaluate.py --load DIR --tasks my_task --task-folder my_tasks
+    python tools/evaluate.py --load AFTER --compare-with BEFORE --text-files held_out.txt
+        --by-position loss.png
     torchrun --nproc-per-node 4 tools/evaluate.py --load DIR --text-files held_out.txt
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
@@ -16,7 +18,8 @@ Exit code 0 means success. Exit code 2 means that nothing was evaluated.
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from megatron.base.plain_text import print_line
 from megatron.commands.loaded_model import ModelArguments, load
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_on_ranks import run_on_ranks
+from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.scoring.tasks import find_tasks, harden_manager, select_metrics
@@ -39,6 +43,12 @@ class EvaluateArguments(ModelArguments):
 
     text_files: tuple[Path, ...] = ()
     """UTF-8 text files. Each gives a loss, a perplexity and bits per byte."""
+    by_position: Path | None = None
+    """Picture of the loss of the text files against the position in the sample. It shows what a
+    model makes of a long context. Needs matplotlib."""
+    compare_with: str | None = None
+    """Folder of another run, such as the one before longer sequences. --by-position shows it too,
+    at the same positions."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness."""
     task_folder: Path | None = None
@@ -66,6 +76,8 @@ class Evaluation:
     """Task -> metric -> value."""
     items: dict[str, list[Any]] = field(default_factory=dict)
     """Task -> what the harness records of each item."""
+    positions: dict[str, list[float]] = field(default_factory=dict)
+    """Folder of a run -> the loss at each position."""
 
     def list_numbers(self) -> list[tuple[str, str, float]]:
         """Return task or file, measure, and value of each result."""
@@ -96,7 +108,10 @@ class Evaluation:
             }
             for name, loss in self.texts.items()
         }
-        return {"texts": texts, "tasks": self.tasks, "items": self.items}
+        record = {"texts": texts, "tasks": self.tasks, "items": self.items}
+        if self.positions:
+            record["loss_by_position"] = self.positions
+        return record
 
 
 def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
@@ -133,11 +148,15 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
 
 
 def _check_outputs(arguments: EvaluateArguments) -> None:
-    """Check where the results go, before hours are spent on them.
+    """Check what is drawn, and where the results go, before hours are spent on them.
 
     Raises:
-        ConfigError: A file could not be written there.
+        ConfigError: A file could not be written there, or the picture would be empty.
     """
+    if arguments.by_position is not None and not arguments.text_files:
+        raise ConfigError("--by-position draws the loss of text files: give --text-files.")
+    if arguments.compare_with is not None and arguments.by_position is None:
+        raise ConfigError("--compare-with has an effect with --by-position only; give both.")
     out = arguments.out
     # The file is replaced, which would remove a device such as /dev/stdout.
     if out is not None and ((out.exists() and not out.is_file()) or not out.parent.is_dir()):
@@ -164,7 +183,48 @@ def evaluate(
         found.texts[str(path)] = scorer.measure_text(ids, text, tokenizer.eod)
     if arguments.tasks:
         run_tasks(arguments, mesh, model, tokenizer, manager, found)
+    if arguments.by_position is not None:
+        # The files are one text, so that short ones have a sample together.
+        text = "".join(texts.values())
+        length = scorer.context
+        for folder in filter(None, (arguments.load, arguments.compare_with)):
+            if folder == arguments.compare_with:
+                other = replace(arguments, load=folder, iteration=None)
+                model, tokenizer, _ = load(other, mesh)
+                scorer = Scorer(model, arguments.batch_size)
+            if scorer.context < length and model.shape.position_table_size:
+                raise ConfigError(
+                    f"--compare-with {folder}: its {scorer.context} learned positions end before "
+                    f"the samples of {length} tokens; leave it out."
+                )
+            found.positions[folder] = scorer.measure_positions(
+                tokenizer.encode(text), tokenizer.eod, length
+            )
     return found
+
+
+def draw_positions(positions: dict[str, list[float]], path: Path) -> None:
+    """Draw the loss against the position, as means over positions that grow with it.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or does not know the format of `path`.
+        OSError: The file cannot be written.
+    """
+    figure = make_figure(8, 5)
+    axes = figure.add_subplot()
+    for folder, losses in positions.items():
+        # Single positions are noisy.
+        # Each mean is over about a tenth of the positions before it, so late ones are steady.
+        bounds = [0]
+        while bounds[-1] < len(losses):
+            bounds.append(min(len(losses), bounds[-1] + 1 + bounds[-1] // 10))
+        means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(bounds)]
+        axes.plot(bounds[1:], means, label=folder)
+    axes.set_xscale("log")
+    axes.set_xlabel("position in the sample, tokens")
+    axes.set_ylabel("loss, nats")
+    axes.legend()
+    save_figure(figure, path)
 
 
 def run_tasks(
@@ -218,6 +278,8 @@ def write_results(
     if arguments.out is not None:
         record = {"load": arguments.load, "iteration": found.iteration, **found.to_json()}
         replace_file(arguments.out, json.dumps(record, indent=1, default=str) + "\n")
+    if arguments.by_position is not None:
+        draw_positions(found.positions, arguments.by_position)
     if arguments.tensorboard_dir is not None:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -64,7 +64,7 @@ def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> flops.Parameter
     return flops.estimate_parameter_memory_per_rank(
         parameters,
         half=_is_half(plan),
-        data_parallel_size=plan.data_parallel_size,
+        data_parallel_size=plan.weight_ranks,
         shard_size=plan.shard_size,
         zero_stage=plan.zero_stage,
         state_bytes=flops.count_state_bytes(
@@ -127,7 +127,8 @@ def estimate_activations(
     # Only the last stage has the output projection, whose logits are [b, s, v/t].
     if any(stage.last for stage in stages):
         kept += flops.estimate_logits_bytes(plan.shape, micro, tensor)
-    return kept
+    # Everything here grows with the tokens of a rank.
+    return kept // max(1, parallel.context_parallel_size)
 
 
 def compute_flops(plan: Plan) -> dict[str, int | None]:

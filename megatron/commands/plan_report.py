@@ -1,6 +1,7 @@
 """The report of a plan: text for people, and JSON for programs."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
 from typing import Any
@@ -23,8 +24,16 @@ from megatron.config.without_effect import (
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.planned_phase import PlannedPhase
 from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.prediction import get_recomputed_share
+from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.prediction import (
+    can_be_predicted,
+    describe_layout,
+    describe_software,
+    get_recomputed_share,
+    predict_plan,
+)
 from megatron.plan.plan import Plan
 from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule
@@ -168,6 +177,7 @@ def format_plan(
         *([_format_row("epochs", describe_epochs(uses))] if uses else []),
         *_format_memory(plan),
         *_format_flops(plan),
+        *_format_context(plan, hardware),
         *_format_communication(plan, hardware),
         *cost,
     ]
@@ -197,6 +207,9 @@ def _format_row(label: str, text: str) -> str:
 def _format_model(plan: Plan) -> list[str]:
     parallel = plan.config.parallel
     fullest = max(plan.stage_parameters)
+    context = ""
+    if parallel.context_parallel_size > 1:
+        context = f"{parallel.context_parallel_size} context x "
     return [
         _format_row(
             "parameters",
@@ -212,8 +225,8 @@ def _format_model(plan: Plan) -> list[str]:
             "grid",
             f"{format_count(plan.world_size, 'process', 'processes')} = "
             f"{parallel.tensor_model_parallel_size} tensor x "
-            f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
-            f"data; ZeRO {plan.zero_stage}{_describe_copies(plan)}",
+            f"{parallel.pipeline_model_parallel_size} pipeline x {context}"
+            f"{plan.data_parallel_size} data; ZeRO {plan.zero_stage}{_describe_copies(plan)}",
         ),
         *_format_pipeline(plan),
         _format_row(
@@ -426,10 +439,55 @@ def _format_flops(plan: Plan) -> list[str]:
     return lines
 
 
+def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
+    """Format what context-parallel ranks send, by each kind, and whether fewer are faster."""
+    if plan.config.parallel.context_parallel_size == 1 or plan.errors:
+        return []
+    layout = describe_layout(plan)
+    heads = plan.config.model.num_attention_heads // layout.tensor
+    software = describe_software(plan, hardware)
+    received = (layout.context - 1) / layout.context
+    # Both kinds, so that the choice is explained.
+    texts = []
+    for name, exchanges in (("allgather", False), ("a2a", True)):
+        changed = replace(layout, exchange_heads=exchanges)
+        times = LayerTimes(plan.shape, changed, software, hardware)
+        size = received * times.count_context_bytes() / 2**20
+        possible = "" if heads % layout.context == 0 or not exchanges else " (too few heads)"
+        texts.append(f"{name} {size:,.3g} MiB{possible}")
+    lines = [
+        _format_row(
+            "context parallelism",
+            f"{plan.config.parallel.cp_comm_type}; a rank receives in each layer and pass: "
+            f"{', '.join(texts)}",
+        )
+    ]
+    if not can_be_predicted(plan, hardware):
+        return lines
+    prediction = predict_plan(plan, hardware)
+    # A user may have more ranks for a sequence than it needs.
+    # The same samples on one rank each, with as many data-parallel ranks more.
+    alone = replace(
+        layout, context=1, exchange_heads=False, data=layout.data * layout.context, shard=None
+    )
+    if plan.batch_size.final % (alone.data * alone.micro_batch):
+        return lines
+    other = StepPrediction(replace(prediction.job, layout=alone))
+    if other.verdict is Verdict.FITS and other.seconds < prediction.seconds:
+        lines.append(
+            _format_row(
+                "",
+                f"note: --context-parallel-size 1 fits too, and a step would take "
+                f"{other.seconds:,.3g} s instead of {prediction.seconds:,.3g} s",
+            )
+        )
+    return lines
+
+
 def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
     """Format the communication of each strategy. One data-parallel rank sends nothing."""
     # The sizes of a plan with errors may be placeholders.
-    if plan.data_parallel_size == 1 or plan.errors:
+    if plan.weight_ranks == 1 or plan.errors:
         return []
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)

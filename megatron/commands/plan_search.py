@@ -19,6 +19,7 @@ from megatron.extras.planner.cost.layout import RankLayout
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.search import (
     SearchResult,
+    find_context_size,
     find_enough_devices,
     find_pareto_front,
     search_layouts,
@@ -46,6 +47,7 @@ _INDENT = 50 * " "
 _EXPLAINED = {
     "tp": "tensor",
     "pp": "pipeline",
+    "cp": "context",
     "micro-batch": "micro_batch",
     "virtual": "virtual",
     "zero": "zero_stage",
@@ -74,6 +76,10 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
     # The search treats each ConfigError as a layout that is not legal. So this one is raised first.
     hardware.get_peak(half=describe_software(plan, hardware).half)
     space = build_search_space(plan, hardware)
+    # One rank may not be able to hold its part of a sequence. The batch may also have fewer samples
+    # than there are ranks.
+    if (longer := find_context_size(space)) is not None:
+        space = longer
     found = search_layouts(space, _SHOWN)
     enough = None if found.fitting else find_enough_devices(space)
     return PlannedSearch(plan, found, predict_plan(plan, hardware), enough)
@@ -336,10 +342,10 @@ def _parse_layout(text: str, plan: Plan) -> RankLayout:
             f"pipeline ranks need a pipeline, and pp x virtual = {stages} must divide the "
             f"{layers} layers."
         )
-    data = max(1, plan.world_size // (layout.tensor * layout.pipeline))
+    data = max(1, plan.world_size // (layout.tensor * layout.pipeline * layout.context))
     # Groups that share a copy of the model are kept where they fit.
     shard = layout.shard
-    if plan.copies == 1 or shard is None or data % shard:
+    if plan.copies == 1 or shard is None or data * layout.context % shard:
         shard = None
     return replace(layout, data=data, shard=shard)
 

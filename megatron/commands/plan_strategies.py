@@ -47,7 +47,7 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
     hsdp is left out if its groups do not divide the ranks, or if one group has all of them.
     """
     parallel = plan.config.parallel
-    data = plan.data_parallel_size
+    data = plan.weight_ranks
     tensor = max(1, parallel.tensor_model_parallel_size)
     node = max(1, hardware.ranks_per_node // tensor)
     if plan.copies > 1 and plan.shard_size > 1 and plan.zero_stage == 3:

@@ -1,8 +1,9 @@
 """How the model is spread over devices.
 
-Data parallelism uses the ranks that tensor and pipeline parallelism leave.
+Data parallelism uses the ranks that tensor, pipeline and context parallelism leave.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,6 +11,8 @@ from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
 
 STRATEGY_STAGES = {"fsdp": 3, "hsdp": 3, "ddp": 0}
 """Value of --sharding-strategy -> the ZeRO stage that it means."""
+EXCHANGES_HEADS = {"allgather": False, "a2a": True}
+"""Value of --cp-comm-type -> whether context-parallel ranks exchange positions for heads."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,12 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Shard the sequence over tensor-parallel ranks where activations are otherwise replicated
     (https://arxiv.org/abs/2205.05198)."""
+    context_parallel_size: int = 1
+    """Ranks that share the sequence of each sample, for long sequences. They divide the activations
+    and the work of attention. Keep them inside one node if tensor parallelism leaves room there."""
+    cp_comm_type: Literal["allgather", "a2a"] = "allgather"
+    """How context-parallel ranks compute attention: gather the keys and values of all ranks
+    (allgather), or exchange positions for heads (a2a, https://arxiv.org/abs/2309.14509)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): nothing (0), optimizer
     states (1), also gradients (2), also parameters (3)."""
@@ -75,3 +84,20 @@ class ParallelConfig:
     # Some launchers pass -1 for "none".
     local_rank: Annotated[int | None, Range("[-1, inf)")] = None
     """Appended by old launchers. The environment's LOCAL_RANK is used if it is set."""
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether there are context-parallel ranks that exchange positions for heads."""
+        return EXCHANGES_HEADS[self.cp_comm_type] and self.context_parallel_size > 1
+
+    @property
+    def length_unit(self) -> int:
+        """What the length of a sequence must be a multiple of, so that ranks get equal parts.
+
+        Context-parallel ranks have two equal parts each. With --sequence-parallel, the
+        tensor-parallel ranks divide what a context-parallel rank has.
+        """
+        tensor = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        if self.context_parallel_size == 1:
+            return tensor
+        return self.context_parallel_size * math.lcm(2, tensor)

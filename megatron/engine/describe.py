@@ -5,6 +5,7 @@ This module has the rows that both engines share.
 
 import torch
 
+from megatron.base.plural import format_count
 from megatron.engine.loss_scale import LossScale
 from megatron.model.execution import Execution
 from megatron.model.norm import describe_norm
@@ -35,6 +36,8 @@ def list_kernels(
     ]
     if execution.fused_gradients:
         rows.append(("weight gradients", *_describe_fused_gradients(mesh)))
+    if mesh.grid.context > 1:
+        rows.append(("sequence", *_describe_context(plan, mesh)))
     if mesh.grid.pipeline > 1:
         rows.append(("pipeline", *_describe_pipeline(plan, mesh, pipelined)))
     if recomputation := _describe_recomputation(execution):
@@ -52,6 +55,15 @@ def list_kernels(
             )
         )
     return rows
+
+
+def _describe_context(plan: Plan, mesh: Mesh) -> tuple[str, str]:
+    ranks = format_count(mesh.grid.context, "context-parallel rank")
+    how = "gather keys and values"
+    if plan.config.parallel.exchanges_heads:
+        how = "exchange positions for heads"
+    compiled = "; attention is not compiled" if plan.config.kernels.use_torch_compile else ""
+    return f"{ranks} share each sample", f"in attention they {how}{compiled}"
 
 
 def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[str, str]:

@@ -270,13 +270,16 @@ class EngineBase(ABC):
         grid = self._mesh.grid
         found = torch.zeros((grid.data, samples, 2), dtype=torch.float64, device=self._mesh.device)
         # Exactly one rank of each data-parallel replica fills its rows: the first tensor-parallel
-        # rank of the last stage. All others add zeros, so the sum changes no number.
+        # rank of the last stage. All others add zeros, so the sum changes no number. With context
+        # parallelism, each of the ranks there has the sum over its positions.
         if self._mesh.coordinate.tensor == 0 and any(stage.head for stage in self.stages):
             found[self._mesh.coordinate.data] = torch.cat(
                 [_stack_columns(each.likelihoods) for each in inputs]
             )
         if grid.world_size > 1:
             dist.all_reduce(found)
+        # A sample is predicted greedily if it is on each of its ranks.
+        found[..., 1] = (found[..., 1] == grid.context).double()
         return found.flatten(0, 1).cpu()
 
     def get_scalars(self) -> dict[str, Any]:

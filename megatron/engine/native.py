@@ -99,8 +99,8 @@ class NativeEngine(EngineBase):
 
     def _get_local_tensor(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a parameter or gradient of the model. Both share memory."""
-        # With several data-parallel ranks, FSDP2 has replaced each parameter by a DTensor.
-        if self._mesh.grid.data == 1:
+        # With several ranks that share the weights, FSDP2 has replaced each parameter by a DTensor.
+        if self._mesh.grid.weight_ranks == 1:
             return tensor
         with torch.no_grad():
             return cast("DTensor", tensor).to_local()
@@ -114,7 +114,7 @@ class NativeEngine(EngineBase):
         result. For a parameter in pieces, it is the offset in the tensor-parallel shard.
         """
         offset = self._compute_tensor_offset(spec, tp_local_shape)
-        if self._mesh.grid.data > 1:
+        if self._mesh.grid.weight_ranks > 1:
             offset[0] += shard_offset(
                 tp_local_shape[0], self._mesh.sharding.rank, self._mesh.sharding.size
             )
@@ -297,7 +297,7 @@ class NativeEngine(EngineBase):
 
         The loss is zero on ranks without the last stage. Tensor-parallel ranks have the same loss.
         """
-        return loss.double() / (self._mesh.grid.data * self._mesh.grid.tensor)
+        return loss.double() / (self._mesh.grid.weight_ranks * self._mesh.grid.tensor)
 
     def _is_counted(self, master: MasterParameter) -> bool:
         """Return whether this rank counts the parameter in sums and stores it in checkpoints.
@@ -324,7 +324,7 @@ class NativeEngine(EngineBase):
 
         FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy.
         """
-        if self._mesh.grid.data == 1 and self._dtype != torch.float32:
+        if self._mesh.grid.weight_ranks == 1 and self._dtype != torch.float32:
             foreach_copy_(
                 [m.model.data for m in self._masters], [m.weight.data for m in self._masters]
             )
@@ -389,6 +389,7 @@ class NativeEngine(EngineBase):
     def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_choices`."""
         sharding = self._mesh.sharding
+        rank = "data x context rank" if self._mesh.grid.context > 1 else "data-parallel rank"
         if sharding.size * sharding.copies == 1:
             shown = "none", "one data-parallel rank"
         else:
@@ -399,7 +400,7 @@ class NativeEngine(EngineBase):
             shown = (
                 f"{name}, ZeRO {self._plan.config.parallel.zero_stage} (FSDP2)",
                 f"{format_count(sharding.copies, 'copy', 'copies')} of the model, each on "
-                f"{format_count(sharding.size, 'data-parallel rank')}",
+                f"{format_count(sharding.size, rank)}",
             )
         pipelined = "torch.distributed.pipelining"
         return [

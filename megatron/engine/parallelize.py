@@ -53,12 +53,13 @@ def build_stages(
         plan.config.batch.seed,
         mesh.device,
         data_rank=mesh.coordinate.data,
-        tensor_rank=mesh.coordinate.tensor,
+        tensor_parallel=mesh.tensor_parallel,
+        context_parallel=mesh.context_parallel,
     )
     dtype = execution.dtype or torch.float32
     # FSDP2 shards parameters that have no memory yet. A rank therefore never needs the memory of a
     # complete stage. Without FSDP2, a rank needs that memory in any case.
-    sharding = use_fsdp and mesh.grid.data > 1
+    sharding = use_fsdp and mesh.grid.weight_ranks > 1
     device = mesh.device
     if sharding:
         device = torch.device("meta")
@@ -68,7 +69,13 @@ def build_stages(
         #    construction. The layers also contain the collectives of the tensor group.
         with device:
             model = GPT(
-                plan.shape, mesh.tensor_parallel, streams, layers, execution, plan.config.loss
+                plan.shape,
+                mesh.tensor_parallel,
+                streams,
+                layers,
+                execution,
+                plan.config.loss,
+                mesh.context_parallel,
             )
         # FSDP2 and `to` replace the parameters by new ones without the attribute `spec`. So the
         # attribute is read before both.

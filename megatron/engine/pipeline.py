@@ -118,9 +118,12 @@ class PipelineRunner:
     def _wrap_for_torch(self, stage: "_StageModule", shape: Sequence[int]) -> "_Stage":
         """Return torch's stage for microbatches of the shape [b, s].
 
-        Stages send [s, b, h] to each other, and [s/t, b, h] with sequence parallelism.
+        Stages send [s, b, h] to each other, and [s/t, b, h] with sequence parallelism. With context
+        parallelism, read s/c for s.
         """
         batch, length = shape
+        # The microbatch has complete samples.
+        length //= self._mesh.grid.context
         tp = self._mesh.tensor_parallel
         sent = (
             length // tp.size if tp.sequence_parallel else length,

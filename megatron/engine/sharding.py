@@ -218,11 +218,13 @@ class ShardedModel:
         self.model.to_empty(device=device)
         tp = self.model.tp
         hidden_size = self.model.shape.config.hidden_size
-        # The shortest sequence that sequence parallelism can divide. The weights are undefined at
-        # this point, so the result has no meaning.
-        tokens = torch.zeros((1, tp.size), dtype=torch.long, device=device)
+        # A short sequence that sequence and context parallelism can divide. The weights are
+        # undefined at this point, so the result has no meaning.
+        context = self.model.context.size
+        local = tp.size if context == 1 else 2 * tp.size
+        tokens = torch.zeros((1, local * context), dtype=torch.long, device=device)
         stream = torch.zeros(
-            (1 if tp.sequence_parallel else tp.size, 1, hidden_size),
+            (local // tp.size if tp.sequence_parallel else local, 1, hidden_size),
             dtype=self._compute_dtype,
             device=device,
         )

@@ -10,17 +10,14 @@ the query heads of one group, and keys and values are replicated (`SharedGroupsL
 attention is the case n/g = 1 of grouped-query attention (https://arxiv.org/abs/2305.13245).
 """
 
-from itertools import pairwise
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.model.attention_core import attend, attend_by_document, attend_in_context
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.attention_logits import find_largest_attention_logit
 from megatron.model.dropout import Dropout
-from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
 from megatron.model.norm import build_query_key_norm
 from megatron.model.packed_attention import attend_packed
@@ -126,7 +123,12 @@ class SelfAttention(nn.Module):
         """
         query, key, _ = self._project(x, positions)
         return find_largest_attention_logit(
-            query, key, self._select_bias(positions), positions.documents
+            query,
+            key,
+            self._select_bias(positions),
+            positions.documents,
+            self.window,
+            positions.context,
         )
 
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +159,10 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _select_bias(self, positions: Positions) -> Tensor | None:
-        """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None."""
+        """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None.
+
+        With context parallelism it is [1, 1 or heads, queries, keys]. See `Positions.bias`.
+        """
         if self.window is not None:
             return positions.window_bias
         return positions.bias
@@ -172,63 +177,37 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Compute causal attention of queries [b, n/t, s, d] on keys and values [b, g/t, s, d].
 
+        With context parallelism, read s/c for s.
+
         Returns:
             The context, [b, n/t, s, d].
         """
         # The kernel draws the dropout mask itself, so the generator is seeded just before the call.
         p = self.dropout.seed(dropout_key)
+        bias = self._select_bias(positions)
+        # This function runs again in a recomputation, which must use the same kernel.
+        kernels = use_attention_kernels(self.kernels)
+        # Generation and packed documents have complete sequences.
+        if positions.context.size > 1:
+            with kernels:
+                return attend_in_context(
+                    query,
+                    key,
+                    value,
+                    bias,
+                    positions.documents,
+                    self.window,
+                    p,
+                    positions.context,
+                )
         if positions.packed is not None:
             assert p == 0, "the kernel has no dropout"
             return attend_packed(query, key, value, positions.packed, self.window)
-        bias = self._select_bias(positions)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
             if query.shape[2] < key.shape[2]:
                 return attend_with_new_token(query, key, value, bias)
-        # This function runs again in a recomputation, which must use the same kernel.
-        with use_attention_kernels(self.kernels):
+        with kernels:
             if positions.documents is not None:
-                return _attend_by_document(query, key, value, bias, positions.documents, p)
-            return _attend(query, key, value, bias, p)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
-) -> Tensor:
-    """Call PyTorch's attention. It chooses between flash and other kernels."""
-    # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=bias,
-        dropout_p=dropout_p,
-        is_causal=bias is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def _attend_by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    documents: Documents,
-    dropout_p: float,
-) -> Tensor:
-    """Compute attention within each document separately.
-
-    No [s, s] mask of document boundaries is made, and shorter documents cost less. A bias depends
-    on distances only, so its upper left corner is the bias of a shorter document.
-    """
-    samples = []
-    for sample, bounds in enumerate(documents):
-        parts = []
-        for start, stop in pairwise(bounds):
-            q, k, v = (t[sample : sample + 1, :, start:stop] for t in (query, key, value))
-            length = stop - start
-            parts.append(
-                _attend(q, k, v, None if bias is None else bias[:, :, :length, :length], dropout_p)
-            )
-        samples.append(torch.cat(parts, dim=2))
-    return torch.cat(samples)
+                return attend_by_document(query, key, value, bias, positions.documents, p)
+            return attend(query, key, value, bias, p)

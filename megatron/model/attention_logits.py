@@ -7,17 +7,24 @@ b: micro-batch, s: sequence, g: query groups, n: heads, d: head width, t: tensor
 """
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from megatron.model.attention_core import list_pieces, share_sequence
 from megatron.model.inputs import Documents
 from megatron.model.loss import split_rows
+from megatron.parallel.context import Keys
+from megatron.parallel.mesh import ContextParallel
 
 
 def find_largest_attention_logit(
-    query: Tensor, key: Tensor, bias: Tensor | None, documents: Documents | None
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    documents: Documents | None,
+    window: int | None = None,
+    context: ContextParallel | None = None,
 ) -> Tensor:
     """Return the largest |q k| / sqrt(d) over all pairs that attention does not mask.
 
@@ -30,47 +37,53 @@ def find_largest_attention_logit(
             sees no later key.
         documents: Bounds of the documents of each sample. Pairs of different documents are masked.
             None means that each sample is one document.
+        window: Keys up to a query's position that it reads. None: all of them.
+        context: The ranks that share the sequence. With several, read s/c for s above. Default:
+            this rank has all of it.
 
     Returns:
         A scalar in fp32. It is nan if a logit is.
     """
-    samples, _, length, _ = query.shape
+    # No value is read.
+    parts: tuple[Keys, ...] = (Keys(range(query.shape[2]), 0, key, key),)
+    if context is not None and context.size > 1:
+        query, parts = share_sequence(query, key, key, window, context)
     largest = torch.zeros((), dtype=torch.float32, device=query.device)
-    for sample, bounds in enumerate(documents or ((0, length),) * samples):
-        for start, stop in pairwise(bounds):
-            # A bias depends only on the distance of two tokens. Its upper left corner therefore
-            # applies to a document at any position.
-            found = _search_document(query[sample, :, start:stop], key[sample, :, start:stop], bias)
-            largest = torch.maximum(largest, found)
+    for _, _, pieces in list_pieces(query, parts, documents, window):
+        for piece in pieces:
+            own_bias = piece.select_bias(bias)
+            for queries, keys in zip(piece.query, piece.key, strict=True):
+                largest = torch.maximum(largest, _search_piece(queries, keys, own_bias))
     return largest
 
 
-def _search_document(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the largest logit of one document.
+def _search_piece(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the largest logit of the last queries of one document.
 
     The logits are computed for some queries at a time, so memory does not grow with the square of
     the length. They are computed in fp32, because large ones exceed the range of fp16.
 
     Args:
-        query: [n/t, l, d] of a document with l tokens.
-        key: [g/t, l, d].
-        bias: See `find_largest_attention_logit`.
+        query: [n/t, queries, d].
+        key: [g/t, keys, d]. The last query sees the last of them.
+        bias: [1, 1 or n/t, queries, keys]. See `find_largest_attention_logit`.
     """
     heads, length, width = query.shape
-    groups = key.shape[0]
+    groups, keys, _ = key.shape
     query = query.float() / math.sqrt(width)
     key = key.float().transpose(1, 2)
     largest = torch.zeros((), dtype=torch.float32, device=query.device)
-    for part in split_rows(length, heads * length, on_gpu=query.is_cuda):
+    for part in split_rows(length, heads * keys, on_gpu=query.is_cuda):
         # The heads of a group are neighbours, so they form one matrix that is multiplied with the
         # key of the group.
         rows = query[:, part].reshape(groups, -1, width)
         # Keys after the last of these queries are masked for all of them.
-        logits = torch.bmm(rows, key[:, :, : part.stop]).view(heads, -1, part.stop)
+        seen = part.stop + keys - length
+        logits = torch.bmm(rows, key[:, :, :seen]).view(heads, -1, seen)
         if bias is None:
             masked = torch.ones(logits.shape[1:], dtype=torch.bool, device=query.device)
-            masked = masked.triu(1 + part.start)
+            masked = masked.triu(1 + part.start + keys - length)
         else:
-            masked = bias[0, :, part, : part.stop] == -math.inf
+            masked = bias[0, :, part, :seen] == -math.inf
         largest = torch.maximum(largest, logits.abs_().masked_fill_(masked, 0.0).amax())
     return largest

@@ -96,7 +96,10 @@ class Block(nn.Module):
         self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=dynamic)
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
-        """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
+        """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h].
+
+        With context parallelism, read s/c for s.
+        """
         if self.recomputation is not None and torch.is_grad_enabled():
             return self.recomputation(self._compute, x, positions, dropout_key)
         return self._compute(x, positions, dropout_key)
@@ -118,12 +121,17 @@ class Block(nn.Module):
         equal. One seed before each half is therefore enough for a compiled graph.
         """
         self.attention.dropout.seed(dropout_key)
-        # The documents differ in every batch. Each batch would compile a new graph.
-        if positions.documents is None:
+        # The documents differ in every batch. Each batch would compile a new graph. The messages
+        # between context-parallel ranks are no part of a graph.
+        shared = positions.context.size > 1
+        if positions.documents is None and not shared:
             attend = self._first_half
         else:
             attend = Block._attend
         attended = attend(self, x, positions, dropout_key)
+        # A draw for all positions needs several seeds, which cannot be in a graph.
+        if shared and self.training and self.mlp_dropout.p:
+            return Block._feed_forward(self, x, attended, dropout_key)
         self.attention_dropout.seed(dropout_key)
         return self._second_half(self, x, attended, dropout_key)
 

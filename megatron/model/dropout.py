@@ -46,6 +46,10 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, dropout_key: DropoutKey) -> Tensor:
         """Return `x` with dropout applied, and `x` itself in evaluation."""
         p = self.seed(dropout_key)
+        if p and self._streams.shares_sequence:
+            return x * self._streams.draw_own_rows(
+                x, p, dropout_key, self._site, sharded=self._sharded
+            )
         if p:
             return F.dropout(x, p)
         return x

@@ -7,8 +7,9 @@ from megatron.model.dropout import Dropout
 from megatron.model.inputs import Inputs
 from megatron.model.norm import LayerNorm
 from megatron.model.shape import ModelShape
+from megatron.parallel.context import take_own
 from megatron.parallel.layers import Init, VocabParallelEmbedding, make_replicated_parameter
-from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.rng import RandomStreams
 
 
@@ -20,6 +21,7 @@ class Embedding(nn.Module):
         shape: ModelShape,
         tp: TensorParallel,
         streams: RandomStreams,
+        context: ContextParallel,
         *,
         fp32_residual: bool = False,
     ) -> None:
@@ -29,11 +31,13 @@ class Embedding(nn.Module):
             shape: Sizes of the model.
             tp: The tensor-parallel ranks.
             streams: The generators for dropout.
+            context: The context-parallel ranks.
             fp32_residual: Keep the residual stream in fp32.
         """
         super().__init__()
         config = shape.config
         self.tp = tp
+        self.context = context
         self.fp32_residual = fp32_residual
         self.word = VocabParallelEmbedding(
             shape.vocab_size, shape.padded_vocab_size, config.hidden_size, tp=tp, init=Init.NORMAL
@@ -52,7 +56,10 @@ class Embedding(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Map ids [b, s] to [s, b, h], or to [s/t, b, h] with sequence parallelism."""
+        """Map ids [b, s] to [s, b, h], or to [s/t, b, h] with sequence parallelism.
+
+        With context parallelism, read s/c for s.
+        """
         x = self.word(inputs.tokens.t())
         if self.norm is not None:
             x = self.norm(x)
@@ -67,7 +74,12 @@ class Embedding(nn.Module):
             else:
                 first = 0
             if inputs.position_ids is None:
-                x = x + self.position[first : first + local].unsqueeze(1)
+                # Without context parallelism, the slice below is all that is needed.
+                rows: Tensor = self.position
+                if self.context.size > 1:
+                    whole = inputs.tokens.shape[1] * self.context.size
+                    rows = take_own(rows[:whole], self.context, 0)
+                x = x + rows[first : first + local].unsqueeze(1)
             else:
                 x = x + F.embedding(inputs.position_ids.t()[first : first + local], self.position)
         return self.dropout(x, inputs.dropout_key)

@@ -28,8 +28,9 @@ from megatron.model.positions import Positions, PositionTables
 from megatron.model.shape import ModelShape
 from megatron.model.tally import Tally
 from megatron.parallel.collectives import enter_tensor_parallel
+from megatron.parallel.context import take_own
 from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
-from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.rng import RandomStreams
 
 EMBEDDING = "embedding."
@@ -97,6 +98,7 @@ class GPT(nn.Module):
         stage: Stage | None = None,
         execution: Execution | None = None,
         loss: LossConfig | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
         """Build the parts of one stage, uninitialised.
 
@@ -108,10 +110,12 @@ class GPT(nn.Module):
             execution: The precision of the blocks and of the residual stream. `parallelize.py` of
                 the engines applies recomputation and compilation.
             loss: What training adds to cross entropy, or leaves out of it. Default: nothing.
+            context: The ranks that share the sequence. Default: this rank has all of it.
         """
         super().__init__()
         self.shape = shape
         self.tp = tp
+        self.context = context = context or ContextParallel()
         self.stage = stage = stage or make_single_stage(shape)
         execution = execution or Execution()
         self._dtype = execution.dtype
@@ -119,13 +123,17 @@ class GPT(nn.Module):
         self._loss = loss or LossConfig()
         self.embedding: Embedding | None = None
         if stage.first:
-            self.embedding = Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual)
+            self.embedding = Embedding(
+                shape, tp, streams, context, fp32_residual=execution.fp32_residual
+            )
         # A dictionary, so that the names of parameters have the global number of the block.
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, tp, streams) for i in stage.layers})
         self.head: Head | None = None
         if stage.last:
             self.head = Head(shape, tp, stage)
-        self.position_tables = PositionTables(shape, tp, pack_documents=execution.pack_documents)
+        self.position_tables = PositionTables(
+            shape, tp, context, pack_documents=execution.pack_documents
+        )
         # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)
         first = tp.rank * rows
@@ -138,28 +146,42 @@ class GPT(nn.Module):
 
         Args:
             x: The residual stream before this stage, or None for the first stage.
-            inputs: The microbatch.
+            inputs: The microbatch, with all positions of its samples.
 
         Returns:
             The residual stream after this stage, [s, b, h], or [s/t, b, h] with sequence
-            parallelism. For the last stage it is the mean loss of the microbatch, a scalar in fp32.
+            parallelism. With context parallelism, read s/c for s. For the last stage it is the mean
+            loss of the microbatch, a scalar in fp32. The mean over the context-parallel ranks is
+            that of all positions.
         """
-        x = self.run_blocks(x, inputs)
+        # Data loading and counts do not depend on how many ranks share a sequence.
+        own = inputs.take_own(self.context)
+        x = self.run_blocks(x, own)
         if self.head is None:
             return x
-        assert inputs.labels is not None, "the loss needs labels"
+        assert own.labels is not None, "the loss needs labels"
+        # Which tokens count depends on all labels of a sample.
         mask = find_loss_mask(inputs, self._loss, training=self.training)
         hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
         if inputs.likelihoods is not None:
-            return self._fill_likelihoods(inputs.likelihoods, hidden, inputs)
+            return self._fill_likelihoods(inputs.likelihoods, hidden, own)
+        divisor = inputs.loss_divisor
+        if self.context.size > 1:
+            if mask is not None and divisor is None:
+                divisor = mask.sum().clamp(min=1.0)
+            # The counts are those of complete samples, and this rank has a share of them.
+            if divisor is not None:
+                divisor = divisor / self.context.size
+            if mask is not None:
+                mask = take_own(mask, self.context, 1)
         return cross_entropy(
             hidden,
             self._get_output_weight(),
-            inputs.labels.t(),
+            own.labels.t(),
             self._vocab,
             self.tp,
             None if mask is None else mask.t(),
-            divisor=inputs.loss_divisor,
+            divisor=divisor,
             # The validation loss stays comparable between runs.
             z_loss=self._loss.z_loss_coefficient if self.training else 0.0,
             tally=None if self.training else self.tally,
@@ -172,7 +194,7 @@ class GPT(nn.Module):
         """Fill the likelihood of each sample, and return the mean loss as `forward` does."""
         assert inputs.labels is not None, "likelihoods need labels"
         assert inputs.loss_mask is not None, "likelihoods need a mask"
-        likelihoods.log_likelihood, likelihoods.greedy = score_labels(
+        likelihoods.of_positions, likelihoods.greedy = score_labels(
             hidden,
             self._get_output_weight(),
             inputs.labels.t(),
@@ -180,6 +202,8 @@ class GPT(nn.Module):
             self._vocab,
             self.tp,
         )
+        # A sum over complete columns has a fixed order on every device, so it is repeatable.
+        likelihoods.log_likelihood = likelihoods.of_positions.sum(dim=0)
         return -likelihoods.log_likelihood.sum().float() / inputs.loss_mask.sum().clamp(min=1.0)
 
     def compute_logits(self, tokens: Tensor) -> Tensor:

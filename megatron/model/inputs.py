@@ -3,11 +3,13 @@
 b: micro-batch, s: sequence length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron.parallel.context import take_own
+from megatron.parallel.mesh import ContextParallel
 from megatron.parallel.rng import DropoutKey
 
 START = DropoutKey(0, 0)
@@ -30,6 +32,8 @@ class SampleLikelihoods:
     """float64[b], in nats. Sum over the positions that count."""
     greedy: Tensor | None = None
     """bool[b], whether each label that counts is the most likely token."""
+    of_positions: Tensor | None = None
+    """float64[s, b], the log-likelihood of each label, 0 where a position does not count."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,25 @@ class Inputs:
     loss_divisor: Tensor | None = None
     """What the sum of the losses is divided by, a scalar in fp32. None: the number of positions
     that count in this microbatch."""
+
+    def take_own(self, context: ContextParallel) -> "Inputs":
+        """Return the inputs with the positions of one context-parallel rank, [b, s/c].
+
+        The documents stay those of the complete samples.
+        """
+        if context.size == 1:
+            return self
+
+        def take(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else take_own(tensor, context, 1)
+
+        return replace(
+            self,
+            tokens=take_own(self.tokens, context, 1),
+            labels=take(self.labels),
+            loss_mask=take(self.loss_mask),
+            position_ids=take(self.position_ids),
+        )
 
     def to(self, device: torch.device) -> "Inputs":
         """Return the inputs with their tensors on `device`. The host does not wait for copies."""

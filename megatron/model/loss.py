@@ -150,9 +150,10 @@ def score_labels(
         tp: The tensor-parallel ranks.
 
     Returns:
-        The log-likelihood of the labels that count, in nats, float64[b]. And whether each of them
-        is the most likely token, bool[b]. Of equally likely tokens, the one with the smallest id is
-        the most likely. Both are the same on all tensor-parallel ranks.
+        The log-likelihood of each label in nats, float64[s, b], and 0 for those that do not count.
+        And whether each label of a sample that counts is the most likely token, bool[b]. Of equally
+        likely tokens, the one with the smallest id is the most likely. Both are the same on all
+        tensor-parallel ranks.
     """
     length, samples = labels.shape
     # A continuation has few tokens, so most positions need no logits.
@@ -175,9 +176,8 @@ def score_labels(
         assert most_likely is not None, "it was given"
         misses[counted[part]] = most_likely == 0
         log_likelihoods[counted[part]] = (target - highest - total.log()).double()
-    # A sum over complete columns has a fixed order on every device, so it is repeatable.
     return (
-        log_likelihoods.view(length, samples).sum(dim=0),
+        log_likelihoods.view(length, samples),
         ~misses.view(length, samples).any(dim=0),
     )
 

@@ -6,7 +6,7 @@ the dtype changes.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, assert_never
 
@@ -18,7 +18,8 @@ from megatron.model.inputs import Documents, Inputs
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.packed_attention import PackedDocuments, pack_documents
 from megatron.model.shape import ModelShape
-from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.context import take_own
+from megatron.parallel.mesh import ContextParallel, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,12 @@ class Positions:
     sin: Tensor | None = None
     """Same shape as `cos`."""
     bias: Tensor | None = None
-    """[1, heads/t, s, s], ALiBi including the causal mask, in the activations' dtype."""
+    """[1, heads/t, s, s], ALiBi including the causal mask, in the activations' dtype.
+
+    If context-parallel ranks gather keys, it is for the last part of the sequence, [1, heads/t,
+    s/2c, s]. It depends on distances only, so a part reads its lower right corner. If they exchange
+    heads, it is for this rank's heads, [1, heads/tc, s, s].
+    """
     window_bias: Tensor | None = None
     """[1, 1 or heads/t, s, s], the bias of the layers with a sliding window. If the sequence fits
     into the window, it is the same as `bias`."""
@@ -43,6 +49,8 @@ class Positions:
     """If given, one call computes the attention of all `documents`."""
     cache: KeyValueCache | None = None
     """If given, keys and values are stored in it. It is for text generation only."""
+    context: ContextParallel = field(default_factory=ContextParallel)
+    """The ranks that share the sequence. `cos` and `sin` are for this rank's s/c positions."""
 
 
 def make_rotary_table(
@@ -217,9 +225,14 @@ def compute_alibi_slopes(heads: int) -> list[float]:
 
 
 def make_alibi_bias(
-    heads: range, total_heads: int, seq_length: int, device: torch.device, dtype: torch.dtype
+    heads: range,
+    total_heads: int,
+    seq_length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    queries: int | None = None,
 ) -> Tensor:
-    """Return slope x (j - i) for key j <= query i and -inf for later keys, [1, heads, s, s].
+    """Return slope x (j - i) for key j <= query i and -inf for later keys, [1, heads, queries, s].
 
     Args:
         heads: Numbers of this rank's heads.
@@ -227,43 +240,58 @@ def make_alibi_bias(
         seq_length: s.
         device: Device of the result.
         dtype: Dtype of the result.
+        queries: How many of the last positions have a row. Default: all s.
     """
     slopes = torch.tensor(
         [compute_alibi_slopes(total_heads)[i] for i in heads], device=device, dtype=torch.float32
     )
     # Computed in fp32 and rounded once at the end, because bf16 rounds distances above 256.
     positions = torch.arange(seq_length, device=device, dtype=torch.float32)
-    distance = positions.view(1, -1) - positions.view(-1, 1)
+    distance = positions.view(1, -1) - positions[-(queries or seq_length) :].view(-1, 1)
     distance.masked_fill_(distance > 0, float("-inf"))
     return (slopes.view(-1, 1, 1) * distance).unsqueeze_(0).to(dtype)
 
 
 def make_window_bias(
-    window: int, seq_length: int, device: torch.device, dtype: torch.dtype
+    window: int,
+    seq_length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    queries: int | None = None,
 ) -> Tensor:
-    """Return 0 for the `window` keys up to a query's position and -inf elsewhere, [1, 1, s, s]."""
+    """Return 0 for the `window` keys up to a query's position and -inf elsewhere.
+
+    The shape is [1, 1, queries, s], for the last `queries` of s positions. Default: all s.
+    """
     positions = torch.arange(seq_length, device=device)
-    distance = positions.view(-1, 1) - positions.view(1, -1)
+    distance = positions[-(queries or seq_length) :].view(-1, 1) - positions.view(1, -1)
     outside = (distance < 0) | (distance >= window)
-    bias = torch.zeros((seq_length, seq_length), device=device, dtype=dtype)
-    return bias.masked_fill_(outside, float("-inf")).view(1, 1, seq_length, seq_length)
+    bias = torch.zeros(distance.shape, device=device, dtype=dtype)
+    return bias.masked_fill_(outside, float("-inf"))[None, None]
 
 
 class PositionTables:
     """Builder of `Positions`. It keeps the last tables, which all steps and blocks share."""
 
     def __init__(
-        self, shape: ModelShape, tp: TensorParallel, *, pack_documents: bool = False
+        self,
+        shape: ModelShape,
+        tp: TensorParallel,
+        context: ContextParallel,
+        *,
+        pack_documents: bool = False,
     ) -> None:
         """Start without tables. They are built at the first use.
 
         Args:
             shape: Sizes of the model.
             tp: The tensor-parallel ranks.
+            context: The context-parallel ranks.
             pack_documents: Whether one call computes the attention of all documents.
         """
         self._shape = shape
         self._tp = tp
+        self._context = context
         self._pack_documents = pack_documents
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._positions = Positions()
@@ -272,10 +300,10 @@ class PositionTables:
         """Return the positions of a microbatch.
 
         Args:
-            inputs: The microbatch.
+            inputs: The microbatch, [b, s/c] of it.
             dtype: Dtype of the activations.
         """
-        key = (inputs.tokens.shape[1], inputs.tokens.device, dtype)
+        key = (inputs.tokens.shape[1] * self._context.size, inputs.tokens.device, dtype)
         # During curriculum learning the length changes, and evaluation uses the full length. Only
         # one set of tables is kept, because ALiBi's bias grows with the square of the length.
         if key != self._key:
@@ -292,6 +320,11 @@ class PositionTables:
                 table.flatten(1)[rows][:, :, None, None] for table in (positions.cos, positions.sin)
             )
             positions = replace(positions, cos=cos, sin=sin)
+        elif positions.cos is not None and positions.sin is not None:
+            cos, sin = (
+                take_own(table, self._context, 0) for table in (positions.cos, positions.sin)
+            )
+            positions = replace(positions, cos=cos, sin=sin)
         if inputs.documents is None:
             return positions
         packed = None
@@ -302,6 +335,11 @@ class PositionTables:
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         """Build the tables of the configured kind of positions."""
         config = self._shape.config
+        context = self._context
+        # A table has a row for each query of the longest product.
+        queries = seq_length
+        if context.size > 1 and not context.exchange_heads:
+            queries = seq_length // (2 * context.size)
         match config.position_embedding_type:
             case "absolute":
                 # The embedding has the table.
@@ -313,13 +351,21 @@ class PositionTables:
                 n = config.num_attention_heads
                 local = n // self._tp.size
                 heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
-                positions = Positions(bias=make_alibi_bias(heads, n, seq_length, device, dtype))
+                if context.exchange_heads:
+                    share = local // context.size
+                    heads = heads[context.rank * share : (context.rank + 1) * share]
+                positions = Positions(
+                    bias=make_alibi_bias(heads, n, seq_length, device, dtype, queries)
+                )
             case _:
                 assert_never(config.position_embedding_type)
+        positions = replace(positions, context=context)
         window = config.sliding_window
         if window is None or window >= seq_length:
             return replace(positions, window_bias=positions.bias)
-        window_bias = make_window_bias(window, seq_length, device, dtype)
+        # No query of a part reads more keys.
+        keys = min(seq_length, queries + window - 1)
+        window_bias = make_window_bias(window, keys, device, dtype, queries)
         if positions.bias is not None:
-            window_bias = window_bias + positions.bias
+            window_bias = window_bias + positions.bias[..., -keys:]
         return replace(positions, window_bias=window_bias)

@@ -12,6 +12,8 @@ ranks are from https://arxiv.org/abs/2205.05198, section 4.2.2.
 Activations are [s, b, h], and [s/t, b, h] with sequence parallelism. The invariant: with one rank
 each function is the identity and has no cost.
 
+`gather_sequence` also gathers the keys of the context-parallel ranks (`context.py`).
+
 In a compiled graph the same pairs are torch's functional collectives, because the compiler can
 trace them. `comm_timer` does not run there.
 """
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.mesh import CommTimer, TensorParallel
+from megatron.parallel.mesh import CommTimer, ParallelGroup, TensorParallel
 from megatron.parallel.torch_private import (
     all_gather_in_graph,
     all_reduce_in_graph,
@@ -37,13 +39,13 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _group(tp: TensorParallel) -> dist.ProcessGroup:
+def _group(tp: ParallelGroup) -> dist.ProcessGroup:
     assert tp.group is not None, "one rank has no group, and needs no collective"
     return tp.group
 
 
 def all_reduce(
-    x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    x: Tensor, tp: ParallelGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduce `x` in place over the tensor-parallel ranks, and return it. Not differentiable."""
     if tp.size > 1:
@@ -52,7 +54,7 @@ def all_reduce(
     return x
 
 
-def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
+def all_gather(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension: [n, ...] -> [n t, ...].
 
     Not differentiable.
@@ -67,7 +69,7 @@ def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     return out
 
 
-def _sum(x: Tensor, tp: TensorParallel) -> Tensor:
+def _sum(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Return the ranks' sum as a new tensor.
 
     An all-reduce in place would change `x`, which another branch of the graph may use.
@@ -77,7 +79,7 @@ def _sum(x: Tensor, tp: TensorParallel) -> Tensor:
     return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
 
-def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
+def _reduce_scatter(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Return this rank's part of the ranks' sum: [n, ...] -> [n/t, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
@@ -108,12 +110,12 @@ class PendingTensor:
         return self.tensor
 
 
-def begin_all_reduce(x: Tensor, tp: TensorParallel) -> PendingTensor:
+def begin_all_reduce(x: Tensor, tp: ParallelGroup) -> PendingTensor:
     """Start to add up `x` in place over the tensor-parallel ranks. Not differentiable."""
     return PendingTensor(x, dist.all_reduce(x, group=_group(tp), async_op=True), tp.comm_timer)
 
 
-def begin_all_gather(x: Tensor, tp: TensorParallel) -> PendingTensor:
+def begin_all_gather(x: Tensor, tp: ParallelGroup) -> PendingTensor:
     """Start to concatenate the ranks' tensors: [n, ...] -> [n t, ...]. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
@@ -121,7 +123,7 @@ def begin_all_gather(x: Tensor, tp: TensorParallel) -> PendingTensor:
     return PendingTensor(out, work, tp.comm_timer)
 
 
-def begin_reduce_scatter(x: Tensor, tp: TensorParallel) -> PendingTensor:
+def begin_reduce_scatter(x: Tensor, tp: ParallelGroup) -> PendingTensor:
     """Start to compute this rank's part of the ranks' sum: [n, ...] -> [n/t, ...].
 
     Not differentiable.
@@ -139,7 +141,7 @@ class _Copy(torch.autograd.Function):
     """f: forward identity, backward all-reduce."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
         ctx.tp = tp
         # A view is a tensor of its own in the graph, without a copy of the data.
         return x.view_as(x)
@@ -153,7 +155,7 @@ class _Reduce(torch.autograd.Function):
     """g: forward all-reduce, backward identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
         return _sum(x, tp)
 
     @staticmethod
@@ -165,7 +167,7 @@ class _GatherSequence(torch.autograd.Function):
     """g with a sharded sequence: forward all-gather, backward reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
         ctx.tp = tp
         return all_gather(x, tp)
 
@@ -178,7 +180,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     """g-bar: forward reduce-scatter, backward all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
         ctx.tp = tp
         return _reduce_scatter(x, tp)
 
@@ -187,28 +189,28 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return all_gather(grads[0], ctx.tp), None
 
 
-def copy_to_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
+def copy_to_tensor_parallel(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Enter a tensor-parallel region with a replicated activation (f): [s, b, h] -> [s, b, h]."""
     if tp.size > 1:
         return _Copy.apply(x, tp)
     return x
 
 
-def reduce_from_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
+def reduce_from_tensor_parallel(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Leave a tensor-parallel region by adding up partial sums (g): [s, b, h] -> [s, b, h]."""
     if tp.size > 1:
         return _Reduce.apply(x, tp)
     return x
 
 
-def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+def gather_sequence(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Enter a tensor-parallel region with a sharded sequence (g): [s/t, b, h] -> [s, b, h]."""
     if tp.size > 1:
         return _GatherSequence.apply(x, tp)
     return x
 
 
-def reduce_scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+def reduce_scatter_sequence(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Leave a tensor-parallel region to a sharded sequence (g-bar): [s, b, h] -> [s/t, b, h]."""
     if tp.size > 1:
         return _ReduceScatterSequence.apply(x, tp)

@@ -28,18 +28,33 @@ CommTimer = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
-class TensorParallel:
-    """What a tensor-parallel layer must know of its group.
+class ParallelGroup:
+    """What a collective must know of its group.
 
-    These are the group's size, this rank's coordinate in it, and whether the sequence is sharded
-    over it. `comm_timer` is entered around each collective.
+    These are the group's size and this rank's coordinate in it. `comm_timer` is entered around each
+    collective.
     """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    sequence_parallel: bool = False
     comm_timer: CommTimer = nullcontext
+
+
+@dataclass
+class TensorParallel(ParallelGroup):
+    """What a tensor-parallel layer must know of its group."""
+
+    sequence_parallel: bool = False
+    """Whether the sequence is sharded over the group where activations are else replicated."""
+
+
+@dataclass
+class ContextParallel(ParallelGroup):
+    """The ranks that share the sequence of each sample. See `megatron/parallel/context.py`."""
+
+    exchange_heads: bool = False
+    """Whether attention exchanges heads for positions (`a2a`). Otherwise it gathers keys."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +90,10 @@ class Mesh:
     backend: str | None
     """nccl or gloo, or None in a world of one."""
     devices: DeviceMesh | None
-    """The mesh with the axes ("pp", "dp", "tp"), or None in a world of one."""
+    """The mesh with the axes ("pp", "dp", "tp"), or None in a world of one.
+
+    "dp" has data x context ranks, those that compute with the same weights.
+    """
     tensor_parallel: TensorParallel
     ends: dist.ProcessGroup | None
     """The first and the last pipeline rank at this rank's data and tensor coordinates.
@@ -95,6 +113,7 @@ class Mesh:
     """How the data-parallel ranks share the copies of the model."""
     progress: RankProgress = field(default_factory=RankProgress)
     """The phase of this rank, for the watchdog."""
+    context_parallel: ContextParallel = field(default_factory=ContextParallel)
 
     def build_stage_group(self) -> dist.ProcessGroup | None:
         """Return a new group of the ranks that share one copy of this rank's stages.
@@ -107,7 +126,7 @@ class Mesh:
             return None
         if size == self.grid.world_size:
             return dist.group.WORLD
-        # Tensor is the innermost axis and data the next one, so the members are neighbours.
+        # Tensor is the innermost axis, then context and data, so the members are neighbours.
         members_of_groups = torch.arange(self.grid.world_size).view(-1, size).tolist()
         group = _own_group(members_of_groups, self.rank, self.time_out)
         assert group is not None, "every rank is in the group of its stages"
@@ -138,6 +157,7 @@ def build_mesh(
     device: torch.device,
     *,
     sequence_parallel: bool = False,
+    exchange_heads: bool = False,
     shard_size: int | None = None,
     timeout_minutes: float = 10.0,
     hang_timeout: float | None = None,
@@ -152,8 +172,9 @@ def build_mesh(
         device: This rank's device.
         sequence_parallel: Whether activations are sharded along the sequence. It has no effect
             without tensor parallelism.
-        shard_size: Data-parallel ranks that share one copy of the model. It must divide their
-            number. Default: all of them.
+        exchange_heads: See `ContextParallel`.
+        shard_size: Ranks that share one copy of the model. It must divide the number of data x
+            context ranks. Default: all of them.
         timeout_minutes: The limit that the time-out of every group is derived from.
         hang_timeout: See `TimeLimit`.
         comm_timer: Entered around each collective, to time it.
@@ -176,7 +197,8 @@ def build_mesh(
     if world_size != grid.world_size:
         raise LayoutError(
             f"{world_size} ranks were started but the layout needs {grid.pipeline} (pipeline) x "
-            f"{grid.data} (data) x {grid.tensor} (tensor) = {grid.world_size}; start that many"
+            f"{grid.data} (data) x {grid.context} (context) x {grid.tensor} (tensor) = "
+            f"{grid.world_size}; start that many"
         )
     coordinate = grid.get_coordinate(rank)
     name = f"rank {rank} on {os.uname().nodename} ({coordinate})"
@@ -197,7 +219,7 @@ def build_mesh(
         )
     time_out = TimeLimit(timeout_minutes, hang_timeout).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
-    sharding = _build_data_sharding(grid, rank, devices, shard_size or grid.data, time_out)
+    sharding = _build_data_sharding(grid, rank, devices, shard_size or grid.weight_ranks, time_out)
     backend = dist.get_backend()
     # Creating a group is a collective. All ranks must create the same groups in the same order.
     if control is None:
@@ -210,9 +232,16 @@ def build_mesh(
         comm_timer=comm_timer,
     )
     ends = _build_ends_group(grid, rank, time_out)
+    context_parallel = ContextParallel(
+        size=grid.context,
+        rank=coordinate.context,
+        group=_build_context_group(grid, rank, time_out),
+        exchange_heads=exchange_heads,
+        comm_timer=comm_timer,
+    )
     pipeline = devices.get_group("pp")
     connect_ranks(
-        _name_groups(grid, devices, sharding, ends),
+        _name_groups(grid, devices, sharding, ends, context_parallel.group),
         pipeline,
         choose_message_device(pipeline, device),
         progress,
@@ -232,6 +261,7 @@ def build_mesh(
         time_out,
         sharding,
         progress,
+        context_parallel,
     )
 
 
@@ -240,6 +270,7 @@ def _name_groups(
     devices: DeviceMesh,
     sharding: DataSharding,
     ends: dist.ProcessGroup | None,
+    context: dist.ProcessGroup | None,
 ) -> dict[dist.ProcessGroup, str]:
     """Return what each group of a step is, in the order in which the ranks are connected.
 
@@ -250,7 +281,9 @@ def _name_groups(
     groups = {world: "world"}
     if grid.tensor > 1:
         groups[devices.get_group("tp")] = "tensor-parallel group"
-    if grid.data > 1:
+    if context is not None:
+        groups[context] = "context-parallel group"
+    if grid.weight_ranks > 1:
         assert sharding.mesh is not None, "several ranks have a mesh"
         groups[sharding.mesh.get_group()] = "data-parallel group"
     if sharding.replicas is not None:
@@ -269,7 +302,7 @@ def _make_device_mesh(
 
     `init_device_mesh` would make its groups with the backend's own time-out, so they are made here.
     """
-    ranks = torch.arange(grid.world_size).view(grid.pipeline, grid.data, grid.tensor)
+    ranks = torch.arange(grid.world_size).view(grid.pipeline, grid.weight_ranks, grid.tensor)
     groups: list[dist.ProcessGroup] = []
     for axis in range(ranks.dim()):
         # A group's ranks differ only in the coordinate along this axis.
@@ -286,10 +319,11 @@ def _make_device_mesh(
 def _build_data_sharding(
     grid: Grid, rank: int, devices: DeviceMesh, size: int, time_out: timedelta
 ) -> DataSharding:
-    """Return how the data-parallel ranks share the copies. See `build_mesh`."""
-    assert grid.data % size == 0, f"groups of {size} cannot divide {grid.data} data-parallel ranks"
-    copy, own = divmod(grid.get_coordinate(rank).data, size)
-    copies = grid.data // size
+    """Return how the data x context ranks share the copies. See `build_mesh`."""
+    ranks = grid.weight_ranks
+    assert ranks % size == 0, f"groups of {size} cannot divide {ranks} data x context ranks"
+    copy, own = divmod(rank // grid.tensor % ranks, size)
+    copies = ranks // size
     if copies == 1:
         return DataSharding(size, copies, own, copy, devices["dp"])
     axes = torch.arange(grid.world_size).view(grid.pipeline, copies, size, grid.tensor)
@@ -305,11 +339,21 @@ def _build_ends_group(grid: Grid, rank: int, time_out: timedelta) -> dist.Proces
     if grid.pipeline == 1:
         return None
     ends = (0, grid.pipeline - 1)
-    columns = [(data, tensor) for data in range(grid.data) for tensor in range(grid.tensor)]
-    members_of_groups = [
-        [grid.get_rank(GridCoordinate(end, *column)) for end in ends] for column in columns
-    ]
+    # Ranks in the same place of both stages.
+    ranks_of_stages = torch.arange(grid.world_size).view(grid.pipeline, -1)
+    members_of_groups = [column.tolist() for column in ranks_of_stages[list(ends)].t()]
     return _own_group(members_of_groups, rank, time_out)
+
+
+def _build_context_group(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGroup | None:
+    """Return the ranks that share the sequence of this rank's samples, None if it is alone."""
+    if grid.context == 1:
+        return None
+    if grid.context == grid.world_size:
+        return dist.group.WORLD
+    # Tensor-parallel ranks lie between the members.
+    axes = torch.arange(grid.world_size).view(-1, grid.context, grid.tensor)
+    return _own_group(axes.movedim(1, -1).flatten(0, -2).tolist(), rank, time_out)
 
 
 def _own_group(

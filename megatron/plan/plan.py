@@ -11,6 +11,7 @@ from megatron.config.tree import Config
 from megatron.data.planned_phase import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
+from megatron.parallel.grid import Grid
 from megatron.schedule.batch_size import BatchSizeSchedule
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
@@ -49,14 +50,30 @@ class Plan:
     warnings: tuple[str, ...]
     train_seconds: float | None = None
     shard_size: int = 1
-    """Data-parallel ranks that share one copy of the model. See `choose_shard_size`."""
+    """Data x context ranks that share one copy of the model. See `choose_shard_size`."""
     loss_mean_origin: str = "default"
     """Where --loss-mean came from. See `LoadedConfig.origin`."""
 
     @property
     def copies(self) -> int:
-        """Number of groups of data-parallel ranks that each hold a copy of the model."""
-        return self.data_parallel_size // self.shard_size
+        """Number of groups of data x context ranks that each hold a copy of the model."""
+        return self.weight_ranks // self.shard_size
+
+    @property
+    def grid(self) -> Grid:
+        """The sizes of the axes that the ranks are divided along."""
+        parallel = self.config.parallel
+        return Grid(
+            parallel.pipeline_model_parallel_size,
+            self.data_parallel_size,
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+        )
+
+    @property
+    def weight_ranks(self) -> int:
+        """Data x context ranks, which compute with the same weights."""
+        return self.data_parallel_size * self.config.parallel.context_parallel_size
 
     @property
     def zero_stage(self) -> int:

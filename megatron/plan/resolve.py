@@ -20,6 +20,7 @@ from megatron.plan.plan import Plan
 from megatron.plan.rules import (
     PlanReport,
     check_batch_sizes,
+    check_context_parallel,
     check_curriculum,
     check_grid,
     check_muon,
@@ -100,10 +101,11 @@ def resolve(
 
     grid_fits = check_grid(world_size, report)
     # At least 1, so that the numbers below exist even if the grid does not fit.
-    data_parallel_size = max(1, world_size // (tensor * pipeline))
-    shard_size = data_parallel_size
+    context = config.parallel.context_parallel_size
+    data_parallel_size = max(1, world_size // (tensor * pipeline * context))
+    shard_size = data_parallel_size * context
     if grid_fits:
-        shard_size = choose_shard_size(data_parallel_size, ranks_per_node, report)
+        shard_size = choose_shard_size(shard_size, ranks_per_node, report)
 
     # `attempt` notes a failure and returns the placeholder, so that the later rules still run. A
     # vocabulary size of 0 means that it could not be determined.
@@ -117,6 +119,7 @@ def resolve(
         padded = 0
     shape = ModelShape(config.model, tokens, padded)
     check_tensor_parallel(shape, report)
+    check_context_parallel(report)
     check_muon(shape, report)
     # If the model cannot be partitioned, one stage with all layers is the placeholder.
     uncut: tuple[Stage, ...] = (make_single_stage(shape),)

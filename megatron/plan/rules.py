@@ -85,6 +85,7 @@ COUNTS = (
     "batch.global_batch_size",
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
     "parallel.num_layers_per_virtual_pipeline_stage",
     "parallel.hsdp_shard_size",
     "tokenizer.vocab_size",
@@ -131,7 +132,7 @@ def format_alternatives(options: Sequence[object]) -> str:
 
 
 def check_grid(world_size: int, report: PlanReport) -> bool:
-    """Return whether tensor x pipeline parallel size divides the number of processes."""
+    """Return whether tensor x pipeline x context size divides the number of processes."""
     parallel = report.config.parallel
     tensor = parallel.tensor_model_parallel_size
     pipeline = parallel.pipeline_model_parallel_size
@@ -139,7 +140,10 @@ def check_grid(world_size: int, report: PlanReport) -> bool:
         f"{report.describe('parallel.tensor_model_parallel_size')} "
         f"x {report.describe('parallel.pipeline_model_parallel_size')}"
     )
-    replica = tensor * pipeline
+    context = parallel.context_parallel_size
+    if context > 1:
+        asked += f" x {report.describe('parallel.context_parallel_size')}"
+    replica = tensor * pipeline * context
     if world_size < 1 or world_size % replica:
         # The next smaller and the next larger number of processes that fit.
         fits = [n * replica for n in (world_size // replica, world_size // replica + 1) if n > 0]
@@ -156,10 +160,13 @@ def check_grid(world_size: int, report: PlanReport) -> bool:
 def choose_shard_size(data_parallel_size: int, ranks_per_node: int, report: PlanReport) -> int:
     """Return the number of data-parallel ranks that share one copy of the model.
 
+    Context-parallel ranks have the same weights and other tokens, so they count as data-parallel
+    ranks here.
+
     What the ZeRO stage shards is sharded over them. At stage 0 each rank has its own copy.
 
     Args:
-        data_parallel_size: Number of data-parallel ranks.
+        data_parallel_size: Number of data x context ranks.
         ranks_per_node: Ranks of a node.
         report: Receives an error if the ranks cannot be divided into such groups. Then all
             data-parallel ranks are returned.
@@ -255,6 +262,39 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
             f"{report.describe('parallel.tensor_model_parallel_size')} must "
             f"divide {report.describe('model.seq_length')}, which --sequence-parallel shards over "
             f"the tensor-parallel ranks; use a multiple of {tensor}, or no --sequence-parallel."
+        )
+
+
+def check_context_parallel(report: PlanReport) -> None:
+    """Check that context-parallel ranks get equal parts, and that all can be computed."""
+    parallel = report.config.parallel
+    model = report.config.model
+    context = parallel.context_parallel_size
+    asked = report.describe("parallel.context_parallel_size")
+    if context == 1:
+        return
+    # Padding would change how many tokens count, so other lengths are refused.
+    unit = parallel.length_unit
+    if model.seq_length % unit:
+        report.errors.append(
+            f"{asked} cuts the sequence into {2 * context} equal parts"
+            f"{' of whole tensor-parallel parts' if parallel.sequence_parallel else ''}, but "
+            f"{report.describe('model.seq_length')} is no multiple of {unit}; use "
+            f"{max(1, model.seq_length // unit) * unit}, or another size."
+        )
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    # Each rank computes complete heads.
+    if parallel.exchanges_heads and heads % context:
+        report.errors.append(
+            f"{report.describe('parallel.cp_comm_type')} gives each rank an equal share of the "
+            f"{heads} heads of a tensor-parallel rank, but {asked} does not divide them; use "
+            "--cp-comm-type allgather, which needs no number of heads."
+        )
+    # The kernel takes as many queries as keys.
+    if report.config.kernels.use_varlen_attention:
+        report.errors.append(
+            f"{asked} computes each document by a call of its own; leave out "
+            "--use-varlen-attention."
         )
 
 
@@ -387,19 +427,25 @@ def check_curriculum(
 
 
 def _check_cut_sequences(curriculum: Curriculum, ahead: range, report: PlanReport) -> None:
-    """Check that --sequence-parallel can divide each length that will be trained."""
-    tensor = report.config.parallel.tensor_model_parallel_size
-    if not report.config.parallel.sequence_parallel or tensor == 1:
+    """Check that the ranks that share a sequence can divide each length that will be trained."""
+    parallel = report.config.parallel
+    unit = parallel.length_unit
+    if unit == 1:
         return
     for iteration, length in curriculum.iterate_stages(ahead[0], ahead[-1]):
-        if length % tensor:
-            report.errors.append(
-                "--sequence-parallel with curriculum "
-                f"learning: {report.describe('parallel.tensor_model_parallel_size')} must divide "
-                f"every sequence length, but iteration {iteration} has {length}; make the lengths "
-                f"and their steps multiples of {tensor}."
-            )
-            return
+        if length % unit == 0:
+            continue
+        if parallel.context_parallel_size == 1:
+            cut = "--sequence-parallel"
+            needs = f"{report.describe('parallel.tensor_model_parallel_size')} must divide"
+        else:
+            cut = report.describe("parallel.context_parallel_size")
+            needs = f"{unit} must divide"
+        report.errors.append(
+            f"{cut} with curriculum learning: {needs} every sequence length, but iteration "
+            f"{iteration} has {length}; make the lengths and their steps multiples of {unit}."
+        )
+        return
 
 
 def _warn_of_curriculum_end(

@@ -151,8 +151,9 @@ def _sum_over_ranks(mesh: Mesh, tally: Tally, text_bytes: int) -> list[float]:
     # Tensor-parallel ranks have the same sums. Ranks without the last stage have none.
     if mesh.coordinate.tensor == 0:
         numbers[:3] = torch.stack([tally.nats, tally.correct, tally.positions]).cpu()
-    # All ranks of a pipeline read the same samples.
-    if mesh.coordinate.tensor == 0 and mesh.coordinate.pipeline == 0:
+    # All ranks of a pipeline and of a context-parallel group read the same samples.
+    coordinate = mesh.coordinate
+    if (coordinate.pipeline, coordinate.context, coordinate.tensor) == (0, 0, 0):
         numbers[3] = text_bytes
     if mesh.control is not None:
         dist.all_reduce(numbers, group=mesh.control)

@@ -271,3 +271,15 @@ def test_settings_without_effect_are_not_compared(
     saved = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4, **changes)
     asked = dataclasses.replace(saved, bias_gelu_fusion=False, norm_bias=False)
     assert [line.split()[0] for line in _compare_models(saved, asked)] == expected
+
+
+def test_a_new_run_may_scale_the_rotary_frequencies_of_its_weights() -> None:
+    saved = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
+    saved = dataclasses.replace(saved, position_embedding_type="rotary")
+    longer = dataclasses.replace(saved, rope_scaling="llama3", rotary_base=5e5, seq_length=16)
+    refused = [line.split()[0] for line in _compare_models(saved, longer)]
+    assert {"--rope-scaling", "--rotary-base"} <= set(refused)
+    assert not _compare_models(saved, longer, finetune=True)
+    deeper = dataclasses.replace(longer, num_layers=2)
+    (line,) = _compare_models(saved, deeper, finetune=True)
+    assert line.startswith("--num-layers")

@@ -35,6 +35,7 @@ OTHER_ARITY = {
     "--profile-steps": "one text with two numbers",
     "--data-path": "one folder of fms-fsdp; one path or a mixture here",
     "--attention-backend": "one value in Megatron-LM; one or more here",
+    "--cp-comm-type": "one value, or one for each layer in Megatron-LM",
     "--tracker": "one tracker of fms-fsdp; one or more here",
 }
 

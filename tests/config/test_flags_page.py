@@ -60,7 +60,6 @@ ABSENT = {
     "muP": r"\.mup",
     "multi-latent": r"latent",
     "multi-token": r"mtp|multi_token",
-    "context parallelism": r"context_parallel",
     "not averaged": r"averag|\.ema",
     "speculat": r"speculat",
     "reinforcement": r"\.rl_|grpo",

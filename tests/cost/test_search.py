@@ -14,6 +14,7 @@ from megatron.extras.planner.cost.layout import SOFTWARE, TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
 from megatron.extras.planner.cost.search import (
     SearchSpace,
+    find_context_size,
     find_enough_devices,
     find_pareto_front,
     iterate_layouts,
@@ -166,3 +167,32 @@ def test_shares_that_recompute_the_same_layers_are_one_layout():
     # No layer, one layer and both.
     assert len(layouts) == 3
     assert {layout.recomputed_share for layout in layouts} == {Fraction(1), Fraction(2, 3)}
+
+
+def test_a_sequence_that_needs_several_ranks():
+    shape = make_gpt(4096, 8, 32, 1 << 20, 32000, num_query_groups=8)
+    space = SearchSpace(shape, 64, 64, load_hardware("h100"), TRAINER, tensor=1, pipeline=1)
+    assert not search_layouts(space).fitting
+    found = find_context_size(space)
+    assert found is not None
+    fitting = search_layouts(found).fitting
+    assert fitting
+    assert {each.job.layout.context for each in fitting} == {found.context}
+    # With fewer samples than ranks, no other layout divides the batch.
+    few = find_context_size(replace(space, batch_size=2))
+    assert few is not None
+    assert few.context == 32
+    # Half as many ranks are too few.
+    assert not search_layouts(replace(space, context=found.context // 2)).fitting
+    assert find_context_size(replace(space, shape=make_gpt(4096, 8, 32, 2048, 32000))) is None
+
+
+def test_memory_falls_with_the_ranks_of_a_sequence():
+    shape = make_gpt(4096, 8, 32, 1 << 17, 32000, num_query_groups=8)
+    kept = []
+    for size in (1, 2, 4, 8, 16):
+        layout = RankLayout(context=size, recompute="full")
+        job = StepJob(shape, layout, 8, TRAINER, load_hardware("h100"))
+        kept.append(StepPrediction(job).memory[0].activations)
+    for before, after in pairwise(kept):
+        assert after == pytest.approx(before / 2, rel=0.1)

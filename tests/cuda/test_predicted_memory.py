@@ -75,6 +75,16 @@ JOBS = {
     ),
     "grouped queries, sliding window": Job(f"{GROUPED} --bf16 --sliding-window 512"),
     "fp32, sharded, ALiBi": Job(ALIBI),
+    "shared sequences, grouped queries": Job(
+        f"{GROUPED} --bf16 --seq-length 16384 --context-parallel-size 4"
+    ),
+    "shared sequences, core recomputed": Job(
+        f"{GROUPED} --bf16 --seq-length 16384 --context-parallel-size 2 --recompute-attention-core"
+    ),
+    "shared sequences, exchanged heads": Job(
+        f"{LLAMA} --seq-length 16384 --context-parallel-size 4 --cp-comm-type a2a "
+        "--tensor-model-parallel-size 2 --sequence-parallel"
+    ),
     "kept operators, sequence parallelism": Job(
         f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8 "
         f"--micro-batch-size 4 {KEPT} matmul attention"

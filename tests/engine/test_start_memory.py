@@ -154,7 +154,7 @@ def count_70b(ranks: int, shard_size: int) -> tuple[int, int, int]:
     dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
     mesh = init_device_mesh("cpu", (ranks // shard_size, shard_size), mesh_dim_names=("c", "s"))
     execution = Execution.from_config(plan.config, dynamic_shapes=False)
-    streams = RandomStreams(1, torch.device("cpu"), data_rank=0, tensor_rank=0)
+    streams = RandomStreams(1, torch.device("cpu"), data_rank=0)
     with torch.device("meta"):
         model = GPT(
             plan.shape, TensorParallel(), streams, plan.stages[0], execution, plan.config.loss

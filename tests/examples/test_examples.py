@@ -84,3 +84,12 @@ def test_hackathon_prints_a_report(data: Path, tmp_path: Path) -> None:
     for measure in ("tokens/s", "perplexity", "bits per byte", "next-token accuracy"):
         assert measure in report
     assert (results / "log.txt").read_text().endswith(report)
+
+
+@pytest.mark.full
+def test_long_context_draws_both_models(data: Path, tmp_path: Path) -> None:
+    iterations = {"SHORT_ITERS": "25", "LONG_ITERS": "3"}
+    printed = run_example("long_context/run.sh", tmp_path, **give_data(data), **iterations)
+    assert "2 context x 1 data" in printed
+    assert "training is complete at iteration 3" in printed
+    assert (tmp_path / "loss_by_position.png").stat().st_size > 1000

@@ -276,3 +276,32 @@ def test_a_loss_that_is_too_large_has_an_infinite_perplexity() -> None:
     found = TextLoss(tokens=1, bytes=2, nats=1000.0)
     assert found.perplexity == math.inf
     assert found.bits_per_byte == pytest.approx(500 / math.log(2))
+
+
+def test_the_loss_at_each_position(run: Path, tmp_path: Path) -> None:
+    scorer = Scorer(StagedModel(load_model(open_checkpoint(run, 6))), 2)
+    tokens = torch.randint(0, 5000, (3 * 32 + 5,), generator=torch.Generator().manual_seed(1))
+    found = scorer.measure_positions(tokens.tolist(), 7, 32)
+    samples = [tokens[start : start + 32].tolist() for start in (0, 32, 64)]
+
+    def mean(length: int) -> float:
+        scores = scorer.score([([7], sample[:length]) for sample in samples])
+        return -sum(score.log_likelihood for score in scores) / 3
+
+    assert sum(found) == pytest.approx(mean(32), rel=1e-5)
+    assert found[20] == pytest.approx(mean(21) - mean(20), rel=1e-3)
+    with pytest.raises(ConfigError, match="has no sample of 32"):
+        scorer.measure_positions(tokens[:31].tolist(), 7, 32)
+
+
+def test_the_picture_of_two_runs(run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a long text with many words " * 30)
+    paths = ["--load", str(run), "--text-files", str(text), "--out", str(tmp_path / "out.json")]
+    picture = ["--by-position", str(tmp_path / "loss.png"), "--compare-with", f"{run}/"]
+    assert evaluate.main([*paths, *picture]) == 0
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    record = json.loads((tmp_path / "out.json").read_text())["loss_by_position"]
+    assert record[str(run)] == record[f"{run}/"]
+    assert len(record[str(run)]) == 32
+    assert evaluate.main([*paths, "--compare-with", str(run)]) == 2

@@ -76,6 +76,11 @@ def _list_unsupported_layouts(plan: Plan) -> list[str]:
             f"{' with '.join(asked)}: DeepSpeed shards over all data-parallel ranks here; "
             f"{' and '.join(fixes)}, or remove --deepspeed"
         )
+    if parallel.context_parallel_size > 1:
+        problems.append(
+            f"--context-parallel-size {parallel.context_parallel_size}: DeepSpeed averages "
+            "gradients over data-parallel ranks, each with samples of its own; remove --deepspeed"
+        )
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(
             "--num-layers-per-virtual-pipeline-stage "

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal, cast
 
+from megatron.config.parallel import EXCHANGES_HEADS
 from megatron.config.tree import Config
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware
 from megatron.extras.planner.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
@@ -72,6 +73,8 @@ def describe_layout(plan: Plan) -> RankLayout:
         tensor=max(1, parallel.tensor_model_parallel_size),
         pipeline=plan.pipeline_size,
         data=plan.data_parallel_size,
+        context=plan.weight_ranks // plan.data_parallel_size,
+        exchange_heads=parallel.exchanges_heads,
         micro_batch=max(1, plan.config.batch.micro_batch_size),
         virtual=plan.stages_per_rank,
         recompute=recompute,
@@ -152,6 +155,9 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         plan.world_size,
         hardware,
         describe_software(plan, hardware),
+        # The caller tries larger sizes if nothing fits.
+        context=plan.config.parallel.context_parallel_size,
+        exchange_heads=EXCHANGES_HEADS[plan.config.parallel.cp_comm_type],
         # DeepSpeed has neither of them (`megatron/extras/deepspeed/support.py`).
         virtual=1 if deepspeed else None,
         hsdp=False if deepspeed else None,
@@ -220,6 +226,7 @@ def change_layout(config: Config, layout: RankLayout) -> Config:
             parallel,
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            context_parallel_size=layout.context,
             num_layers_per_virtual_pipeline_stage=per_virtual,
             pp_partition_method=method,
             sequence_parallel=layout.sequence_parallel,

@@ -151,8 +151,8 @@ def list_sample_lengths(plan: Plan) -> list[int]:
     # Compiled blocks would be compiled again for each length.
     if plan.config.kernels.use_torch_compile and plan.curriculum is None:
         return lengths
-    # With sequence parallelism, each tensor-parallel rank has an equal part of a sample.
-    step = math.lcm(_ALIGNMENT, plan.config.parallel.tensor_model_parallel_size)
+    # With sequence or context parallelism, ranks have equal parts of a sample.
+    step = math.lcm(_ALIGNMENT, plan.config.parallel.length_unit)
     while lengths[-1] % (2 * step) == 0 and lengths[-1] // 2 >= _SHORTEST:
         lengths.append(lengths[-1] // 2)
     return lengths

@@ -120,21 +120,55 @@ class Scorer:
         nats = -sum(found.log_likelihood for found in self.score(windows))
         return TextLoss(len(tokens), len(text.encode()), nats)
 
+    def measure_positions(self, tokens: Sequence[int], first: int, length: int) -> list[float]:
+        """Return the mean loss at each position of samples, in nats.
+
+        The text is cut into samples of `length` tokens. No sample sees the text before it, so the
+        loss at a position shows what the model makes of that many tokens. The rest is left out.
+
+        Args:
+            tokens: The ids of the text.
+            first: Id before each sample, usually the end of a document.
+            length: Tokens of a sample.
+
+        Raises:
+            ConfigError: The text is shorter than a sample.
+        """
+        rows: list[Row] = [
+            ([first, *tokens[start : start + length]], length)
+            for start in range(0, len(tokens) - length + 1, length)
+        ]
+        if not rows:
+            raise ConfigError(
+                f"a text of {len(tokens)} tokens has no sample of {length}; give a longer text."
+            )
+        # On a rank without logits it stays 0, as in `score`.
+        total = torch.zeros(length, dtype=torch.float64, device=self._model.device)
+        for start in range(0, len(rows), self._batch_size):
+            found = self._compute_likelihoods(rows[start : start + self._batch_size], length)
+            if found.of_positions is not None:
+                total -= found.of_positions.sum(dim=1)
+        self._model.broadcast_result(total)
+        return (total / len(rows)).tolist()
+
     def _score_batch(self, batch: Sequence[Row]) -> Tensor | None:
         """Return log-likelihood and greediness of each row, [b, 2] in fp64.
 
         It is None on all pipeline ranks but the last.
         """
-        length = max(1, max(len(ids) for ids, _ in batch) - 1)
+        found = self._compute_likelihoods(batch, max(1, max(len(ids) for ids, _ in batch) - 1))
+        if found.log_likelihood is None:
+            return None
+        assert found.greedy is not None, "the last stage fills both"
+        return torch.stack([found.log_likelihood.double(), found.greedy.double()], 1)
+
+    def _compute_likelihoods(self, batch: Sequence[Row], length: int) -> SampleLikelihoods:
+        """Return the likelihoods of rows, which only the last stage fills."""
         found = SampleLikelihoods()
         inputs = replace(make_inputs(batch, length), likelihoods=found)
         with torch.no_grad():
-            output = self._model.forward(inputs.to(self._model.device))
-        if output is None:
-            return None
-        assert found.log_likelihood is not None, "the last stage fills it"
-        assert found.greedy is not None, "the last stage fills both"
-        return torch.stack([found.log_likelihood.double(), found.greedy.double()], 1)
+            self._model.forward(inputs.to(self._model.device))
+        return found
 
 
 def join_continuation(request: Continuation, context: int) -> Row:

@@ -47,7 +47,6 @@ from megatron.observe.log_line import (
 )
 from megatron.observe.startup import format_start_table
 from megatron.observe.timers import Timers
-from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.progress import LONG_FACTOR
@@ -85,15 +84,11 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         timers: They time the collectives.
     """
     parallel = plan.config.parallel
-    grid = Grid(
-        parallel.pipeline_model_parallel_size,
-        plan.data_parallel_size,
-        parallel.tensor_model_parallel_size,
-    )
     return build_mesh(
-        grid,
+        plan.grid,
         choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
+        exchange_heads=parallel.exchanges_heads,
         shard_size=plan.shard_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
         hang_timeout=parallel.hang_timeout,
@@ -281,7 +276,7 @@ def load_engine(
 
     def read() -> DamagedError | None:
         try:
-            checkpoint.load_into(shards, config.model)
+            checkpoint.load_into(shards, config.model, finetune=config.checkpoint.finetune)
         except DamagedError as damage:
             return damage
         return None

@@ -356,20 +356,32 @@ class LayerTimes:
             if self._layout.sequence_parallel:
                 backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
         if self._layout.context > 1:
-            # Keys and values of the complete sequence.
-            gathered = 2 * self._value * self._k * self._tokens * self._layout.context
             once = estimate_collective_seconds(
-                gathered,
+                self.count_context_bytes(),
                 self._layout.context,
                 self._hardware,
                 stride=self._layout.tensor,
             )
             forward += once
-            # Gathered again, and the gradients are reduced.
-            backward += 2 * once
+            # The gradients are reduced. Other trainers gather again. This one does so in a
+            # recomputation only.
+            backward += once
+            if not self._software.counts_tensors or self._layout.recompute == "selective":
+                backward += once
         # What overlaps costs nothing here. Its contention is part of the fitted shares.
         waiting = 1 - self._software.hidden_tensor
         return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
+
+    def count_context_bytes(self) -> float:
+        """Count the bytes of the messages of a layer's attention in one pass.
+
+        With c context-parallel ranks, a rank receives (c - 1) / c of them.
+        """
+        if self._layout.exchange_heads:
+            # Queries, keys and values, and the result on the way back.
+            return self._value * self._tokens * (2 * self._q + 2 * self._k)
+        # Keys and values of the complete sequence. A short window needs fewer, which is left out.
+        return 2 * self._value * self._k * self._tokens * self._layout.context
 
     def _estimate_entries(self) -> float:
         """Estimate what the messages at the entries add to the backward pass.

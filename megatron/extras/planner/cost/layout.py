@@ -12,7 +12,7 @@ class RankLayout:
     """How a model and its batch are divided over the ranks.
 
     Ranks are numbered as in the trainer: tensor-parallel ranks are neighbours, then come
-    data-parallel ranks, then pipeline ranks.
+    context-parallel, data-parallel and pipeline ranks.
     """
 
     tensor: int = 1
@@ -20,6 +20,8 @@ class RankLayout:
     data: int = 1
     context: int = 1
     """Ranks that share each sequence. Each of them gathers the keys and values of the others."""
+    exchange_heads: bool = False
+    """Whether context-parallel ranks exchange positions for heads instead (`a2a`)."""
     micro_batch: int = 1
     """Samples of a microbatch."""
     virtual: int = 1
@@ -32,7 +34,7 @@ class RankLayout:
     sequence_parallel: bool = False
     zero_stage: int = 1
     shard: int | None = None
-    """Data-parallel ranks that share a copy of the model. Default: all of them."""
+    """Data x context ranks that share a copy of the model. Default: all of them."""
     partition: str = "uniform"
     """The value of --pp-partition-method."""
     partition_inputs: bool = False
@@ -50,7 +52,7 @@ class RankLayout:
         """Ranks that share one copy of the model. Context-parallel ranks hold the same weights."""
         if self.zero_stage == 0:
             return 1
-        return (self.shard or self.data) * self.context
+        return self.shard or self.data * self.context
 
     @property
     def copies(self) -> int:
@@ -68,7 +70,7 @@ class RankLayout:
         """Return a short text, such as 'TP 4 PP 12 DP 8 micro-batch 2 full recomputation'."""
         parts = [f"TP {self.tensor} PP {self.pipeline} DP {self.data}"]
         if self.context > 1:
-            parts.append(f"CP {self.context}")
+            parts.append(f"CP {self.context}{' a2a' if self.exchange_heads else ''}")
         parts.append(f"micro-batch {self.micro_batch}")
         if self.virtual > 1:
             parts.append(f"{self.virtual} virtual stages")

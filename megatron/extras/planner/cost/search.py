@@ -36,6 +36,7 @@ class SearchSpace:
     tensor: int | None = None
     pipeline: int | None = None
     context: int = 1
+    exchange_heads: bool = False
     micro_batch: int | None = None
     virtual: int | None = None
     recompute: str | None = None
@@ -143,6 +144,7 @@ def _iterate_microbatches(
                 pipeline=pipeline,
                 data=data,
                 context=space.context,
+                exchange_heads=space.exchange_heads and space.context > 1,
                 micro_batch=micro,
                 virtual=virtual,
                 partition=partition,
@@ -157,7 +159,7 @@ def _iterate_microbatches(
 def _shards_sequence(space: SearchSpace, tensor: int) -> bool:
     """Return whether tensor-parallel ranks use sequence parallelism."""
     # Each rank needs the same number of tokens.
-    even = space.shape.config.seq_length % tensor == 0
+    even = space.shape.config.seq_length % (tensor * space.context) == 0
     return tensor > 1 and even and space.software.sequence_parallel
 
 
@@ -206,12 +208,8 @@ def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayo
             yield replace(base, zero_stage=stage)
         # Groups inside a node gather weights over the fast links.
         node = max(1, space.hardware.ranks_per_node // base.tensor)
-        if (
-            stage == 3
-            and space.hsdp is not False
-            and 1 < node < base.data
-            and base.data % node == 0
-        ):
+        ranks = base.data * base.context
+        if stage == 3 and space.hsdp is not False and 1 < node < ranks and ranks % node == 0:
             yield replace(base, zero_stage=stage, shard=node)
 
 
@@ -297,6 +295,26 @@ def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[Step
             groups.setdefault(_ignore_stages(each.job.layout), each)
         best = list(groups.values())[:count]
     return tuple(best)
+
+
+def find_context_size(space: SearchSpace) -> SearchSpace | None:
+    """Return the space with the smallest context-parallel size with which a layout fits.
+
+    The size of the space is doubled as often as needed. None if that does not help, or if it is
+    enough already.
+    """
+    # Larger microbatches need more memory, so they are left out.
+    smallest = replace(space, micro_batch=space.micro_batch or 1)
+    size = space.context
+    while space.shape.config.seq_length % (2 * size) == 0 and space.devices % size == 0:
+        tried = replace(smallest, context=size)
+        heads = space.shape.config.num_attention_heads
+        if not (space.exchange_heads and heads % size) and any(
+            each.verdict is Verdict.FITS for each in _predict_layouts(tried)
+        ):
+            return None if size == space.context else replace(space, context=size)
+        size *= 2
+    return None
 
 
 def find_enough_devices(space: SearchSpace) -> int | None:

@@ -312,6 +312,7 @@ def _estimate_stages(
     key = RankLayout(
         tensor=layout.tensor,
         context=layout.context,
+        exchange_heads=layout.exchange_heads,
         micro_batch=layout.micro_batch,
         recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel,

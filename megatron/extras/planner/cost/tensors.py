@@ -4,9 +4,9 @@
 `megatron.model`. Each formula here names what it counts, so that a change of a module has one place
 to follow. `tests/cuda/test_predicted_memory.py` compares the sums with steps on fake GPUs.
 
-Notation: T = s b tokens of a microbatch, h hidden size, f feed-forward size, a heads of width d, g
-query groups, q = a d and k = g d widths of queries and keys, v padded vocabulary, t tensor-parallel
-size. All results are bytes.
+Notation: T = s b / c tokens of a microbatch on one of c context-parallel ranks, h hidden size, f
+feed-forward size, a heads of width d, g query groups, q = a d and k = g d widths of queries and
+keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 """
 
 from collections.abc import Iterable
@@ -102,6 +102,8 @@ def measure_tensors(
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
         tensor=layout.tensor,
+        context=layout.context,
+        exchange_heads=layout.exchange_heads,
         micro_batch=layout.micro_batch,
         recompute="selective" if layout.recompute == "selective" else "none",
         sequence_parallel=layout.sequence_parallel,
@@ -177,7 +179,10 @@ class _Tensors:
         self._t = layout.tensor
         self._heads = config.num_attention_heads // layout.tensor
         self._samples = layout.micro_batch
-        self._tokens = config.seq_length * layout.micro_batch
+        # Tokens of this rank. Context-parallel ranks share the sequence.
+        self._context = layout.context
+        self._exchanges = layout.exchange_heads
+        self._tokens = config.seq_length * layout.micro_batch // layout.context
         self.holds = holds
         self.value = 2 if software.half else 4
         self.gradient_value = 4 if software.fused_gradients else self.value
@@ -221,6 +226,8 @@ class _Tensors:
     @cached_property
     def _projected(self) -> float:
         """Queries, keys and values, and the forms of them that the kernel reads."""
+        if self._context > 1 and not self._selective:
+            return self._shared
         copied = self._kernel == "none" and not self._selective
         if copied and self._config.qk_norm is None:
             # The core keeps copies of all three.
@@ -238,6 +245,32 @@ class _Tensors:
             size += self._q + self._k
         # Queries of several heads of a group are not in one piece, so they are copied.
         return size + (self._q if grouped else 0.0)
+
+    @property
+    def _received(self) -> float:
+        """The keys and values that a context-parallel rank has received, and keeps.
+
+        They are those of the first half of the sequence, and those of the late part. On the first
+        rank these are all. Ranks that exchange heads have queries, keys and values of their heads.
+        """
+        if self._exchanges:
+            return self._q + 2 * self._k
+        return 1.5 * 2 * self._k * self._context
+
+    @property
+    def _shared(self) -> float:
+        """What attention keeps of queries, keys and values if ranks share the sequence.
+
+        Messages have copies of them, so the projection itself is not kept.
+        """
+        # The kernel keeps views of what was received.
+        if self._exchanges:
+            return self._received
+        if self._shape.query_groups < self._config.num_attention_heads:
+            return self._q + self._received
+        # The queries are a view of what the rotation wrote, or of the projection.
+        others = 1 if self._config.position_embedding_type == "rotary" else 2
+        return self._q + others * self._k + self._received
 
     @cached_property
     def _core(self) -> float:
@@ -260,6 +293,9 @@ class _Tensors:
         """The attention's result as the kernel keeps it, and as the next product reads it."""
         # The memory-efficient kernel writes [b, s, n, d], and the product reads [s, b, n d]. The
         # flash kernel writes the order of the queries, which is the one that the product reads.
+        if self._context > 1 and not self._selective:
+            # The results of the parts, or of some heads, are joined to a new tensor.
+            return 2 * self._q
         if self._kernel == "efficient" and self._samples > 1 and not self._selective:
             return 2 * self._q
         return self._q
@@ -333,6 +369,11 @@ class _Tensors:
         config = self._config
         s = config.seq_length
         square = self.value * s * s
+        if self._context > 1 and not self._exchanges:
+            # The queries of one part, and all keys.
+            square = self.value * s * (s // (2 * self._context))
+        elif self._context > 1 and config.position_embedding_type == "alibi":
+            square //= self._context
         size = 0.0
         if config.position_embedding_type == "rotary":
             # Cosine and sine of half of the rotated channels, in fp32.
@@ -431,11 +472,16 @@ class _Tensors:
         again = 0.0
         if self._selective:
             again = self._q
+            if self._context > 1:
+                again = 2 * self._q + self._received
             yield self._core + again, 0.0
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
             both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
             yield both, both
+        if self._context > 1:
+            # Gradients of what was received, before they are sent.
+            yield self._received, self._received
         yield projected, self._projected + self._core + 2 * self._q + again
         # The gradients of queries, keys and values are joined to that of the projection. This takes
         # at most two more tensors of its size: the gradients before the rotation, and the result.

@@ -17,7 +17,7 @@ from megatron.base.errors import ConfigError, TrainingError
 from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import RankReport
-from megatron.parallel.grid import Grid, GridCoordinate
+from megatron.parallel.grid import GridCoordinate
 from megatron.plan.plan import Plan
 from megatron.schedule.pipeline import choose_schedule
 
@@ -26,13 +26,12 @@ _OWN = f"{os.sep}dry_run{os.sep}"
 
 
 def list_rank_kinds(plan: Plan) -> list[int]:
-    """Return a rank of each kind: first, middle and last stage, first and last data rank."""
-    parallel = plan.config.parallel
-    grid = Grid(
-        parallel.pipeline_model_parallel_size,
-        plan.data_parallel_size,
-        parallel.tensor_model_parallel_size,
-    )
+    """Return a rank of each kind: first, middle and last stage, first and last data rank.
+
+    Of context-parallel ranks, the first one needs most memory.
+    """
+    # The other axes have ranks of one kind.
+    grid = plan.grid
     stages = sorted({0, grid.pipeline // 2, grid.pipeline - 1})
     data_ranks = sorted({0, grid.data - 1})
     return [

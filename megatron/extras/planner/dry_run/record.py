@@ -24,7 +24,7 @@ class Collective:
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive or barrier."""
     group: str
-    """tensor, data, shards, replicas, pipeline, ends, world or control."""
+    """tensor, context, data, shards, replicas, pipeline, ends, world or control."""
     ranks: int
     """Size of the group."""
     dtype: str

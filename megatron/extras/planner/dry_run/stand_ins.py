@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import _cur_sdpa_kernel_backends
+from torch.nn.attention import bias as attention_bias
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 _ATEN = torch.ops.aten
@@ -319,27 +320,32 @@ def _replace_attention() -> None:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
+        attn_mask: "Tensor | _LastQueries | None" = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
         half = query.dtype in (torch.float16, torch.bfloat16)
+        by_position = isinstance(attn_mask, _LastQueries)
         if query.device.type != "cuda":
             kernel = "MATH"
         else:
             kernel = _choose_kernel(
                 {
                     # These two kernels take grouped queries as they are.
-                    "FLASH_ATTENTION": attn_mask is None and half,
+                    "FLASH_ATTENTION": half and (attn_mask is None or by_position),
                     # It refuses a single key.
-                    "CUDNN_ATTENTION": half and key.shape[2] > 1,
+                    "CUDNN_ATTENTION": half and not by_position and key.shape[2] > 1,
                     "EFFICIENT_ATTENTION": not enable_gqa,
                     # Without fusion, everything is possible.
                     "MATH": True,
                 }
             )
+        # Fused kernels compute the last queries of a causal product without a mask in memory.
+        if isinstance(attn_mask, _LastQueries):
+            is_causal = kernel != "MATH"
+            attn_mask = None if is_causal else attn_mask.make_mask(query.device)
         # The kernels read a bias for each sample and head. Expanding it needs no memory.
         bias = attn_mask
         if bias is not None and query.device.type == "cuda":
@@ -361,6 +367,20 @@ def _replace_attention() -> None:
         )
 
     functional.scaled_dot_product_attention = choose
+    attention_bias.causal_lower_right = _LastQueries  # type: ignore[assignment]
+
+
+class _LastQueries:
+    """What `causal_lower_right` returns. torch's own tensor cannot be made in fake mode."""
+
+    def __init__(self, queries: int, keys: int) -> None:
+        self._queries = queries
+        self._keys = keys
+
+    def make_mask(self, device: torch.device) -> Tensor:
+        """Return the mask of the kernel without fusion, bool[queries, keys]."""
+        mask = torch.ones((self._queries, self._keys), dtype=torch.bool, device=device)
+        return mask.tril(self._keys - self._queries)
 
 
 def _choose_kernel(possible: dict[str, bool]) -> str:

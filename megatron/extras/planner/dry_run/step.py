@@ -25,7 +25,6 @@ from megatron.extras.planner.dry_run.record import (
 )
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
 from megatron.observe.timers import COMMUNICATION, Timers
-from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.plan.plan import Plan
 
@@ -114,16 +113,12 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
     if plan.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     parallel = plan.config.parallel
-    grid = Grid(
-        parallel.pipeline_model_parallel_size,
-        plan.data_parallel_size,
-        parallel.tensor_model_parallel_size,
-    )
     timers = Timers(GPU)
     mesh = build_mesh(
-        grid,
+        plan.grid,
         GPU,
         sequence_parallel=parallel.sequence_parallel,
+        exchange_heads=parallel.exchanges_heads,
         shard_size=plan.shard_size,
         comm_timer=lambda: timers(COMMUNICATION),
         # The fake group has the host's messages too. A second one would have all ranks again.
@@ -160,6 +155,7 @@ def _name_groups(mesh: Mesh) -> dict[str, str]:
         groups["shards"] = mesh.sharding.mesh.get_group()
     groups["replicas"] = mesh.sharding.replicas
     groups["ends"] = mesh.ends
+    groups["context"] = mesh.context_parallel.group
     groups["tensor"] = mesh.tensor_parallel.group
     # A group of one axis may be the world itself. The name of the axis is more precise.
     return {group.group_name: name for name, group in groups.items() if group is not None}
