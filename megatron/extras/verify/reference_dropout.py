@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.model.attention import SelfAttention, _attend, _attend_by_document
+from megatron.model.attention import SelfAttention
+from megatron.model.attention_core import attend, attend_by_document
 from megatron.model.gpt import GPT
 from megatron.model.positions import Positions
 from megatron.parallel.rng import mix
@@ -92,10 +93,10 @@ class LayoutMasks:
                 q, k, v = query[samples, part], key[samples, own], value[samples, own]
                 self._seed(site, microbatch, data, rank + 1)
                 if documents is None:
-                    row.append(_attend(q, k, v, local_bias, p))
+                    row.append(attend(q, k, v, local_bias, p))
                 else:
                     bounds = documents[samples]
-                    row.append(_attend_by_document(q, k, v, local_bias, bounds, p))
+                    row.append(attend_by_document(q, k, v, local_bias, bounds, p))
             out.append(torch.cat(row, dim=1))
         return torch.cat(out)
 
