@@ -149,7 +149,9 @@ def choose_message_device(group: dist.ProcessGroup, device: torch.device) -> tor
 
     gloo cannot send tensors of a GPU, so they are copied to host memory for it.
     """
-    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return device
 
 
 def build_mesh(

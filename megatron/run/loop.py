@@ -5,6 +5,7 @@ It reads from top to bottom. Every action of an iteration is visible here.
 
 import contextlib
 import time
+from contextlib import AbstractContextManager
 
 from megatron.base.code_version import get_code_version
 from megatron.base.errors import TrainingError
@@ -117,7 +118,10 @@ def train_until_stop(run: Run) -> StopReason:
             with run.step_clock.pause():
                 skip_range(run, skipped)
         else:
-            with run.profiling.record(before + 1) if run.profiling else contextlib.nullcontext():
+            recorder: AbstractContextManager[None] = contextlib.nullcontext()
+            if run.profiling is not None:
+                recorder = run.profiling.record(before + 1)
+            with recorder:
                 train_iteration(run)
         # The run goes back, so nothing of this iteration is kept.
         if run.rollback is not None:
@@ -249,7 +253,10 @@ def train_iteration(run: Run) -> None:
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
-    with run.stragglers.measure(iteration) if run.stragglers else contextlib.nullcontext():
+    measurement: AbstractContextManager[None] = contextlib.nullcontext()
+    if run.stragglers is not None:
+        measurement = run.stragglers.measure(iteration)
+    with measurement:
         result = run.engine.train_batch(
             microbatches,
             iteration=iteration,

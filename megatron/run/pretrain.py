@@ -86,7 +86,9 @@ def pretrain(
     ) as roll_call:
         check_agreement(config, ranks, parts.engine or NATIVE)
         say = make_printer(ranks.rank)
-        guards = None if parts.load_guard is None else parts.load_guard()
+        guards = None
+        if parts.load_guard is not None:
+            guards = parts.load_guard()
         if guards is not None:
             # First, because no run starts from a folder that is half rolled back.
             guards.finish_interrupted_rollback(config, ranks, say)

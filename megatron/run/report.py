@@ -350,8 +350,13 @@ class Reporter:
         return (step.train_iters - state.iteration) * tokens / tokens_per_second
 
     def _compute_goodput(self) -> float | None:
-        share = None if self._goodput is None else self._goodput.compute_share()
-        return None if share is None else round(share, 4)
+        share = None
+        if self._goodput is not None:
+            share = self._goodput.compute_share()
+        # The files of a long run are read in a thread, so the share may not be known yet.
+        if share is None:
+            return None
+        return round(share, 4)
 
     def report_save(self, iteration: int) -> None:
         """Record a checkpoint that is safe, and print the goodput from time to time."""

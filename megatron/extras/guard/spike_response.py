@@ -79,7 +79,9 @@ class RunGuard:
     @property
     def accept(self) -> Accept | None:
         """The function that drops the step of a spike. It is None if no step is dropped."""
-        return self._guard.accepts if self._plan.config.guard.drops_steps else None
+        if not self._plan.config.guard.drops_steps:
+            return None
+        return self._guard.accepts
 
     def state(self) -> dict[str, Any]:
         """See `Guard`."""
