@@ -356,6 +356,7 @@ def _list_features(plan: Plan) -> list[str]:
         "stages of unequal size": len(set(plan.layers_per_stage)) > 1,
         "interleaved stages": plan.stages_per_rank > 1,
         "data parallelism": plan.data_parallel_size > 1,
+        "context parallelism": parallel.context_parallel_size > 1,
         "several copies of the model": plan.copies > 1,
         "copies that are sharded": plan.shard_size > 1,
         "grouped queries": plan.shape.query_groups < model.num_attention_heads,
