@@ -265,8 +265,8 @@ def take_slopes_of_first_rank() -> None:
     from megatron.model.positions import PositionTables
 
     def make(build: Any) -> Any:
-        def build_tables(tables: Any, shape: Any, tp: Any, **kwargs: Any) -> None:
-            build(tables, shape, dataclasses.replace(tp, rank=0), **kwargs)
+        def build_tables(tables: Any, shape: Any, tp: Any, *args: Any, **kwargs: Any) -> None:
+            build(tables, shape, dataclasses.replace(tp, rank=0), *args, **kwargs)
 
         return build_tables
 
@@ -286,9 +286,13 @@ def draw_equal_masks_on_tensor_ranks() -> None:
     from megatron.parallel.rng import RandomStreams
 
     def make(build: Any) -> Any:
-        return lambda streams, *args, **kwargs: build(
-            streams, *args, **{**kwargs, "tensor_rank": 0}
-        )
+        def build_equal(streams: Any, *args: Any, **kwargs: Any) -> None:
+            if "tensor_parallel" in kwargs:
+                first = dataclasses.replace(kwargs["tensor_parallel"], rank=0)
+                kwargs["tensor_parallel"] = first
+            build(streams, *args, **kwargs)
+
+        return build_equal
 
     wrap(RandomStreams, "__init__", make)
 
