@@ -22,17 +22,17 @@ class SourceRequest:
     seed: int
     """Seed of the data order."""
     train_samples: int | None
-    """Samples that training will read. 0 opens no training data. None if the number is not known in
+    """Samples that training will read. 0 opens no training data. None: the number is not known in
     advance."""
     valid_samples: int | None
-    """Samples that all validations together will read, or None likewise."""
+    """Samples that all validations together will read. None: the number is not known in advance."""
     test_samples: int
     """Samples that the test will read."""
     batch_slice: BatchSlice
     """The part of each batch that this rank reads."""
     phases: Sequence[PlannedPhase] = ()
-    """The phases of --data-phases. Without them, one mixture is read from start to end. Those
-    before the present one are not opened."""
+    """The phases of --data-phases. Without them, one mixture is read from start to end. Phases
+    before the current one are not opened."""
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
     """The ranks that read together."""
     build_tokenizer: Callable[[], Tokenizer] | None = None
@@ -45,15 +45,15 @@ class SourceKind(Protocol):
     def list_files(self, request: SourceRequest, say: Callable[[str], None]) -> None:
         """Find the files on rank 0, before all ranks call `build`.
 
-        It stores in a cache what takes long, so that the other ranks do not open all files as well.
+        Results that take long are stored in a cache, so that other ranks need not open all files.
 
         Args:
             request: What the run asks.
             say: Prints a line of the log.
 
         Raises:
-            ConfigError: a flag cannot be parsed.
-            DataError: data are missing or damaged.
+            ConfigError: A flag cannot be parsed.
+            DataError: Data are missing or damaged.
         """
 
     def build(self, request: SourceRequest, registry: DatasetRegistry) -> Sources:
@@ -65,6 +65,6 @@ class SourceKind(Protocol):
                 of the files in its `file_sets` are compared with the checkpoint at each save.
 
         Raises:
-            ConfigError: a flag cannot be parsed, or this kind of data cannot do what it asks.
-            DataError: data are missing, damaged or too small.
+            ConfigError: A flag cannot be parsed, or this kind of data cannot do what it asks.
+            DataError: Data are missing, damaged or too small.
         """

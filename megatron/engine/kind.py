@@ -46,7 +46,7 @@ def _describe_no_file(config: Config) -> FileSettings | None:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """A kind of engine. Its functions need no process group, and no torch except `load`."""
+    """A kind of engine. Its functions need no process group. Only `load` imports torch."""
 
     name: str
     """Its name in messages."""
@@ -69,8 +69,8 @@ def refuse_unsupported(plan: Plan, kind: EngineKind) -> None:
     """Raise an error if the engine cannot run the plan.
 
     Raises:
-        ConfigError: The engine cannot run a setting, with one line for each. Or a file with its
-            settings does not exist.
+        ConfigError: The engine cannot run some settings, each with a line of its own. Or a file
+            with settings of the engine does not exist.
     """
     kind.check_files(plan.config)
     if refused := kind.list_unsupported(plan):

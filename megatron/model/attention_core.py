@@ -1,7 +1,7 @@
 """Causal attention of queries on keys: whole samples, documents, and parts of a sequence.
 
-Every call is for the last queries of a causal product. A query sees the keys up to its own
-position, and the last query sees the last key.
+In every call, the last query is at the position of the last key. A query sees the keys up to its
+own position. So there may be fewer queries than keys.
 
 b: micro-batch, s: sequence, c: context-parallel size, g: query groups, n: heads, d: head width.
 n and g are those of a tensor-parallel rank.
@@ -29,7 +29,7 @@ def attend(
 
     Args:
         query: [b, n, queries, d].
-        key: [b, g, keys, d], at least as many as queries.
+        key: [b, g, keys, d], with at least as many keys as queries.
         value: Same shape.
         bias: [1, 1 or n, queries, keys], with the causal mask, or None.
         dropout_p: Probability that a weight is zeroed.
@@ -82,11 +82,11 @@ class QueryPiece:
     """What a rank computes of one document in one part of the sequence."""
 
     part: int
-    """The number of the rank's part that they belong to."""
+    """Number of the rank's part that has the queries."""
     queries: slice
-    """The queries within the document."""
+    """Positions of the queries within the document."""
     keys: slice
-    """The keys within the document."""
+    """Positions of the keys within the document."""
     query: Tensor
     """[b or 1, n, queries, d]."""
     key: Tensor
@@ -104,15 +104,16 @@ class QueryPiece:
 def list_pieces(
     query: Tensor, parts: tuple[Keys, ...], documents: Documents | None, window: int | None
 ) -> Iterator[tuple[int, int, list[QueryPiece]]]:
-    """Yield (sample, length, pieces) of each document, in the order in which one process has them.
+    """Yield (sample, length, pieces) of each document, in the order of one process.
 
-    Without documents, one document has all samples. A rank may have no piece of a document.
+    Without `documents`, each sample is one document, and one item has the pieces of all samples. A
+    rank may have no piece of a document.
 
     Args:
         query: The queries of all parts, [b, n, queries, d].
         parts: The keys of each part.
         documents: Bounds of the documents of each sample.
-        window: Keys up to a query's position that it reads. None: all of them.
+        window: Number of keys that a query reads, up to its position. None: all of them.
     """
     of_parts = query.split([len(keys.queries) for keys in parts], dim=2)
     if documents is None:
@@ -159,7 +160,7 @@ def share_sequence(
         query: This rank's positions, [b, n, s/c, d].
         key: [b, g, s/c, d].
         value: Same shape.
-        window: Keys up to a query's position that it reads. None: all of them.
+        window: Number of keys that a query reads, up to its position. None: all of them.
         context: The context-parallel ranks.
     """
     if not context.exchange_heads:
@@ -186,8 +187,8 @@ def attend_in_context(
         value: Same shape.
         bias: [1, 1 or heads, queries, keys], for the longest part and its keys, or None.
         documents: Bounds of the documents of each sample. None: each sample is one document.
-        window: Keys up to a query's position that it reads. None: all of them.
-        dropout_p: Probability that a weight is zeroed. The generator is seeded.
+        window: Number of keys that a query reads, up to its position. None: all of them.
+        dropout_p: Probability that a weight is zeroed. The caller has seeded the generator.
         context: The context-parallel ranks.
 
     Returns:
@@ -232,14 +233,14 @@ def attend_in_context(
 
 
 def _attend_with_mask(piece: QueryPiece, bias: Tensor | None, kept: Tensor) -> Tensor:
-    """Compute the attention of a piece whose dropout is known.
+    """Compute the attention of a piece with a given dropout mask.
 
-    The kernels of PyTorch draw the dropout themselves.
+    PyTorch's kernels draw the mask themselves, so they cannot be used.
 
     Args:
         piece: Queries, keys and values.
         bias: [1, 1 or n, queries, keys], with the causal mask, or None.
-        kept: The factor on each weight, [b or 1, n, queries, keys].
+        kept: The dropout mask, a factor on each weight, [b or 1, n, queries, keys].
     """
     query = piece.query
     heads, queries, width = query.shape[1:]

@@ -37,7 +37,7 @@ def find_largest_attention_logit(
             sees no later key.
         documents: Bounds of the documents of each sample. Pairs of different documents are masked.
             None means that each sample is one document.
-        window: Keys up to a query's position that it reads. None: all of them.
+        window: Number of keys that a query reads, up to its position. None: all of them.
         context: The ranks that share the sequence. With several, read s/c for s above. Default:
             this rank has all of it.
 

@@ -1,14 +1,14 @@
 """Context parallelism: the ranks of a group share the sequence of each sample.
 
-The sequence of s tokens is cut into 2c parts of p = s / 2c. Rank i has the parts i and 2c - 1 - i.
-A query of a causal model reads all earlier keys, so late parts have more work. Each rank has an
-early and a late part, and all have the same work. Llama 3 was trained with the same division
-(https://arxiv.org/abs/2407.21783, section 3.3.2). Only attention reads other tokens than a rank's
-own. It has two ways to get them:
+The sequence of s tokens is divided into 2c parts of p = s / 2c tokens. Rank i has the parts i and
+2c - 1 - i. A query of a causal model reads all earlier keys, so late parts have more work. Each
+rank has an early and a late part, so all ranks have the same work. Llama 3 was trained with the
+same division (https://arxiv.org/abs/2407.21783, section 3.3.2). Only attention reads tokens of
+other ranks. It has two ways to get them:
 
     allgather   each rank gathers the keys and values of all ranks, as for Llama 3. The backward
-                pass adds up their gradients. With a sliding window, a rank receives only the keys
-                that its queries read.
+                pass adds up their gradients. With a short sliding window, a rank receives only the
+                keys that its queries read.
     a2a         each rank exchanges the positions of its heads for all positions of some heads, and
                 back (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509)
 
@@ -38,7 +38,7 @@ def list_parts(rank: int, size: int, length: int) -> tuple[range, range]:
     """
     # The plan has refused other lengths.
     part, rest = divmod(length, 2 * size)
-    assert rest == 0, f"{length} tokens cannot be cut into {2 * size} parts"
+    assert rest == 0, f"{length} tokens cannot be divided into {2 * size} equal parts"
     late = 2 * size - 1 - rank
     return range(rank * part, (rank + 1) * part), range(late * part, (late + 1) * part)
 
@@ -75,7 +75,7 @@ def read_keys(
         key: This rank's positions, [b, g, s/c, d].
         value: Same shape.
         context: The context-parallel ranks.
-        window: Keys up to a query's position that it reads. None: all of them.
+        window: Number of keys that a query reads, up to its position. None: all of them.
     """
     # [s/c, 2, b, g, d]. The sequence comes first, because ranks send parts of it.
     sent = torch.stack((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), dim=1)
@@ -84,7 +84,7 @@ def read_keys(
     if reads_neighbours(context.size, length, window):
         assert window is not None, "without a window, the last part reads all keys"
         read = _ReadNeighbours.apply(sent, window, context)
-        # What both parts read is there once.
+        # A key that both parts read is received once.
         pair = read[: len(reaches[0])], read[-len(reaches[1]) :]
     else:
         # Two messages, because the early part of this rank needs only the first of them.
@@ -107,12 +107,12 @@ def read_keys(
 
 
 def reads_neighbours(size: int, length: int, window: int | None) -> bool:
-    """Return whether no rank reads all keys, so that each receives only those that it needs.
+    """Return whether no rank reads all keys. If so, each receives only those that it reads.
 
     Args:
         size: c.
         length: s.
-        window: Keys up to a query's position that it reads. None: all of them.
+        window: Number of keys that a query reads, up to its position. None: all of them.
     """
     if window is None:
         return False
@@ -131,7 +131,7 @@ def _find_reaches(rank: int, size: int, length: int, window: int | None) -> tupl
 
 
 def _list_pieces(owner: int, reader: int, size: int, length: int, window: int) -> list[range]:
-    """Return the positions that a rank sends to another one, in order."""
+    """Return the positions that the rank `owner` sends to the rank `reader`, in order."""
     early, late = _find_reaches(reader, size, length, window)
     # Keys that both parts read are sent once.
     needs = [early, late]
@@ -150,7 +150,7 @@ def _cut_own(x: Tensor, window: int, context: ContextParallel) -> Iterator[tuple
 
     Args:
         x: This rank's positions, [s/c, ...].
-        window: Keys up to a query's position that it reads.
+        window: Number of keys that a query reads, up to its position.
         context: The context-parallel ranks.
     """
     length = x.shape[0] * context.size
@@ -220,7 +220,7 @@ def _send(x: Tensor, received: list[int], sent: list[int], context: ContextParal
 class _Exchange(torch.autograd.Function):
     """Send part r of the first dimension to rank r: [c, ...] -> [c, ...].
 
-    Its transpose is the same exchange.
+    The backward pass is the same exchange.
     """
 
     @staticmethod
@@ -239,7 +239,7 @@ def exchange_heads(
     """Return all positions of this rank's share of the heads.
 
     Keys and values are sent once for each of the groups that a rank's heads belong to. If its heads
-    are not whole groups or a part of one, they are sent for each head.
+    are neither whole groups nor a part of one, they are sent for each head.
 
     Args:
         query: All heads, this rank's positions, [b, n, s/c, d]. c must divide n.

@@ -54,7 +54,7 @@ from megatron.tokenizer import (
 )
 
 RANKS_PER_NODE = 8
-"""Ranks of a node, if nothing else is known."""
+"""Ranks of a node, if the caller does not know the number."""
 
 
 def resolve(
@@ -73,7 +73,7 @@ def resolve(
     Nothing is raised for the user's mistakes. They are in `Plan.errors`.
 
     Args:
-        config: The configuration as it was asked for.
+        config: The configuration as the user gave it.
         world_size: Number of processes.
         origin: Where each dotted field came from (`LoadedConfig.origin`), for the messages.
         consumed_samples: The position from which the run starts, with `consumed_tokens` and
@@ -83,11 +83,11 @@ def resolve(
             `check_batch_sizes`.
         consumed_tokens: Tokens before the start.
         iteration: Iterations before the start.
-        vocab_size: Number of real token ids, if another rank has found it. No file is looked at
-            then, neither for this number nor for the data phases nor for a warning.
+        vocab_size: Number of real token ids, if another rank has found it. No file is read then,
+            neither for this number nor for the data phases nor for a warning.
         ranks_per_node: Ranks of a node, which --sharding-strategy hsdp shards over.
     """
-    # The plan keeps the configuration as it was asked for. The other one is for deriving only.
+    # The plan keeps the configuration as the user gave it. The other one is only for deriving.
     asked = config
     # `check_rules` reports wrong values. They are replaced here, so that the rest of the plan can
     # be derived and its errors are reported in the same run.
@@ -125,7 +125,7 @@ def resolve(
     uncut: tuple[Stage, ...] = (make_single_stage(shape),)
     stages = report.attempt(lambda: partition(shape, config.parallel), uncut)
 
-    # If the batch sizes make no schedule, a constant size is the placeholder.
+    # If the batch sizes do not give a valid schedule, a constant size is the placeholder.
     stand_in: BatchSizeSchedule = ConstantBatchSize(
         config.batch.global_batch_size or data_parallel_size
     )
@@ -201,7 +201,7 @@ def _find_vocab_size(report: PlanReport) -> int:
         ConfigError: The size is not known, or a preset's size is not that of the tokenizer.
     """
     tokenizer = report.config.tokenizer
-    # Given by hand, the size may be larger on purpose. Data with too many ids are refused later.
+    # A size from the user may be larger on purpose. Data with too many ids are refused later.
     if report.asked.is_from_preset("tokenizer.vocab_size"):
         check_same_vocab_size(tokenizer, report.describe("tokenizer.vocab_size"))
     size, warning = find_vocab_size(tokenizer)
@@ -211,7 +211,7 @@ def _find_vocab_size(report: PlanReport) -> int:
 
 
 def _pad_vocab_size(config: Config, vocab_size: int) -> int:
-    """Return the size of the vocabulary with its padding."""
+    """Return the size of the padded vocabulary."""
     # Every tensor-parallel rank must get the same number of rows.
     tokenizer = config.tokenizer
     tensor = config.parallel.tensor_model_parallel_size
@@ -226,7 +226,7 @@ def _build_batch_size(
     """Build the schedule of batch sizes: steps, a ramp-up, or a constant size.
 
     Raises:
-        ConfigError: The flags make no schedule.
+        ConfigError: The flags do not give a valid schedule.
     """
     batch = report.config.batch
     if batch.step_batch_size_schedule is not None:
@@ -289,7 +289,7 @@ def build_curriculum(config: Config) -> Curriculum | None:
         reports the latter.
 
     Raises:
-        ConfigError: The numbers make no schedule.
+        ConfigError: The numbers do not give a valid schedule.
     """
     asked = config.curriculum
     style = asked.curriculum_schedule_type
@@ -329,7 +329,7 @@ def _parse_train_time(config: Config) -> float | None:
     """Return the seconds of --train-time, or None without it.
 
     Raises:
-        ConfigError: It is no time.
+        ConfigError: The value is not a duration.
     """
     # `config.rules` reports an empty text.
     if not config.batch.train_time:
@@ -354,7 +354,7 @@ def _find_train_end(
     seq_length = report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
-        # A run that is resumed at or after its end stays where it is.
+        # A run that is resumed at or after its end trains no more iterations.
         position = Progress(iteration, consumed_samples, consumed_tokens)
         return iterations, Steps(schedule, seq_length).find_iteration(position, iterations).samples
     iterations = iteration + count_iterations_for_samples(
@@ -381,7 +381,7 @@ def _build_lr_schedule(
     An iteration counts as `global_batch_size` samples, the final size, as in Megatron-LM.
 
     Raises:
-        ConfigError: The flags make no schedule.
+        ConfigError: The flags do not give a valid schedule.
     """
     optimizer = config.optimizer
     batch = config.batch
@@ -395,7 +395,7 @@ def _build_lr_schedule(
         return samples
 
     decay = convert_to_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
-    # With a decay by time, this number has no meaning and is the same for every launch.
+    # With a decay by time, this number is not used. It is the same for every launch.
     if train_seconds is not None:
         decay = 1
     elif decay is None:
@@ -408,7 +408,7 @@ def _build_lr_schedule(
     if optimizer.lr_warmup_tokens is not None:
         warmup = optimizer.lr_warmup_tokens / config.model.seq_length
     wsd_decay = convert_to_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters)
-    # Without a time, a fraction is one of the decay in samples. `config.rules` reports it if a
+    # Without a time, a fraction refers to the decay in samples. `config.rules` reports it if a
     # number is given as well.
     if train_seconds is None and optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay

@@ -1,7 +1,7 @@
-"""The parts of a run that are not in the core: their interfaces, and who needs them.
+"""Interfaces of the parts of a run that are extras, and the flags that need them.
 
 `Parts` has a builder for each part, or None if this installation does not have it.
-`megatron.commands.parts` names the builders. The loop calls what they return, visibly and by name.
+`megatron.commands.parts` has the builders. The loop calls what they return by name.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Guard(Protocol):
 
 
 class GuardKind(Protocol):
-    """Builds a guard, and makes its rollbacks between two passes of a run."""
+    """Builds a guard, and carries out its rollbacks while the training loop does not run."""
 
     def build(self, plan: Plan, state: TrainState, mesh: Mesh, say: Printer) -> Guard | None:
         """Return the guard of a run, or None if it has none."""
 
     def finish_interrupted_rollback(self, config: Config, ranks: Ranks, say: Printer) -> None:
-        """Complete the rollback that an earlier launch has decided on. All ranks call it.
+        """Complete a rollback that an earlier launch did not finish. All ranks call it.
 
         Raises:
             MegatronError: On every rank. The folder cannot be rolled back.
@@ -114,7 +114,9 @@ class GuardKind(Protocol):
     def roll_back(
         self, record: dict[str, Any], plan: Plan, mesh: Mesh, lease: Lease | None
     ) -> None:
-        """Make the rollback of a record, when the files of the run are closed. All ranks call it.
+        """Carry out the rollback that a record describes. All ranks call it.
+
+        The files of the run must be closed.
 
         Raises:
             MegatronError: On every rank. The folder cannot be rolled back.
@@ -142,7 +144,7 @@ class RankTimes:
     """How long a block's forward pass takes on the ranks, without waiting for other ranks."""
 
     median: float
-    """Seconds. With an even number of ranks it is the faster one of the two in the middle."""
+    """Seconds. With an even number of ranks it is the smaller one of the two in the middle."""
     slowest: int
     """The slowest rank."""
     slow: dict[int, float]
@@ -190,23 +192,23 @@ class Tasks(Protocol):
 
 
 class RunTracker(Protocol):
-    """Sends the numbers of the metrics file to an experiment tracker. No call waits for it."""
+    """Sends the numbers of the metrics file to an experiment tracker. Only `close` waits for it."""
 
     def start(self, iteration: int) -> None:
-        """Start with a launch that continues after `iteration`."""
+        """Start tracking a launch that continues after `iteration`."""
 
     def poll(self) -> None:
-        """Print its messages."""
+        """Print the messages of the tracker."""
 
     def request_end(self) -> None:
-        """Ask it to send the rest, when the metrics file is closed."""
+        """Ask the tracker to send the rest. The metrics file must be closed."""
 
     def close(self) -> None:
-        """Wait a limited time for its end. Call it after `request_end`."""
+        """Wait a limited time until the tracker ends. Call it after `request_end`."""
 
 
 class EmissionsMeter(Protocol):
-    """Measures energy and CO2. No failure of it ends the training."""
+    """Measures energy and CO2. A failure does not end the training."""
 
     def flush(self) -> None:
         """Write the measurement so far."""
@@ -278,14 +280,14 @@ NO_PARTS = Parts()
 
 
 def check_parts(config: Config, parts: Parts) -> None:
-    """Refuse a configuration that asks for a part that is not there.
+    """Refuse a configuration that asks for a part that is not installed.
 
     Raises:
         ConfigError: A part is missing. The message names the flag and the package.
     """
     logging = config.logging
     interval = config.parallel.straggler_interval
-    # Without their package, ranks are not compared. That needs no message unless it was asked for.
+    # Ranks are compared by default. Without the package, only another value is refused.
     compares = interval not in (0, type(config.parallel).straggler_interval)
     needed = [
         (

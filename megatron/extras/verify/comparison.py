@@ -26,7 +26,7 @@ COMPARISONS: tuple[str, ...] = (
     *("samples", _DATA, "learning rate", "initial weights", "loss", "gradient norm", "gradients"),
     *("moments", "weights", "state after the resume", "step count", "overflow"),
 )
-"""The comparisons in the order of a step, so the first that fails is next to the cause."""
+"""The comparisons in the order of a step, so the first one that fails is closest to the cause."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ComparedRow:
     error: float
     """The largest error."""
     failure: Finding | None = None
-    """The first finding above the bound. A comparison in the own precision has none."""
+    """The first finding above the bound. A comparison in the run's own precision has none."""
     bound: float = BOUND
 
     @property
@@ -92,7 +92,7 @@ def compare_records(
     ]
     rows = []
     for comparison in COMPARISONS:
-        # The rows have the order of a step, whatever the order of the findings is.
+        # Findings are in the order of ranks. The rows are in the order of a step.
         own = [finding for finding in findings if finding.comparison == comparison]
         failures = [finding for finding in own if finding.is_failure]
         first = min(failures, key=lambda finding: finding.iteration, default=None)
@@ -136,7 +136,7 @@ def _compare_rank(
 
 
 def _check_dropped(step: RecordedStep, name: str) -> Iterator[Finding]:
-    """Check that a step with infinite gradients on one stage has changed nothing on this rank."""
+    """Compare weights and moments before and after a step with infinite gradients on one stage."""
     # The rank must also know that the step was dropped, because its counters depend on it.
     applied = float(step.result.applied)
     yield Finding("overflow", step.iteration, f"step applied on {name}", applied, applied, 0.0)
@@ -179,7 +179,7 @@ def _compare_exactly(
     if found is None or expected is None or found.shape != expected.shape:
         error = float(found is not None or expected is not None)
         return Finding(comparison, iteration, subject, error, math.nan, math.nan)
-    # The mean of no element is not a number. A rank may hold nothing of a small parameter.
+    # A rank may hold no element of a small parameter, and the mean of no element is NaN.
     differs = found != expected
     error = float(differs.float().mean()) if differs.any() else 0.0
     sums = float(found.double().sum()), float(expected.double().sum())
@@ -189,13 +189,13 @@ def _compare_exactly(
 def _compare_numerically(
     comparison: str, iteration: int, subject: str, value: float, wanted: float
 ) -> Finding:
-    # A count or a rate of 0 has no scale of its own.
+    # If a count or a rate is 0, the error is the absolute difference.
     error = abs(value - wanted) / (abs(wanted) or 1.0)
     return Finding(comparison, iteration, subject, error, value, wanted)
 
 
 def _compare_numbers(step: RecordedStep, expected: ReferenceStep, name: str) -> Iterator[Finding]:
-    # A rate that only one of them has is not a number, and therefore a failure.
+    # If only one of them has a decoupled rate, the other is NaN, which is a failure.
     decoupled = [
         math.nan if rates[1] is None else rates[1] for rates in (step.rates, expected.rates)
     ]
@@ -244,10 +244,12 @@ def _compare_state(
     name: str,
     rate: float = 0.0,
 ) -> Iterator[Finding]:
-    """Compare weights and moments, as one comparison, or as two if it has no name.
+    """Compare weights and moments.
+
+    Without a name of the comparison, they belong to the two comparisons "weights" and "moments".
 
     Args:
-        comparison: The name of the comparison, or nothing.
+        comparison: The name of the comparison, or an empty text.
         iteration: The iteration.
         shards: What a rank holds.
         expected: Kind -> name -> complete tensor.
@@ -262,7 +264,7 @@ def _compare_state(
                 continue
             floor = SHARE * total
             if kind == "weight":
-                # Steps of full size are the scale of a weight that starts at zero.
+                # A weight may start at zero. Its scale is then the size of a few updates.
                 floor = 5 * rate * math.sqrt(shard.tensor.numel()) + 1e-12
             found = comparison or {"weight": "weights"}.get(kind, "moments")
             subject = f"{kind} of {shard.name} on {name}"

@@ -29,7 +29,7 @@ def read_report(path: str) -> dict[str, Any]:
     """Return the report in a file.
 
     Raises:
-        ConfigError: The file cannot be read, or is no report of megatron-verify.
+        ConfigError: The file cannot be read, or is not a report of megatron-verify.
     """
     try:
         report = json.loads(Path(path).read_text())
@@ -40,7 +40,7 @@ def read_report(path: str) -> dict[str, Any]:
     # Any JSON file may be named by mistake.
     if not isinstance(report, dict) or not isinstance(report.get("configuration"), dict):
         raise ConfigError(
-            f"--verification {path} is no report of megatron-verify. Write one with "
+            f"--verification {path} is not a report of megatron-verify. Write one with "
             "megatron-verify --report FILE."
         )
     return report

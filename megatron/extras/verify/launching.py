@@ -1,4 +1,4 @@
-"""Launches of the training on new processes, which are forked and therefore start in milliseconds.
+"""Launches of the training on new processes. They are forked, so that they import nothing again.
 
 The caller has imported torch and the training already. It must not have started threads, because a
 fork copies only the thread that calls it.
@@ -69,15 +69,15 @@ class Launcher:
         return load_records(path, world_size), error
 
     def run_world(self, world_size: int, name: str, work: Callable[[int], None]) -> None:
-        """Call a function with the rank on each rank of a new world.
+        """Start new processes, and call a function with the rank in each.
 
-        What the ranks print is in a folder with the name of the world.
+        What the ranks print is in the folder NAME.output.
 
         Raises:
             LaunchError: A rank has failed, or has not ended in time.
         """
         output = self.folder / f"{name}.output"
-        # An error of a rank may need its log.
+        # The log of a rank helps to explain its error.
         output.mkdir()
         context = multiprocessing.get_context("fork")
         port = _find_free_port()
@@ -95,10 +95,10 @@ class Launcher:
         try:
             while running:
                 ready = wait(list(running), timeout=max(0.0, end - time.monotonic()))
-                # A hang is a result, and not a reason to wait.
+                # A rank that hangs is reported as an error.
                 if not ready:
                     ranks = sorted(rank for rank, _ in running.values())
-                    raise LaunchError(f"{name}: no end after {LIMIT_SECONDS:g} s on ranks {ranks}")
+                    raise LaunchError(f"{name}: ranks {ranks} still run after {LIMIT_SECONDS:g} s")
                 for pipe in ready:
                     assert isinstance(pipe, Connection), "only pipes are waited for"
                     rank, _ = running.pop(pipe)
@@ -118,7 +118,7 @@ def _receive(receiver: Connection) -> str | None:
     try:
         error: str | None = receiver.recv()
     except EOFError:
-        return "the process has ended"
+        return "the process ended without a result"
     return error
 
 
@@ -135,7 +135,7 @@ def _run_rank(
     os.environ.update({name: str(value) for name, value in values.items()})
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
     output = os.open(folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    # Eight ranks would write into one terminal.
+    # Otherwise, all ranks would write to the same terminal.
     os.dup2(output, 1)
     os.dup2(output, 2)
     error = None
@@ -148,7 +148,7 @@ def _run_rank(
         error = f"{type(failure).__name__}: {failure}"
     # Before the exit, because `os._exit` writes no buffers.
     result.send(error)
-    # Threads of process groups may not end. The result has been sent.
+    # Threads of process groups could keep a normal exit from ending. The result has been sent.
     os._exit(0)
 
 

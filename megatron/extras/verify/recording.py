@@ -1,6 +1,6 @@
-"""What a rank of the copy records of each step, through the interface of an engine alone.
+"""What a rank of the copy records of each step, through the interface of an engine.
 
-A rank runs the training as it is. Only the engine's `train_batch` is wrapped. It records the
+The training code does not change. Only the engine's `train_batch` is wrapped. It records the
 microbatches, the result, and the shards of weights and moments before and after the step.
 Gradients are not read from the engine. They follow from the moments, so they are those that the
 optimizer has used.
@@ -90,7 +90,7 @@ def run_recorded(train: Train, argv: list[str], path: Path, rank: int) -> None:
 
 
 def load_records(path: Path, world_size: int) -> list[RankRecord]:
-    """Return the records of all ranks, which this program has written.
+    """Return the records that `run_recorded` has written on all ranks.
 
     The list is empty if a rank has ended without a record.
     """
@@ -103,7 +103,7 @@ def load_records(path: Path, world_size: int) -> list[RankRecord]:
 
 @contextmanager
 def _record_engines(records: list[RankRecord]) -> Iterator[None]:
-    """Let each engine that is built record its steps."""
+    """Make each engine that is built in this context record its steps."""
     # Both engines call this constructor, so DeepSpeed's need not be imported here.
     build = EngineBase.__init__
 
@@ -120,7 +120,7 @@ def _record_engines(records: list[RankRecord]) -> Iterator[None]:
 
 
 def _wrap_engine(engine: Any, record: RankRecord) -> None:
-    """Replace the `train_batch` of one engine by one that records."""
+    """Replace the `train_batch` of an engine by one that also records the step."""
     train_batch = engine.train_batch
 
     def record_step(

@@ -1,8 +1,7 @@
 """The reduced copy of a run: the smallest layout and model that still have each of its features.
 
 Invariant: a feature of the run that the copy lacks is in `Reduction.lost`, and each field of the
-configuration that differs is in `Reduction.changes`. Nothing is left out without a line in the
-report.
+configuration that differs is in `Reduction.changes`. The report lists both.
 """
 
 import math
@@ -31,12 +30,14 @@ VOCABULARY = 257
 """All bytes and the end of a document. It is odd, so it has padding on each layout."""
 EOD = VOCABULARY - 1
 ENLARGED_STD = 0.15
-"""Standard deviation of the weights in fp32. Small weights would hide errors of a branch."""
+"""Standard deviation of the weights in fp32. With small weights, errors of a branch would be below
+the bound."""
 ENLARGED_RATE = 0.01
-"""Peak learning rate. After one step, biases must be large enough to show their errors."""
+"""Peak learning rate. After one step, biases must be so large that their errors exceed the
+bound."""
 ENLARGED_EPSILON = 1e-3
-"""Adam's epsilon. A gradient that is 0 in exact arithmetic, as that of a key's bias, would
-otherwise become a step of full size with the sign of a rounding error."""
+"""Adam's epsilon. A gradient that is 0 in exact arithmetic, such as that of a key's bias, would
+otherwise become an update of full size with the sign of a rounding error."""
 _TAKEN = re.compile(
     r"(model|curriculum|optimizer|loss|recompute)\..*|batch\.seed|checkpoint\.async_save|"
     r"data\.(mock_data|reset_.*|eod_mask_loss)|"
@@ -102,7 +103,7 @@ def reduce_plan(plan: Plan, folder: Path) -> Reduction:
 
 
 def _replace_given(plan: Plan, reduced: Values) -> Values:
-    """Return the settings that the run has. A length of 0 or None turns something off."""
+    """Return the reduced values of the settings that the run uses. 0 or None turns one off."""
     run = flatten(plan.config)
     return {name: value for name, value in reduced.items() if run[name]}
 
@@ -144,7 +145,7 @@ def _reduce_model(plan: Plan, tensor: int) -> Values:
         groups = tensor * min(2, shape.query_groups // tensor)
         heads = groups * min(2, model.num_attention_heads // shape.query_groups)
     hidden = heads * HEAD
-    # Heads that are wider than the hidden size stay so.
+    # If heads x head width differs from the hidden size in the run, it also does in the copy.
     if shape.head_dim * model.num_attention_heads != model.hidden_size:
         hidden += HEAD
     table = model.max_position_embeddings or 0
@@ -154,10 +155,10 @@ def _reduce_model(plan: Plan, tensor: int) -> Values:
         "model.seq_length": SEQUENCE,
         "model.rope_original_length": SEQUENCE // 2,
     }
-    # The formulas that a name stands for are large already, because the hidden size is small.
+    # Named formulas give large values already, because the hidden size is small.
     if isinstance(model.init_method_std, float):
         values["model.init_method_std"] = ENLARGED_STD
-    # Another value than the scaled default, so that a confusion shows.
+    # This value differs from the scaled default, so that using the wrong one is found.
     if isinstance(model.output_init_method_std, float):
         values["model.output_init_method_std"] = ENLARGED_STD / 2
     # The inner width is a multiple of 4, which each tensor-parallel size divides.
@@ -191,7 +192,7 @@ def _reduce_batch(plan: Plan, pipeline: int, data: int) -> Values:
     """Return batch sizes, sequence lengths, and the schedule of the learning rate."""
     batch = plan.config.batch
     micro = min(batch.micro_batch_size, 2)
-    # A multiple of micro-batch size and ranks, as the plan asks.
+    # The plan requires a multiple of micro-batch size x data-parallel size.
     first = micro * data * _choose_microbatches(plan, pipeline)
     sizes = [first] * ITERATIONS
     values: Values = {"batch.micro_batch_size": micro, "batch.eval_iters": 0}
@@ -267,7 +268,7 @@ def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Value
         "optimizer.weight_decay": max(optimizer.weight_decay, 0.1),
         "optimizer.ademamix_beta3_warmup": ITERATIONS,
         "optimizer.ademamix_alpha_warmup": ITERATIONS,
-        # More than the copy reads, so that it does not end earlier.
+        # More than the copy reads, so that it does not end too early.
         "batch.train_tokens": 10**9,
     }
     return _replace_given(plan, given) | {
@@ -315,7 +316,7 @@ def _reduce_data(plan: Plan, folder: Path) -> Values:
 def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
     """Return the copy's plan with the fewest layers that keep the form of the stages.
 
-    Stages of unequal size stay unequal, and a stage of several layers stays one if possible.
+    Stages of unequal size stay unequal. If possible, a stage of several layers keeps several.
     """
     stages = values["parallel.pipeline_model_parallel_size"]
     uneven = len(set(plan.layers_per_stage)) > 1
@@ -323,13 +324,13 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
     if values.get("parallel.num_layers_per_virtual_pipeline_stage"):
         fewest = 2 * stages
     plans = []
-    # More layers change the form of the stages.
+    # The form of the stages depends on the number of layers, so several are tried.
     for layers in range(fewest, 5 * stages + 1):
         values["model.num_layers"] = layers
         for name in ("model.no_rope_layers", "model.full_attention_layers"):
             pattern = values[name]
             total = plan.config.model.num_layers
-            # A pattern that chooses some of the layers does so in the copy.
+            # If a pattern chooses only some layers of the run, it also does in the copy.
             if pattern is not None and 0 < len(choose_layers(pattern, total)) < total:
                 values[name] = "1::2"
         plans.append(resolve(build_config(values), world_size))
@@ -428,7 +429,7 @@ def use_one_process(config: Config, micro_batch_size: int) -> Config:
 def use_full_samples(plan: Plan) -> Config:
     """Return a configuration of one process that reads the copy's samples at their full length."""
     config = flatten(use_one_process(plan.config, find_common_size(plan)))
-    # Only what it reads is used, so the schedules of a curriculum are left out.
+    # Only the samples are used, so curriculum and optimizer are left out.
     kept = {n: v for n, v in config.items() if not n.startswith(("curriculum.", "optimizer."))}
     return build_config(kept | {"optimizer.lr": ENLARGED_RATE})
 

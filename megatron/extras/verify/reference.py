@@ -14,8 +14,9 @@
 | optimizer         | `engine/optimizer.py` and others      | torch's AdamW, or formulas        |
 | resume            | at step 2                             | none                              |
 
-The layers themselves, the goldfish mask, the order of samples and the formula of the learning rate
-are the run's own. The reference does not resume, so it shows what an uninterrupted run computes.
+The layers themselves, the goldfish mask, the order of samples, the formula of the learning rate and
+the functions that `reference_optimizer` names are the run's own. The reference does not resume, so
+it shows what an uninterrupted run computes.
 """
 
 import copy
@@ -79,7 +80,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     torch.set_num_threads(1)
     config = plan.config
     alone = resolve(use_one_process(config, 1), 1)
-    # An error here is a mistake in the reduction.
+    # An error here would be a mistake of the reduction, and not of the user.
     alone.raise_on_errors()
     schedule = alone.lr_schedule
     model = _build_model(alone)
@@ -92,7 +93,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     for iteration in range(1, COMPARED + 1):
         size = compute_batch_size(config.batch, consumed)
         length = plan.get_seq_length(iteration)
-        # Samples are read once and in order, whatever the number of ranks is.
+        # Samples are read once and in order, for any number of ranks.
         batch = samples[consumed : consumed + size]
         inputs = _build_inputs(batch, length, iteration, config.data)
         decoupled = None
@@ -111,7 +112,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         clip = config.optimizer.clip_grad
         for name, p in parameters.items():
-            # 1e-6 as in torch's function.
+            # 1e-6 as in torch's `clip_grad_norm_`.
             p.grad = gradients[name] * (clip / (norm + 1e-6) if 0 < clip < norm else 1.0)
         optimizer.step(rates)
         model.zero_grad(set_to_none=True)
@@ -177,7 +178,7 @@ def compute_initial_weight(
         else:
             std = output
     # The parameters of a copy have fewer elements than one block of the generator.
-    # The names are hashed, so two layers never get the same numbers.
+    # The names are hashed, so two layers get different numbers.
     seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), 0))
     drawn = np.random.Generator(np.random.SFC64(seeds)).standard_normal(size, dtype=np.float32)
     return torch.from_numpy(drawn) * std
@@ -198,7 +199,7 @@ def compute_batch_size(batch: BatchConfig, consumed: int) -> int:
 
 
 def _build_inputs(batch: Tensor, length: int, iteration: int, data: Any) -> Inputs:
-    """Return the inputs of one microbatch with all samples [B, s + 1], cut to a length."""
+    """Return the inputs of one microbatch with all samples [B, s + 1], shortened to a length."""
     tokens = batch[:, :length]
     documents = []
     positions = torch.empty_like(tokens)

@@ -35,7 +35,10 @@ def list_microbatches(plan: Plan, size: int) -> Iterator[tuple[int, int, slice]]
 
 
 class LayoutMasks:
-    """Draws the masks of a layout. Iteration and size of the batch must be set before a step."""
+    """Draws the masks of a layout.
+
+    Set `iteration`, and `size`, the samples of the batch, before a step.
+    """
 
     def __init__(self, plan: Plan) -> None:
         """Create the masks of a copy's plan."""
@@ -115,7 +118,7 @@ def use_masks_of_layout(model: GPT, plan: Plan) -> LayoutMasks:
         assert model.embedding is not None, "the model is complete"
         _replace_forward(model.embedding.dropout, masks, hidden, 0)
     for number, block in model.get_blocks().items():
-        # Each block has three sites, after the one of the embedding.
+        # Site 0 is the embedding. Each block has three sites.
         site = 1 + 3 * number
         if hidden > 0:
             _replace_forward(block.attention_dropout, masks, hidden, site + 1)

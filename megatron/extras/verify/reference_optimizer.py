@@ -1,8 +1,8 @@
 """Optimizers of the reference: torch's AdamW, and AdEMAMix and Muon as formulas on whole tensors.
 
 Sources: https://arxiv.org/abs/1711.05101, https://arxiv.org/abs/2409.03137 (algorithm 1),
-https://arxiv.org/abs/2502.16982. The warm-ups of AdEMAMix and the Newton-Schulz steps of Muon are
-functions of the engine. They know nothing of shards.
+https://arxiv.org/abs/2502.16982. The warm-ups of AdEMAMix, and the scale and the Newton-Schulz
+steps of Muon are functions of the engine. They work on whole tensors.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class ReferenceOptimizer:
         self._config = config
         self._shape = shape
         self._steps = 0
-        # Only Muon divides the parameters.
+        # Only Muon treats matrices and other parameters differently.
         self._matrices: Parameters = {}
         self._others = parameters
         if config.optimizer == "muon":

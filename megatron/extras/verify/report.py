@@ -75,7 +75,7 @@ def build_report(plan: Plan, found: VerifiedRun) -> dict[str, Any]:
         "errors": found.errors,
         "seconds": round(found.seconds, 1),
     }
-    # Tuples become lists, as a reader of the file has them.
+    # Tuples become lists, so that the report equals the one that is read from the file.
     plain: dict[str, Any] = json.loads(json.dumps(report, default=str))
     return plain
 

@@ -1,7 +1,7 @@
 """The data and the tokenizer of a reduced copy: documents of different lengths.
 
-The documents are the beginning of the run's own ones if they can be read, and random ones
-otherwise. Their ids are reduced modulo the size of the small vocabulary.
+The documents are beginnings of the run's documents. If those cannot be read, they are random. Their
+ids are reduced modulo the size of the small vocabulary.
 """
 
 import json

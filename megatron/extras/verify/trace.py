@@ -1,8 +1,8 @@
 """Recorded activations and their gradients, and the first of them that differs.
 
-Recorded are the results of the operators that write or read the residual stream: embedding, norms,
+A trace has the results of the operators that write or read the residual stream: embedding, norms,
 attention, MLP, and the complete layer. The order is that of the computation, so the first tensor
-that differs is next to the cause.
+that differs is closest to the cause.
 """
 
 import re
@@ -75,7 +75,7 @@ class TracedRank:
     tensor_size: int
 
     def select(self, whole: Tensor, part: Tensor, microbatch: int) -> Tensor | None:
-        """Return this rank's part of [s, B, h], or None if it has another form.
+        """Return this rank's part of [s, B, h], or None if the shapes do not fit.
 
         Args:
             whole: The reference's tensor of the complete batch.
@@ -97,7 +97,7 @@ def find_first_difference(
     Args:
         reference: The record of one process, whose only microbatch is the global batch.
         ranks: The records of all ranks.
-        data_size: Data-parallel size. A rank's gradients are of its own mean loss.
+        data_size: Data-parallel size. Gradients of a rank are those of its own mean loss.
         bound: The largest relative error.
     """
     for attribute, what, factor in (

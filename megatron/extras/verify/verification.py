@@ -1,13 +1,13 @@
 """The verification of a run: a reduced copy on several processes against one process.
 
 1. Reduce the plan (`reduction`), and write its data (`synthetic`).
-2. Train three steps of one process (`reference`) in fp32, on the samples that a run of one
+2. Train three steps in one process (`reference`) in fp32, on the samples that a run of one
 process reads.
-3. Train the copy: two steps and a save, then a resume and two more. In the fourth step one
-stage gets infinite gradients, and no rank may change its weights.
+3. Train the copy: two steps and a save, then a resume and two more steps. In the fourth step, the
+first block gets infinite gradients, and no rank may change its weights.
 4. Compare (`comparison`), and find the first activation that differs (`trace`).
 5. In the run's own precision, compare the copy with two runs of one process that differ in
-their micro-batch sizes (`own_precision`).
+their micro-batch sizes.
 """
 
 import math
@@ -50,8 +50,8 @@ _SMALL = 1e-3
 """A difference below this must appear with a second seed too. The derivatives of xIELU and of ReLU
 jump at 0. If an input is as near to 0 as a rounding error, its gradient differs between layouts."""
 _FACTOR = 8.0
-"""The bound in the own precision is this many times the difference of the two runs. A copy also
-divides the sums inside of matrix products, which a micro-batch size does not."""
+"""The bound in the run's own precision is this many times the difference of the two runs. A copy
+also divides the sums inside of matrix products. Another micro-batch size does not."""
 _SAVED = 2
 """The iteration after which the copy saves and ends, and from which it resumes."""
 
@@ -62,7 +62,7 @@ class VerifiedRun:
 
     reduction: Reduction
     data: str
-    """What the copy's data are."""
+    """Where the copy's data come from."""
     rows: list[ComparedRow] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """Errors of ranks that ended a launch."""
@@ -78,7 +78,7 @@ class VerifiedRun:
         if first is not None:
             return first.comparison
         if self.errors:
-            return "start and end of all launches"
+            return "a launch ended with an error"
         return next((row.comparison for row in self.rows if not row.passed), None)
 
 
@@ -104,7 +104,7 @@ def verify(plan: Plan, train: Train, say: Callable[[str], None] = lambda line: N
             _verify_in_fp32(copy, Launcher(train, folder / "first"), found)
             first = find_first_failure(found.rows)
             if first is not None and first.error < _SMALL:
-                say("a small difference: the same with another seed")
+                say("a small difference, so the comparison is repeated with another seed")
                 other = VerifiedRun(
                     reduction, found.data, note=f"only with the run's seed: {first}"
                 )
@@ -115,7 +115,7 @@ def verify(plan: Plan, train: Train, say: Callable[[str], None] = lambda line: N
                     found = other
             own = use_own_precision(reduction, plan.config)
             if own is not None and found.failed is None:
-                say("the same in the run's own precision, against two runs of one process")
+                say("the copy in the run's own precision against two runs of one process")
                 launcher = Launcher(train, folder / "own")
                 found.rows += _compare_in_own_precision(copy, own, launcher)
         except LaunchError as error:
@@ -134,12 +134,12 @@ def _repeat(
         if it appears only with the first one. A failure, if it does not appear again.
 
     Raises:
-        LaunchError: There is nothing to compare with.
+        LaunchError: The reference has failed.
     """
     same = VerifiedRun(found.reduction, found.data)
     _verify_in_fp32(copy, Launcher(train, folder / "again"), same)
     if same.failed is None:
-        # A message that arrives too late, or memory that is used too early.
+        # Such an error may be a race, for example memory that is read before it is written.
         same.errors.append(f"a repetition with the same seed did not show this: {first}")
         return same
     other = VerifiedRun(found.reduction, found.data, note=f"only with the run's seed: {first}")
@@ -153,7 +153,7 @@ def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:
     """Fill the rows of a verification, and find the first difference.
 
     Raises:
-        LaunchError: There is nothing to compare with.
+        LaunchError: The reference has failed.
     """
     reference = _run_reference(copy, launcher)
     # The first launch ends with a save, and the second one resumes from it.
@@ -164,7 +164,7 @@ def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:
         launches.append(ranks)
         expected = list(range(_SAVED * number - 1, last + 1))
         if error is None and any([s.iteration for s in r.steps] != expected for r in ranks):
-            # What is not recorded would not be compared.
+            # Steps that are not recorded are not compared.
             error = f"{name} has not trained iterations {expected[0]} to {last} on all ranks"
         if error is not None:
             found.errors.append(error)
@@ -245,7 +245,7 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
         records.append(ranks)
     # The three runs start from the same weights and read the same samples.
     copy, single, large = records
-    # A run is in one of the two.
+    # The caller has checked that the run is in one of the two.
     dtype = torch.float16 if config.precision.fp16 else torch.bfloat16
     # The rounding error of one number. Two runs may agree better than that by chance.
     rounding = torch.finfo(dtype).eps / 2
@@ -260,9 +260,9 @@ def _compare_precisions(
 ) -> Iterator[tuple[str, float, float]]:
     """Yield each comparison, the copy's difference, and that of the two runs."""
     for comparison, attribute in (
-        ("loss in the own precision", "loss"),
-        ("gradient norm in the own precision", "grad_norm"),
-        ("applied steps in the own precision", "applied"),
+        ("loss in the run's precision", "loss"),
+        ("gradient norm in the run's precision", "grad_norm"),
+        ("applied steps in the run's precision", "applied"),
     ):
         errors = [_find_difference(rank, single, attribute) for rank in copy]
         yield comparison, max(errors), _find_difference(large, single, attribute)
@@ -285,11 +285,11 @@ def _compare_precisions(
                 for number, tensor in enumerate(others):
                     sums[number] += float((tensor - wanted).square().sum())
     error, measured, change = map(math.sqrt, sums)
-    yield "change of the weights in the own precision", error / change, measured / change
+    yield "change of the weights in the run's precision", error / change, measured / change
 
 
 def _find_difference(run: RankRecord, single: RankRecord, attribute: str) -> float:
-    """Return the largest relative difference of a result. It is 0 for the same infinity."""
+    """Return the largest relative difference of a result. It is 0 for equal infinities."""
     largest = 0.0
     for own, other in zip(run.steps, single.steps, strict=True):
         value = float(getattr(own.result, attribute))
