@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,13 @@ from megatron.extras.operations.chronicle.events import (
     list_rollbacks,
     read_setting,
 )
-from megatron.extras.operations.chronicle.goodput import DROPPED, KEPT, UNDONE, compute_goodput
+from megatron.extras.operations.chronicle.goodput import (
+    DROPPED,
+    KEPT,
+    UNDONE,
+    add_up,
+    compute_goodput,
+)
 from megatron.extras.operations.chronicle.history import RunHistory
 from megatron.schedule.clock import format_duration
 
@@ -148,11 +155,11 @@ def describe_outcome(history: RunHistory) -> list[str]:
     kept = np.flatnonzero(history.kept)
     sentences = []
     planned = None
-    ended = "it is active or was killed"
+    ended = None
     for event in history.events:
         if event.kind == "start":
             planned = event.details.get("train_iterations")
-            ended = "it is active or was killed"
+            ended = None
         elif event.kind == "stop":
             named = {name: event.details.get(name) for name in ("reason", "error")}
             ended = describe_stop({name: value for name, value in named.items() if value})
@@ -169,11 +176,17 @@ def describe_outcome(history: RunHistory) -> list[str]:
     times = [event.time for event in history.events]
     launches = dict(_count_launches(history)).get("launches")
     if times and launches:
-        sentences.append(
-            f"It ran from {times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} "
+        # A later note or alert of a cron tool does not make the run longer.
+        end = datetime.fromtimestamp(add_up(history).end, times[0].tzinfo)
+        text = (
+            f"It ran from {times[0]:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} "
             f"({times[0].tzname()}), {format_duration(goodput.wall_seconds)} in all. "
-            f"Launches: {launches}. The end of the last launch: {ended}."
+            f"Launches: {launches}."
         )
+        # Without a record of its end, `launches` says that the last one is active or was killed.
+        if ended is not None:
+            text += f" The end of the last launch: {ended}."
+        sentences.append(text)
     lost = goodput.wall_seconds - goodput.seconds[KEPT]
     sentences.append(
         f"{goodput.share:.1%} of this time went into steps that count, and "
