@@ -291,7 +291,11 @@ def main() -> int:
     for figure in figures:
         relation = "at least" if figure.at_least else "at most"
         verdict = "ok" if figure.holds else "MISSED"
-        print(f"{figure.name:48} {figure.value:9.1f}   {relation} {figure.target:g}   {verdict}")
+        # One decimal would show 5.99 as the target 6.0, although it misses it.
+        rounded = f"{figure.value:.1f}"
+        if float(rounded) == figure.target != figure.value:
+            rounded = f"{figure.value:.2f}"
+        print(f"{figure.name:48} {rounded:>9}   {relation} {figure.target:g}   {verdict}")
     missed = [figure for figure in figures if not figure.holds]
     return 1 if arguments.check and missed else 0
 

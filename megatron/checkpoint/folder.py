@@ -218,6 +218,11 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
                 f"{path} holds a checkpoint of {maker}; convert it first with "
                 "tools/convert_checkpoint.py (docs/huggingface.md, docs/migrating.md)"
             )
+        if not iterations:
+            raise CheckpointError(
+                f"{path} has no checkpoint, because no run has saved here yet; give the --save "
+                "folder of a run that has saved"
+            )
         raise CheckpointError(
             f"{path} has no pointer {LATEST} to a checkpoint; give an iteration; there are: {saved}"
         )

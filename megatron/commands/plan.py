@@ -338,7 +338,10 @@ def _print_report(
         print_line(json.dumps({**report, **_report_search_json(plan, options, hardware)}, indent=1))
         return
     lines = [f"note: {note}" for note in notes]
-    lines += format_plan(plan, at, warnings, uses, hardware, format_cost(plan, hardware, cost))
+    # With --distributed-backend gloo, the default is the CPU that the run asks for.
+    is_default = options.hardware is None and hardware.has_gpu
+    predicted = format_cost(plan, hardware, cost, is_default=is_default)
+    lines += format_plan(plan, at, warnings, uses, hardware, predicted)
     lines += _report_search(plan, options, hardware)
     if reports:
         lines += format_dry_run(plan, reports)

@@ -164,8 +164,10 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
     }
 
 
-def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[str]:
-    """Format the prediction for people."""
+def format_cost(
+    plan: Plan, hardware: Hardware, options: CostOptions, *, is_default: bool = False
+) -> list[str]:
+    """Format the prediction for people. `is_default` tells that nobody chose the hardware."""
     if plan.errors:
         return []
     if not can_be_predicted(plan, hardware):
@@ -178,6 +180,7 @@ def format_cost(plan: Plan, hardware: Hardware, options: CostOptions) -> list[st
             f"{prediction.seconds:,.3g} s on {hardware.name}, at batch size "
             f"{plan.batch_size.final:,}",
         ),
+        *_format_default(hardware, is_default=is_default),
         *_format_missing_gpu(hardware),
         *_format_precision(plan, hardware),
         *_format_breakdown(prediction),
@@ -221,6 +224,14 @@ def _format_in(value: float, units: Sequence[tuple[str, float]]) -> str:
 
 def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
+
+
+def _format_default(hardware: Hardware, *, is_default: bool) -> list[str]:
+    """Return a row about hardware that nobody chose."""
+    if not is_default:
+        return []
+    text = f"{hardware.name} is the default. Without a GPU, give --hardware cpu"
+    return [_format_row("  hardware", text)]
 
 
 def _format_missing_gpu(hardware: Hardware) -> list[str]:

@@ -210,13 +210,13 @@ def _build_source(
 
 
 def explain_errors(source: CommandSource, errors: Sequence[str]) -> list[str]:
-    """Return the errors of a plan, or one error if values that the script lacks are their cause.
+    """Return the errors of a plan with their fixes, or one error about what the script lacks.
 
     The other errors may follow from the missing values, so they come after these are given.
     """
     command = source.command
     if command is None or source.script is None:
-        return list(errors)
+        return [_explain_own_flag(error) for error in errors]
     text = "\n".join(errors)
     if any(_has_value(text, name) for name in command.parameters):
         return [_describe_arguments(command, source.script)]
@@ -241,6 +241,14 @@ def explain_errors(source: CommandSource, errors: Sequence[str]) -> list[str]:
             f"{source.script} {' '.join(f'{flag} VALUE' for flag in flags)}."
         ]
     return list(errors)
+
+
+def _explain_own_flag(error: str) -> str:
+    """Return an error, with its fix if it is about a flag of this tool after '--'."""
+    found = re.match(r"unknown flag (--[\w-]+)", error)
+    if found is None or found[1].replace("_", "-") not in {*_SWITCHES, *_WITH_VALUE, "--at"}:
+        return error
+    return f"{found[0]}; it is a flag of plan.py, so write it before '--'."
 
 
 def _has_value(text: str, name: str) -> bool:

@@ -66,7 +66,15 @@ def build_sources(
         return _build_mock_sources(request, registry)
     if data.dataset_format is not None:
         assert other is not None, "`check_parts` refuses --dataset-format without its part"
-        return other.build(request, registry)
+        sources = other.build(request, registry)
+        if sources.train is None and request.train_samples != 0:
+            asked = "" if request.train_samples is None else f"{request.train_samples:,} "
+            raise DataError(
+                f"--dataset-format {data.dataset_format} leaves no sample for training in "
+                f"{', '.join(data.data_path)}, and the run needs {asked}training samples. Give "
+                "more data, or a --split with a larger first share."
+            )
+        return sources
     return _build_indexed_sources(request, registry)
 
 

@@ -74,7 +74,8 @@ class PositionSource(abc.ABC):
     def fingerprints(self) -> dict[str, str]:
         """Digest of each data set that is not in the registry, by its name.
 
-        The ranks compare them. A checkpoint records them, and a resume refuses other ones.
+        The ranks compare them. A checkpoint records them, and a resume refuses other ones. They
+        are read at each save, so compute them once.
         """
         return {}
 

@@ -1,6 +1,6 @@
 """Rows of the table printed at start, which lists the implementations in use and the reasons.
 
-This module has the rows that both engines share.
+This module has the rows that the native and the DeepSpeed engine share.
 """
 
 import torch

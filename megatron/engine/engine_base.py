@@ -1,4 +1,4 @@
-"""What both engines do in the same way."""
+"""What engines with the model of this package share."""
 
 import math
 from abc import ABC, abstractmethod
@@ -38,7 +38,10 @@ from megatron.plan.plan import Plan
 
 
 class EngineBase(ABC):
-    """The state and the methods that are the same in both engines. See `Engine`."""
+    """The state and the methods that these engines share. An engine may do without it.
+
+    See `Engine`.
+    """
 
     _uses_fsdp: ClassVar[bool]
     """Whether FSDP2 shards the stages. See `build_stages`."""

@@ -38,7 +38,8 @@ class Run:
     step_clock: StepClock
     saver: Saver | None
     """None if nothing is saved."""
-    # The next five parts are extras. The core knows only their interfaces (`megatron.run.parts`).
+    # The parts from `profiling` to `guard` are extras. The core knows only their interfaces
+    # (`megatron.run.parts`).
     profiling: Profiling | None = None
     """With --profile-iterations or --memory-snapshot."""
     stragglers: RankComparison | None = None

@@ -194,8 +194,10 @@ def open_page(page: Path, folder: Path) -> tuple[str, list[str]]:
     return done.stdout, [url for url in urls if own.match(url) is None]
 
 
-def test_alert_of_a_cron_tool_is_no_sign_of_a_launch(tmp_path: Path) -> None:
-    """A run was killed after 10 s and started again after two hours."""
+def test_alert_of_a_cron_tool_is_no_sign_of_a_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run was killed after 10 s, started again after two hours, and was killed again."""
     began = datetime(2026, 1, 1, tzinfo=UTC)
 
     def write(kind: str, second: float, details: dict[str, object]) -> None:
@@ -209,7 +211,7 @@ def test_alert_of_a_cron_tool_is_no_sign_of_a_launch(tmp_path: Path) -> None:
             file.write(json.dumps(record) + "\n")
 
     with open(tmp_path / "metrics.jsonl", "w") as file:
-        for iteration, second in ((1, 5), (2, 10), (3, 7205), (4, 7210)):
+        for iteration, second in ((1, 5), (2, 10), (3, 7230), (4, 7265)):
             moment = (began + timedelta(seconds=second)).isoformat()
             record = {"kind": "train", "iteration": iteration, "seconds": 5.0, "time": moment}
             file.write(json.dumps(record) + "\n")
@@ -219,6 +221,19 @@ def test_alert_of_a_cron_tool_is_no_sign_of_a_launch(tmp_path: Path) -> None:
     assert before == pytest.approx(7190)
     write("alert", 3600, {"text": "no line for 30 minutes", "source": "monitor"})
     assert compute_goodput(read_history(tmp_path)).seconds[WAITING] == before
+    # The last step ended 65 s after the last event of the run. A note comes a day later.
+    write("note", 86400, {"text": "node 7 was replaced"})
+    assert chronicle.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "It ran from 2026-01-01 00:00 to 2026-01-01 02:01 (UTC)" in printed
+    assert "Launches: 2, 1 of them killed or lost, the last one active or killed." in printed
+    assert "The end of the last launch" not in printed
+    write("stop", 7300, {"reason": "complete"})
+    assert chronicle.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "to 2026-01-01 02:01 (UTC)" in printed
+    assert "The end of the last launch: " in printed
+    assert "active or" not in printed
 
 
 def test_many_alerts_hide_no_rollback(run_folder: Path, tmp_path: Path) -> None:

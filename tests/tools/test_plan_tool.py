@@ -802,6 +802,7 @@ def test_the_text_of_the_predicted_cost(capsys):
     assert plan.main(TR11_LIKE) == 0
     text = capsys.readouterr().out
     assert re.search(r"predicted step +[\d.]+ s on jean-zay-a100", text)
+    assert "is the default" not in text
     assert re.search(r"matrix products +[\d.]+ s +[\d.]+ % #{20,}", text)
     assert re.search(r"peak memory +[\d.]+ of 79.0 GiB, of which 90 % may be used: fits", text)
     assert "% with causal attention" in text
@@ -844,9 +845,19 @@ def test_a_plan_without_gpus_says_so_and_leaves_out_what_is_zero(capsys):
     )
 
 
+def test_flag_of_the_tool_after_the_training_command_is_explained(capsys):
+    assert plan.main(["--", *SMALL, "--write_config", "x.yaml", "--at", "50", "--hiden", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown flag --write_config; it is a flag of plan.py, so write it before '--'." in error
+    assert "unknown flag --at; it is a flag of plan.py, so write it before '--'." in error
+    assert "unknown flag --hiden; perhaps you meant --hidden-size" in error
+
+
 def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
     assert plan.main(["--world-size", "1", *SMALL]) == 0
-    assert "predicted step" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "predicted step" in printed
+    assert "a100-80g is the default. Without a GPU, give --hardware cpu\n" in printed
     # A complete file of a user may lack the value.
     mine = tmp_path / "mine.yaml"
     known = vars(load_hardware("a100-80g"))

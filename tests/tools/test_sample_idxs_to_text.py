@@ -150,7 +150,7 @@ def test_errors_name_the_rule_and_the_value(capsys, run, tmp_path):
     assert "sample 9999999 is not among the" in run_with_error(
         capsys, "--samples", "9999999", "--", *run
     )
-    assert "has no pointer latest to a checkpoint" in run_with_error(
+    assert "no run has saved here yet; give the --save folder" in run_with_error(
         capsys, "--samples", "1", "--checkpoint", str(tmp_path)
     )
     at = run.index("--global-batch-size")

@@ -25,10 +25,12 @@ class ByteSource(PositionSource):
         self._path = path
         self._span = span
         self._bytes = np.memmap(path, np.uint8, "r")
+        # Each save reads the digest, so the file is read only once for it.
+        self._fingerprints = {path.name: digest_of_file(path)}
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        return {self._path.name: digest_of_file(self._path)}
+        return self._fingerprints
 
     def describe(self) -> tuple[str, str]:
         return f"bytes of {self._path.name}", f"{len(self._span)} samples"

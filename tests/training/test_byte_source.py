@@ -65,6 +65,9 @@ def test_a_new_kind_of_data_trains_and_resumes_with_other_ranks(
     error = run.error("--train-iters 6")
     assert error.startswith("DataError: train: the checkpoint records {'words.txt': ")
     assert "leave out --datasets" in other.error("--datasets web")
+    error = other.error("--split 0,100,0")
+    assert error.startswith("DataError: --dataset-format jsonl leaves no sample for training in ")
+    assert "words.txt, and the run needs 20 training samples. Give more data, or" in error
 
 
 def test_mock_data_refuse_the_checkpoint_of_a_new_kind(

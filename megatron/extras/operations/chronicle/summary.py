@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,13 @@ from megatron.extras.operations.chronicle.events import (
     list_rollbacks,
     read_setting,
 )
-from megatron.extras.operations.chronicle.goodput import DROPPED, KEPT, UNDONE, compute_goodput
+from megatron.extras.operations.chronicle.goodput import (
+    DROPPED,
+    KEPT,
+    UNDONE,
+    add_up,
+    compute_goodput,
+)
 from megatron.extras.operations.chronicle.history import RunHistory
 from megatron.schedule.clock import format_duration
 
@@ -147,15 +154,8 @@ def describe_outcome(history: RunHistory) -> list[str]:
     columns = history.columns
     kept = np.flatnonzero(history.kept)
     sentences = []
-    planned = None
-    ended = "it is active or was killed"
-    for event in history.events:
-        if event.kind == "start":
-            planned = event.details.get("train_iterations")
-            ended = "it is active or was killed"
-        elif event.kind == "stop":
-            named = {name: event.details.get(name) for name in ("reason", "error")}
-            ended = describe_stop({name: value for name, value in named.items() if value})
+    starts = [event for event in history.events if event.kind == "start"]
+    planned = starts[-1].details.get("train_iterations") if starts else None
     if kept.size:
         text = f"The run is at iteration {int(columns['iteration'][kept[-1]]):,}"
         if type(planned) is int:
@@ -169,11 +169,14 @@ def describe_outcome(history: RunHistory) -> list[str]:
     times = [event.time for event in history.events]
     launches = dict(_count_launches(history)).get("launches")
     if times and launches:
-        sentences.append(
-            f"It ran from {times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} "
+        # A later note, or an alert of a cron tool, does not make the run longer.
+        end = datetime.fromtimestamp(add_up(history).end, times[0].tzinfo)
+        text = (
+            f"It ran from {times[0]:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} "
             f"({times[0].tzname()}), {format_duration(goodput.wall_seconds)} in all. "
-            f"Launches: {launches}. The end of the last launch: {ended}."
+            f"Launches: {launches}."
         )
+        sentences.append(f"{text}{_describe_last_stop(history)}")
     lost = goodput.wall_seconds - goodput.seconds[KEPT]
     sentences.append(
         f"{goodput.share:.1%} of this time went into steps that count, and "
@@ -183,6 +186,20 @@ def describe_outcome(history: RunHistory) -> list[str]:
     if wrong:
         sentences.append(f"{'; '.join(wrong).capitalize()}.")
     return sentences
+
+
+def _describe_last_stop(history: RunHistory) -> str:
+    """Return a sentence about the end of the last launch.
+
+    It is empty without a record of the end. `_count_launches` then says that the last launch is
+    active or was killed.
+    """
+    last = [event for event in history.events if event.kind in ("start", "stop")][-1]
+    if last.kind == "start":
+        return ""
+    named = {name: last.details.get(name) for name in ("reason", "error")}
+    ended = describe_stop({name: value for name, value in named.items() if value})
+    return f" The end of the last launch: {ended}."
 
 
 @dataclass(frozen=True)
