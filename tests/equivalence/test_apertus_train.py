@@ -238,7 +238,7 @@ class Variants:
         return {
             **numbers,
             "shapes": shapes,
-            "schedule": [vars(point) for point in points],
+            "schedule": [point._asdict() for point in points],
         }
 
     def train(self, changed: Mapping[str, list[str] | None]) -> list[tuple[float, float, float]]:

@@ -104,15 +104,8 @@ def verify(plan: Plan, train: Train, say: Callable[[str], None] = lambda line: N
             _verify_in_fp32(copy, Launcher(train, folder / "first"), found)
             first = find_first_failure(found.rows)
             if first is not None and first.error < _SMALL:
-                say("a small difference, so the comparison is repeated with another seed")
-                other = VerifiedRun(
-                    reduction, found.data, note=f"only with the run's seed: {first}"
-                )
-                seed = {"batch.seed": copy.config.batch.seed + 1}
-                again = resolve(replace_values(copy.config, seed), copy.world_size)
-                _verify_in_fp32(again, Launcher(train, folder / "second"), other)
-                if other.failed is None:
-                    found = other
+                say("a small difference, so the comparison is repeated")
+                found = _repeat(copy, train, folder, found, first)
             own = use_own_precision(reduction, plan.config)
             if own is not None and found.failed is None:
                 say("the copy in the run's own precision against two runs of one process")
