@@ -106,7 +106,6 @@ TESTS = (
     "parallel/test_tensor_parallel.py",
     "parallel/test_torch_private.py",
     "checkpoint/test_finite.py",
-    "checkpoint/test_lease.py",
     "checkpoint/test_policy.py",
     "checkpoint/test_retention.py",
     "checkpoint/test_save_and_load.py",

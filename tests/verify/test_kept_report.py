@@ -67,7 +67,7 @@ def test_a_failed_verification_is_a_warning(tmp_path: Path) -> None:
 def test_a_file_that_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"no report of megatron-verify"):
+    with pytest.raises(ConfigError, match=r"not a report of megatron-verify"):
         read_report(str(path))
     with pytest.raises(ConfigError, match=r"--verification"):
         read_report(str(tmp_path / "absent.json"))
