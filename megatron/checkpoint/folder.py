@@ -220,8 +220,8 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
             )
         if not iterations:
             raise CheckpointError(
-                f"{path} has no checkpoint, because no run has saved here yet; give the --save "
-                "folder of a run that has saved"
+                f"{path} has no pointer {LATEST} and no checkpoint, because no run has saved here "
+                "yet; give the --save folder of a run that has saved"
             )
         raise CheckpointError(
             f"{path} has no pointer {LATEST} to a checkpoint; give an iteration; there are: {saved}"

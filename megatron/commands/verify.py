@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError, combine_errors
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.parts import choose_parts
 from megatron.commands.plan_source import (
@@ -132,20 +133,20 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
     plan, notes = resolve_command(options, training)
     # Standard output has the report only.
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print_to_stderr(f"note: {note}")
     # These import torch, which takes seconds. An error above does not need it.
     from megatron.extras.verify.report import build_report, format_report
     from megatron.extras.verify.verification import verify
 
     preload()
-    found = verify(plan, train, lambda line: print(line, file=sys.stderr, flush=True))
+    found = verify(plan, train, print_to_stderr)
     report = build_report(plan, found)
     if options.report is not None:
         options.report.write_text(json.dumps(report, indent=1) + "\n")
     if options.json:
-        print(json.dumps(report, indent=1))
+        print_line(json.dumps(report, indent=1))
     else:
-        print("\n".join(format_report(report)))
+        print_line("\n".join(format_report(report)))
     return 0 if report["verified"] else 1
 
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import bias as attention_bias
 
 from megatron.model.inputs import Documents
 from megatron.parallel.context import Keys, exchange_heads, read_keys, return_heads
@@ -38,6 +37,9 @@ def attend(
     # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
     mask = bias
     if bias is None and queries != keys:
+        # This import loads torch's compiler. Only shared sequences need it.
+        from torch.nn.attention import bias as attention_bias
+
         # With `is_causal`, the first query would see the first key only.
         mask = attention_bias.causal_lower_right(queries, keys)
     return F.scaled_dot_product_attention(
