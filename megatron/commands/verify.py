@@ -13,6 +13,7 @@ Exit code 0 means that the copy equals the reference. Exit code 1 means that it 
 means that the command has errors, or cannot be verified.
 """
 
+import atexit
 import gc
 import json
 import sys
@@ -89,6 +90,8 @@ def preload() -> None:
     # The garbage collections of the ranks skip these objects.
     gc.collect()
     gc.freeze()
+    # At its exit, Triton counts objects that were not collected, and prints them as leaks.
+    atexit.register(gc.unfreeze)
 
 
 def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan, list[str]]:
