@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Set up the environment and run the tests.
 #
-#     bash tests/run.sh [--full] [arguments of pytest]
+#     bash tests/run.sh [--full | --changed] [arguments of pytest]
 #
-# --full runs the long suites completely. Without it a fixed subset of them runs.
+# --full runs the long suites completely. Without it a fixed subset of them runs. --changed runs the
+# test files that are nearest to what differs from the main branch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup_env.sh
@@ -14,6 +15,12 @@ arguments=()
 for argument in "$@"; do
     if [[ "$argument" == "--full" ]]; then
         selection=()
+    elif [[ "$argument" == "--changed" ]]; then
+        # A failure of the script ends this one.
+        nearest=$(python .ci/nearest_tests.py)
+        # Names of test files have no spaces.
+        # shellcheck disable=SC2206
+        arguments+=($nearest)
     else
         arguments+=("$argument")
     fi
