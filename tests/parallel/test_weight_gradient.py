@@ -13,9 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import weight_gradient
-from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    Init,
+    RowParallelLinear,
+    list_numbers,
+)
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.weight_gradient import add_to_gradient
+from megatron.parallel.weight_gradient import add_to_gradient, number_layer
 
 HALVES = [torch.bfloat16, torch.float16]
 MICROBATCHES = 4
@@ -29,7 +34,7 @@ def make_layer(kind: type[Layer], dtype: torch.dtype, tp: TensorParallel, *, fus
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
         # As the engine does it.
         parameter.grad_dtype = torch.float32
-    layer.fused_gradient = fused
+    layer.number = number_layer(layer) if fused else None
     return layer
 
 
@@ -161,7 +166,7 @@ def check_on_ranks(ranks: int, sequence_parallel: bool) -> None:
         layers[1].weight.data.neg_()
         x = make_inputs(dtype, 24, seed=tp.rank * sequence_parallel)[0]
         pairs = [(layer.weight, layer.bias) for layer in layers]
-        outs = apply_entered_linears(x, pairs, tp, fused=True)
+        outs = apply_entered_linears(x, pairs, tp, numbers=list_numbers(*layers))
         torch.autograd.backward(outs, [torch.cos(out.detach()) for out in outs])
         entered = enter_tensor_parallel(x.detach(), tp)
         for layer, out in zip(layers, outs, strict=True):
