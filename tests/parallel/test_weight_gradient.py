@@ -27,8 +27,15 @@ MICROBATCHES = 4
 Layer = ColumnParallelLinear | RowParallelLinear
 
 
-def make_layer(kind: type[Layer], dtype: torch.dtype, tp: TensorParallel, *, fused: bool) -> Layer:
-    layer = kind(24, 16, bias=True, tp=tp, init=Init.NORMAL).to(dtype)
+def make_layer(
+    kind: type[Layer],
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    *,
+    fused: bool,
+    sizes: tuple[int, int] = (24, 16),
+) -> Layer:
+    layer = kind(*sizes, bias=True, tp=tp, init=Init.NORMAL).to(dtype)
     generator = torch.Generator().manual_seed(3 + tp.rank)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
@@ -100,6 +107,54 @@ def test_a_recomputed_layer_adds_to_the_same_gradient(dtype: torch.dtype) -> Non
         layer = make_layer(ColumnParallelLinear, dtype, TensorParallel(), fused=True)
         gradients.append(accumulate(layer, make_inputs(dtype, 24), call)[0])
     assert torch.equal(*gradients)
+
+
+def feed_forward(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    up, down = layers
+    return x + down(F.relu(up(x)))
+
+
+def accumulate_pairs(
+    pairs: Sequence[Sequence[Layer]], call: Callable[..., Tensor], *, recomputed: bool
+) -> list[Tensor]:
+    """Return all gradients of several pairs of layers, one after the other."""
+    inputs = make_inputs(torch.bfloat16, 24)
+    for x in inputs:
+        out = x
+        for pair in pairs:
+            if recomputed:
+                out = checkpoint(call, pair, out, use_reentrant=False)
+            else:
+                out = call(pair, out)
+        out.backward(torch.cos(out.detach()))
+    leaves = [*inputs, *(each for pair in pairs for layer in pair for each in layer.parameters())]
+    assert all(leaf.grad is not None for leaf in leaves)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def test_compiled_layers_share_a_graph_and_add_to_their_own_gradients() -> None:
+    """The numbers are those of layers that are not compiled, bit for bit."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    results = []
+    compiled = torch.compile(feed_forward, fullgraph=True, backend="aot_eager")
+    for call, recomputed in ((feed_forward, False), (compiled, False), (compiled, True)):
+        pairs = [
+            [
+                make_layer(kind, torch.bfloat16, TensorParallel(), fused=True, sizes=sizes)
+                for kind, sizes in (
+                    (ColumnParallelLinear, (24, 16)),
+                    (RowParallelLinear, (16, 24)),
+                )
+            ]
+            for _ in range(2)
+        ]
+        results.append(accumulate_pairs(pairs, call, recomputed=recomputed))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_hooks_of_the_gradient_are_called() -> None:
