@@ -60,7 +60,9 @@ def apply_entered_linears(
     biases = [bias for _, bias in layers]
     if not torch.compiler.is_compiling():
         return _EnteredLinears.apply(x, tp, bool(numbers), *weights, *biases)
-    return tuple(_entered_linears(x, weights, biases, list(numbers), _name_region(tp)))
+    present = [bias for bias in biases if bias is not None]
+    assert len(present) in (0, len(biases)), "in a graph, all layers have a bias or none has one"
+    return tuple(_entered_linears(x, weights, present, list(numbers), _name_region(tp)))
 
 
 def _multiply(
@@ -174,7 +176,8 @@ def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
 
 
 # What follows is for compiled graphs. Inductor does not look into an operator that it does not
-# know. It would place each communication and its wait side by side.
+# know. It would place each communication and its wait side by side. torch keeps compiled graphs
+# between runs, so an operator whose arguments change needs a new name.
 
 
 def offer_to_graphs(tp: TensorParallel) -> None:
@@ -190,27 +193,27 @@ def _name_region(tp: TensorParallel) -> str:
 def run_forward(
     x: Tensor,
     weights: list[Tensor],
-    biases: list[Tensor | None],
+    biases: list[Tensor],
     numbers: list[Tensor],
     region: str,
 ) -> list[Tensor]:
-    """Compute the forward operator. See `apply_entered_linears`."""
-    return _multiply(x, weights, biases, _regions[region])
+    """Compute the forward operator. See `apply_entered_linears`. No bias: `biases` is empty."""
+    return _multiply(x, weights, biases or [None] * len(weights), _regions[region])
 
 
 def run_backward(
     grads: list[Tensor],
     x: Tensor,
     weights: list[Tensor],
-    biased: list[bool],
+    biased: bool,
     numbers: list[Tensor],
     region: str,
 ) -> list[Tensor]:
     """Compute the backward operator.
 
     Returns:
-        The gradients of the input, of the weights, and of the biases that exist. Those of the
-        weights are left out if the layers have numbers, because they are added to the leaves.
+        The gradients of the input, of the weights, and of the biases if there are some. Those of
+        the weights are left out if the layers have numbers, because they are added to the leaves.
     """
     grad_x, grad_weights, grad_biases = _differentiate(
         grads,
@@ -220,24 +223,24 @@ def run_backward(
         leaves=[find_weight(number) for number in numbers] or None,
         needs_x=True,
         need_weights=[True] * len(weights),
-        need_biases=biased,
+        need_biases=[biased] * len(weights),
     )
     every = (grad_x, *grad_weights, *grad_biases)
     return [grad for grad in every if grad is not None]
 
 
 _entered_linears = torch.library.custom_op(
-    "megatron::entered_linears",
+    "megatron::linears",
     run_forward,
     mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] numbers, str region) "
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, str region) "
     "-> Tensor[]",
 )
 _entered_linears_backward = torch.library.custom_op(
-    "megatron::entered_linears_backward",
+    "megatron::linears_backward",
     run_backward,
     mutates_args=(),
-    schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool[] biased, Tensor[] numbers, "
+    schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, Tensor[] numbers, "
     "str region) -> Tensor[]",
 )
 
@@ -246,7 +249,7 @@ _entered_linears_backward = torch.library.custom_op(
 def _shape_forward(
     x: Tensor,
     weights: list[Tensor],
-    biases: list[Tensor | None],
+    biases: list[Tensor],
     numbers: list[Tensor],
     region: str,
 ) -> list[Tensor]:
@@ -260,37 +263,31 @@ def _shape_backward(
     grads: list[Tensor],
     x: Tensor,
     weights: list[Tensor],
-    biased: list[bool],
+    biased: bool,
     numbers: list[Tensor],
     region: str,
 ) -> list[Tensor]:
     made = [x.new_empty(x.shape)]
     if not numbers:
         made += [weight.new_empty(weight.shape) for weight in weights]
-    pairs = zip(weights, biased, strict=True)
-    return [*made, *(weight.new_empty(weight.shape[:1]) for weight, has_bias in pairs if has_bias)]
+    if biased:
+        made += [weight.new_empty(weight.shape[:1]) for weight in weights]
+    return made
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, biases, numbers, ctx.region = inputs
-    ctx.biased = [bias is not None for bias in biases]
+    ctx.biased = bool(biases)
     ctx.count = len(weights)
     ctx.save_for_backward(x, *weights, *numbers)
 
 
 def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     x, *rest = ctx.saved_tensors
-    count = ctx.count
-    numbers = rest[count:]
-    grad_x, *others = _entered_linears_backward(
-        grads, x, rest[:count], ctx.biased, numbers, ctx.region
-    )
-    grad_weights: list[Tensor | None] = [None] * count
-    if not numbers:
-        grad_weights = others[:count]
-        others = others[count:]
-    of_biases = iter(others)
-    grad_biases = [next(of_biases) if has_bias else None for has_bias in ctx.biased]
+    weights, numbers = rest[: ctx.count], rest[ctx.count :]
+    grad_x, *others = _entered_linears_backward(grads, x, weights, ctx.biased, numbers, ctx.region)
+    grad_biases = others[-ctx.count :] if ctx.biased else []
+    grad_weights = [None] * ctx.count if numbers else others[: ctx.count]
     return grad_x, grad_weights, grad_biases, [None] * len(numbers), None
 
 

@@ -68,8 +68,8 @@ _KEEP_ANSWER = {
 }
 """Operators whose result is true if all arguments are, and false if none is."""
 _OWN_OPERATORS: dict[Any, Callable[..., Any]] = {
-    torch.ops.megatron.entered_linears.default: entered_linear.run_forward,
-    torch.ops.megatron.entered_linears_backward.default: entered_linear.run_backward,
+    torch.ops.megatron.linears.default: entered_linear.run_forward,
+    torch.ops.megatron.linears_backward.default: entered_linear.run_backward,
 }
 """Operators of compiled graphs that consist of several of torch's."""
 _PACKAGE = f"{PACKAGE}/"
