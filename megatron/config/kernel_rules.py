@@ -82,15 +82,11 @@ def check_gradient_accumulation_fusion(settings: ConfigWithOrigin) -> Iterator[s
             f"{flag} needs --bf16 or --fp16: gradients in fp32 are not rounded in any case. Add "
             f"one, or leave out {flag}."
         )
-    for dotted, reason in (
-        ("kernels.use_torch_compile", "which generates a backward pass of its own"),
-        ("parallel.deepspeed", "whose optimizer takes the gradients from autograd"),
-    ):
-        if settings[dotted]:
-            yield (
-                f"{flag} cannot be combined with {settings.describe(dotted)}, {reason}; give one "
-                "of them."
-            )
+    if settings.config.parallel.deepspeed:
+        yield (
+            f"{flag} cannot be combined with {settings.describe('parallel.deepspeed')}, whose "
+            "optimizer takes the gradients from autograd; give one of them."
+        )
 
 
 def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[str]:

@@ -32,8 +32,8 @@ class KernelsConfig:
     gradient_accumulation_fusion: bool = False
     """Let the matrix products of linear layers add to the weights' gradients in fp32. Without it,
     the product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
-    native engine without torch.compile. It is on by default in Megatron-LM, and off here, because
-    it has not run on a GPU yet. A CPU multiplies fp32 copies, which is slower."""
+    native engine. It is on by default in Megatron-LM, and off here, because it has not run on a GPU
+    yet. A CPU multiplies fp32 copies, which is slower."""
     use_varlen_attention: bool = False
     """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
     instead of one call for each document. It is for --reset-attention-mask with short documents. It

@@ -13,9 +13,11 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.partition import select_stages_of_rank
 from megatron.model.recompute import Recomputation
+from megatron.parallel.entered_linear import offer_to_graphs
 from megatron.parallel.layers import ColumnParallelLinear, ParameterSpec, RowParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import RandomStreams
+from megatron.parallel.weight_gradient import number_layer
 from megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def build_stages(
             for name, parameter in model.named_parameters()
         }
         # 3. Recomputation. It wraps the call of a block, and stays outside of the compiled graphs.
-        #    Fused gradients are inside, and exclude compilation.
+        #    Fused gradients are operators inside of the graphs.
         recompute_blocks(model, execution)
         fuse_gradients(model, execution)
         # 4. Compilation of what is inside of a block. FSDP2's hooks on the block come later, and
@@ -151,13 +153,14 @@ def fuse_gradients(model: GPT, execution: Execution) -> None:
     """Let linear layers add to their weights' gradients in fp32 if `execution` asks for it."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            module.fused_gradient = execution.fused_gradients
+            module.number = number_layer(module) if execution.fused_gradients else None
 
 
 def compile_blocks(model: GPT, execution: Execution) -> None:
     """Compile the blocks if `execution` asks for it."""
     if not execution.compile:
         return
+    offer_to_graphs(model.tp)
     for block in model.get_blocks().values():
         block.compile_halves(dynamic=execution.dynamic_shapes)
 

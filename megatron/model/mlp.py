@@ -14,6 +14,7 @@ from megatron.parallel.layers import (
     ColumnParallelLinear,
     Init,
     RowParallelLinear,
+    list_numbers,
     make_inner_parameter,
 )
 from megatron.parallel.mesh import TensorParallel
@@ -127,6 +128,6 @@ class MLP(nn.Module):
             x,
             [(self.up.weight, self.up.bias), (self.gate.weight, self.gate.bias)],
             self.tp,
-            fused=self.up.fused_gradient,
+            numbers=list_numbers(self.up, self.gate),
         )
         return self.down(self.activation(gate) * up)

@@ -13,6 +13,7 @@ Fused weight gradients are the exception. They are not rounded to 16 bits (`weig
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,14 @@ from megatron.parallel.collectives import (
     begin_all_gather,
     begin_all_reduce,
     begin_reduce_scatter,
-    enter_tensor_parallel,
 )
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.weight_gradient import add_to_gradient
+from megatron.parallel.weight_gradient import add_to_gradient, find_weight
+
+ALONE = TensorParallel()
+"""The region of a layer whose product needs no communication."""
+_regions: WeakValueDictionary[str, TensorParallel] = WeakValueDictionary()
+"""The ranks that operators of compiled graphs communicate with, by the name of their region."""
 
 
 def apply_entered_linears(
@@ -35,7 +40,7 @@ def apply_entered_linears(
     layers: Sequence[tuple[Tensor, Tensor | None]],
     tp: TensorParallel,
     *,
-    fused: bool = False,
+    numbers: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """Enter a tensor-parallel region, and apply linear layers to the same input.
 
@@ -43,19 +48,79 @@ def apply_entered_linears(
         x: [s, b, in], or [s/t, b, in] with sequence parallelism.
         layers: Weight [out/t, in] and bias [out/t] of each layer.
         tp: The tensor-parallel ranks.
-        fused: Add the weights' gradients in fp32, as `add_to_gradient` does. The weights are then
-            leaves in 16 bits.
+        numbers: What `number_layer` returned for each layer. The weights' gradients are then added
+            up in fp32, as `add_to_gradient` does it, and the weights are leaves in 16 bits.
 
     Returns:
         The output of each layer, [s, b, out/t].
     """
-    # The compiler arranges communication and computation itself.
-    if not fused and (tp.size == 1 or torch.compiler.is_compiling()):
-        entered = enter_tensor_parallel(x, tp)
-        return tuple(F.linear(entered, weight, bias) for weight, bias in layers)
+    if not numbers and tp.size == 1:
+        return tuple(F.linear(x, weight, bias) for weight, bias in layers)
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers]
-    return _EnteredLinears.apply(x, tp, fused, *weights, *biases)
+    if not torch.compiler.is_compiling():
+        return _EnteredLinears.apply(x, tp, bool(numbers), *weights, *biases)
+    present = [bias for bias in biases if bias is not None]
+    assert len(present) in (0, len(biases)), "in a graph, all layers have a bias or none has one"
+    return tuple(_entered_linears(x, weights, present, list(numbers), _name_region(tp)))
+
+
+def _multiply(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
+) -> list[Tensor]:
+    """Return the output of each layer. The arguments are those of `apply_entered_linears`."""
+    entered = all_gather(x, tp) if tp.sequence_parallel else x
+    return [F.linear(entered, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _differentiate(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    tp: TensorParallel,
+    *,
+    leaves: Sequence[Tensor] | None,
+    needs_x: bool,
+    need_weights: Sequence[bool],
+    need_biases: Sequence[bool],
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Compute the gradients of all layers, with communication during the products.
+
+    Args:
+        grads: Gradient of each output, [s, b, out/t].
+        x: The input as `apply_entered_linears` gets it.
+        weights: The weight of each layer, or a copy of it.
+        tp: The tensor-parallel ranks.
+        leaves: The weights whose `grad` the products are added to, or None to return the gradients.
+        needs_x: Whether the gradient of the input is needed.
+        need_weights: Whether the gradient of each weight is needed.
+        need_biases: Whether the gradient of each bias is needed.
+
+    Returns:
+        The gradient of the input, those of the weights, and those of the biases.
+    """
+    entered = PendingTensor(x)
+    if tp.sequence_parallel and any(need_weights):
+        entered = begin_all_gather(x, tp)
+    rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
+    grad_x = None
+    if needs_x:
+        grad_x = _begin_sum(_multiply_back(rows, weights), x, tp)
+    grad_weights: list[Tensor | None] = [None] * len(weights)
+    # With two layers, the sum is communicated during both products.
+    if any(need_weights):
+        states = entered.wait().flatten(0, 1)  # [s b, in]
+        for number, needed in enumerate(need_weights):
+            if not needed:
+                continue
+            if leaves is None:
+                grad_weights[number] = rows[number].t().mm(states)
+            else:
+                add_to_gradient(leaves[number], rows[number].t(), states)
+    grad_biases = [
+        row.sum(0) if needed else None for row, needed in zip(rows, need_biases, strict=True)
+    ]
+    return None if grad_x is None else grad_x.wait(), grad_weights, grad_biases
 
 
 class _EnteredLinears(torch.autograd.Function):
@@ -72,49 +137,26 @@ class _EnteredLinears(torch.autograd.Function):
         ctx.leaves = weights if fused else None
         # This is the slice of the sequence, not the gathered input.
         ctx.save_for_backward(x, *weights)
-        entered = all_gather(x, tp) if tp.sequence_parallel else x
-        return tuple(
-            F.linear(entered, weight, bias)
-            for weight, bias in zip(weights, parameters[count:], strict=True)
-        )
+        return tuple(_multiply(x, weights, parameters[count:], tp))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        tp = ctx.tp
-        count = len(weights)
         needs_x, _, _, *needed = ctx.needs_input_grad
-        entered = PendingTensor(x)
-        if tp.sequence_parallel and any(needed[:count]):
-            entered = begin_all_gather(x, tp)
-        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
-        grad_x = None
-        if needs_x:
-            grad_x = _begin_sum(_multiply(rows, weights), x, tp)
-        grad_weights: list[Tensor | None] = [None] * count
-        # With two layers, the sum is communicated during both products.
-        if any(needed[:count]):
-            states = entered.wait().flatten(0, 1)  # [s b, in]
-            for number in range(count):
-                if not needed[number]:
-                    continue
-                if ctx.leaves is None:
-                    grad_weights[number] = rows[number].t().mm(states)
-                else:
-                    add_to_gradient(ctx.leaves[number], rows[number].t(), states)
-        grad_biases = [
-            row.sum(0) if wanted else None for row, wanted in zip(rows, needed[count:], strict=True)
-        ]
-        return (
-            None if grad_x is None else grad_x.wait(),
-            None,
-            None,
-            *grad_weights,
-            *grad_biases,
+        grad_x, grad_weights, grad_biases = _differentiate(
+            grads,
+            x,
+            weights,
+            ctx.tp,
+            leaves=ctx.leaves,
+            needs_x=needs_x,
+            need_weights=needed[: len(weights)],
+            need_biases=needed[len(weights) :],
         )
+        return grad_x, None, None, *grad_weights, *grad_biases
 
 
-def _multiply(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Return the input's gradient from all layers, [s b, in]. It is this rank's partial sum."""
     # Each product is rounded before it is added, as autograd does it. The last layer comes first
     # in a backward pass, but the order of two summands does not change a sum.
@@ -131,3 +173,123 @@ def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
     if tp.sequence_parallel:
         return begin_reduce_scatter(partial.view(-1, *x.shape[1:]), tp)
     return begin_all_reduce(partial.view(x.shape), tp)
+
+
+# What follows is for compiled graphs. Inductor does not look into an operator that it does not
+# know. It would place each communication and its wait side by side. torch keeps compiled graphs
+# between runs, so an operator whose arguments change needs a new name.
+
+
+def offer_to_graphs(tp: TensorParallel) -> None:
+    """Let operators of compiled graphs communicate with these tensor-parallel ranks."""
+    _regions[_name_region(tp)] = tp
+
+
+def _name_region(tp: TensorParallel) -> str:
+    """Return the name of a region. Shapes depend on nothing else of the ranks."""
+    return f"{tp.size}, sequence" if tp.sequence_parallel else f"{tp.size}"
+
+
+def run_forward(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    numbers: list[Tensor],
+    region: str,
+) -> list[Tensor]:
+    """Compute the forward operator. See `apply_entered_linears`. No bias: `biases` is empty."""
+    return _multiply(x, weights, biases or [None] * len(weights), _regions[region])
+
+
+def run_backward(
+    grads: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    biased: bool,
+    numbers: list[Tensor],
+    region: str,
+) -> list[Tensor]:
+    """Compute the backward operator.
+
+    Returns:
+        The gradients of the input, of the weights, and of the biases if there are some. Those of
+        the weights are left out if the layers have numbers, because they are added to the leaves.
+    """
+    grad_x, grad_weights, grad_biases = _differentiate(
+        grads,
+        x,
+        weights,
+        _regions[region],
+        leaves=[find_weight(number) for number in numbers] or None,
+        needs_x=True,
+        need_weights=[True] * len(weights),
+        need_biases=[biased] * len(weights),
+    )
+    every = (grad_x, *grad_weights, *grad_biases)
+    return [grad for grad in every if grad is not None]
+
+
+_entered_linears = torch.library.custom_op(
+    "megatron::linears",
+    run_forward,
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, str region) "
+    "-> Tensor[]",
+)
+_entered_linears_backward = torch.library.custom_op(
+    "megatron::linears_backward",
+    run_backward,
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, Tensor[] numbers, "
+    "str region) -> Tensor[]",
+)
+
+
+@_entered_linears.register_fake
+def _shape_forward(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    numbers: list[Tensor],
+    region: str,
+) -> list[Tensor]:
+    tp = _regions[region]
+    rows = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
+    return [x.new_empty((rows, *x.shape[1:-1], weight.shape[0])) for weight in weights]
+
+
+@_entered_linears_backward.register_fake
+def _shape_backward(
+    grads: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    biased: bool,
+    numbers: list[Tensor],
+    region: str,
+) -> list[Tensor]:
+    made = [x.new_empty(x.shape)]
+    if not numbers:
+        made += [weight.new_empty(weight.shape) for weight in weights]
+    if biased:
+        made += [weight.new_empty(weight.shape[:1]) for weight in weights]
+    return made
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, numbers, ctx.region = inputs
+    ctx.biased = bool(biases)
+    ctx.count = len(weights)
+    ctx.save_for_backward(x, *weights, *numbers)
+
+
+def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    x, *rest = ctx.saved_tensors
+    weights, numbers = rest[: ctx.count], rest[ctx.count :]
+    grad_x, *others = _entered_linears_backward(grads, x, weights, ctx.biased, numbers, ctx.region)
+    grad_biases = others[-ctx.count :] if ctx.biased else []
+    grad_weights = [None] * ctx.count if numbers else others[: ctx.count]
+    return grad_x, grad_weights, grad_biases, [None] * len(numbers), None
+
+
+_entered_linears.register_autograd(_call_backward, setup_context=_save)
+offer_to_graphs(ALONE)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import leave_tensor_parallel
-from megatron.parallel.entered_linear import apply_entered_linears
+from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.mesh import TensorParallel
 
 
@@ -157,8 +157,11 @@ class ColumnParallelLinear(nn.Module):
         """
         super().__init__()
         self.tp = tp
-        self.fused_gradient = False
-        """Whether products add to the weight's gradient in fp32. See `weight_gradient.py`."""
+        self.number: Tensor | None = None
+        """The number of a layer whose products add to the weight's gradient in fp32.
+
+        See `weight_gradient.py`.
+        """
         local = split_evenly(out_features, tp)
         self.weight = make_parameter(
             (local, in_features), ParameterSpec((out_features, in_features), init, shard_dim=0)
@@ -172,7 +175,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t]."""
         (out,) = apply_entered_linears(
-            x, [(self.weight, self.bias)], self.tp, fused=self.fused_gradient
+            x, [(self.weight, self.bias)], self.tp, numbers=list_numbers(self)
         )
         return out
 
@@ -277,8 +280,11 @@ class RowParallelLinear(nn.Module):
         """
         super().__init__()
         self.tp = tp
-        self.fused_gradient = False
-        """Whether products add to the weight's gradient in fp32. See `weight_gradient.py`."""
+        self.number: Tensor | None = None
+        """The number of a layer whose products add to the weight's gradient in fp32.
+
+        See `weight_gradient.py`.
+        """
         local = split_evenly(in_features, tp)
         self.weight = make_parameter(
             (out_features, local), ParameterSpec((out_features, in_features), init, shard_dim=1)
@@ -299,11 +305,14 @@ class RowParallelLinear(nn.Module):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return this rank's product [s, b, out]."""
-        if not self.fused_gradient:
-            return F.linear(x, self.weight, bias)
         # The input is sharded already, so no communication belongs to this product.
-        (out,) = apply_entered_linears(x, [(self.weight, bias)], TensorParallel(), fused=True)
+        (out,) = apply_entered_linears(x, [(self.weight, bias)], ALONE, numbers=list_numbers(self))
         return out
+
+
+def list_numbers(*layers: ColumnParallelLinear | RowParallelLinear) -> list[Tensor]:
+    """Return the numbers of the layers whose products add to the weights' gradients."""
+    return [layer.number for layer in layers if layer.number is not None]
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -9,8 +9,32 @@ The invariant: except for the rounding, `weight.grad` is what autograd would mak
 product.
 """
 
+from itertools import count
+from weakref import WeakValueDictionary
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""The layers that compiled graphs know by a number."""
+_numbers = count()
+
+
+def number_layer(layer: nn.Module) -> Tensor:
+    """Return a number by which `find_weight` finds the weight of a layer, a scalar on the host.
+
+    A compiled graph gets copies of the weights, and several layers share the graph. A tensor may
+    differ from layer to layer, while a Python number would be a part of the graph.
+    """
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def find_weight(number: Tensor) -> Tensor:
+    """Return the leaf that is the weight of a layer now, from what `number_layer` returned."""
+    weight: Tensor = _layers[int(number)].weight
+    return weight
 
 
 def _has_fp32_results(a: Tensor) -> bool:

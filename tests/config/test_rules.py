@@ -271,10 +271,6 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--gradient-accumulation-fusion needs --bf16 or --fp16",
     ),
     (
-        {"gradient_accumulation_fusion": True, "bf16": True, "use_torch_compile": True},
-        "--gradient-accumulation-fusion cannot be combined with --use-torch-compile",
-    ),
-    (
         {"gradient_accumulation_fusion": True, "bf16": True, "deepspeed": True},
         "--gradient-accumulation-fusion cannot be combined with --deepspeed",
     ),

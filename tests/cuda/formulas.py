@@ -124,8 +124,8 @@ def _predict_tensor(layout: Layout) -> Messages:
     else:
         # The embedding scatters its sum forward and gathers backward. The head does the opposite.
         # Attention and MLP keep their slice of the input, and gather it again for the gradient of
-        # the weight. A compiled graph keeps the complete input.
-        again = 0 if layout.compiled else 2 * layout.layers
+        # the weight.
+        again = 2 * layout.layers
         found["all_gather", "tensor", layout.dtype, stream] += layout.m * (
             forward + backward + again + layout.first + layout.last
         )

@@ -1,6 +1,7 @@
 """Work that a step queues on the fake GPU while a tensor-parallel message is on its way."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -73,9 +74,19 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("name", OVERLAPS)
-def test_each_message_of_the_backward_pass_has_a_product_beside_it(name: str, on_fake_gpu: Call):
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *((name, "") for name in OVERLAPS),
+        pytest.param("TP", " --use-torch-compile", marks=pytest.mark.full),
+        ("SP, ZeRO 1, fp16", " --use-torch-compile"),
+    ],
+)
+def test_each_message_of_the_backward_pass_has_a_product_beside_it(
+    name: str, flags: str, on_fake_gpu: Call
+):
     case, layout = FORMULAS[name]
+    case = replace(case, flags=case.flags + flags)
     # Two column-parallel layers in each layer: queries, keys and values, and the MLP.
     expected = [OVERLAPS[name]] * (2 * layout.layers * layout.m)
     assert on_fake_gpu(list_overlaps, case) == expected

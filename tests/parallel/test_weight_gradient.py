@@ -13,23 +13,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import weight_gradient
-from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    Init,
+    RowParallelLinear,
+    list_numbers,
+)
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.weight_gradient import add_to_gradient
+from megatron.parallel.weight_gradient import add_to_gradient, number_layer
 
 HALVES = [torch.bfloat16, torch.float16]
 MICROBATCHES = 4
 Layer = ColumnParallelLinear | RowParallelLinear
 
 
-def make_layer(kind: type[Layer], dtype: torch.dtype, tp: TensorParallel, *, fused: bool) -> Layer:
-    layer = kind(24, 16, bias=True, tp=tp, init=Init.NORMAL).to(dtype)
+def make_layer(
+    kind: type[Layer],
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    *,
+    fused: bool,
+    sizes: tuple[int, int] = (24, 16),
+) -> Layer:
+    layer = kind(*sizes, bias=True, tp=tp, init=Init.NORMAL).to(dtype)
     generator = torch.Generator().manual_seed(3 + tp.rank)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
         # As the engine does it.
         parameter.grad_dtype = torch.float32
-    layer.fused_gradient = fused
+    layer.number = number_layer(layer) if fused else None
     return layer
 
 
@@ -97,6 +109,54 @@ def test_a_recomputed_layer_adds_to_the_same_gradient(dtype: torch.dtype) -> Non
     assert torch.equal(*gradients)
 
 
+def feed_forward(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    up, down = layers
+    return x + down(F.relu(up(x)))
+
+
+def accumulate_pairs(
+    pairs: Sequence[Sequence[Layer]], call: Callable[..., Tensor], *, recomputed: bool
+) -> list[Tensor]:
+    """Return all gradients of several pairs of layers, one after the other."""
+    inputs = make_inputs(torch.bfloat16, 24)
+    for x in inputs:
+        out = x
+        for pair in pairs:
+            if recomputed:
+                out = checkpoint(call, pair, out, use_reentrant=False)
+            else:
+                out = call(pair, out)
+        out.backward(torch.cos(out.detach()))
+    leaves = [*inputs, *(each for pair in pairs for layer in pair for each in layer.parameters())]
+    assert all(leaf.grad is not None for leaf in leaves)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def test_compiled_layers_share_a_graph_and_add_to_their_own_gradients() -> None:
+    """The numbers are those of layers that are not compiled, bit for bit."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    results = []
+    compiled = torch.compile(feed_forward, fullgraph=True, backend="aot_eager")
+    for call, recomputed in ((feed_forward, False), (compiled, False), (compiled, True)):
+        pairs = [
+            [
+                make_layer(kind, torch.bfloat16, TensorParallel(), fused=True, sizes=sizes)
+                for kind, sizes in (
+                    (ColumnParallelLinear, (24, 16)),
+                    (RowParallelLinear, (16, 24)),
+                )
+            ]
+            for _ in range(2)
+        ]
+        results.append(accumulate_pairs(pairs, call, recomputed=recomputed))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_hooks_of_the_gradient_are_called() -> None:
     """Autograd calls them although it gets no gradient. The dry run relies on it."""
     layer = make_layer(ColumnParallelLinear, torch.bfloat16, TensorParallel(), fused=True)
@@ -161,7 +221,7 @@ def check_on_ranks(ranks: int, sequence_parallel: bool) -> None:
         layers[1].weight.data.neg_()
         x = make_inputs(dtype, 24, seed=tp.rank * sequence_parallel)[0]
         pairs = [(layer.weight, layer.bias) for layer in layers]
-        outs = apply_entered_linears(x, pairs, tp, fused=True)
+        outs = apply_entered_linears(x, pairs, tp, numbers=list_numbers(*layers))
         torch.autograd.backward(outs, [torch.cos(out.detach()) for out in outs])
         entered = enter_tensor_parallel(x.detach(), tp)
         for layer, out in zip(layers, outs, strict=True):

@@ -52,3 +52,24 @@ def test_tensor_parallel_ranks_train_like_one_process(run: Runner, other: Runner
         ranks=2,
     )
     assert list(other.losses().values()) == pytest.approx(list(run.losses().values()), rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--checkpoint-activations", 1),
+        ("--zero-stage 1", 2),
+        ("--zero-stage 3 --checkpoint-activations", 2),
+        ("--pipeline-model-parallel-size 2 --zero-stage 2", 4),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3", 4),
+    ],
+)
+def test_compiled_layers_train_like_others(
+    flags: str, ranks: int, run: Runner, other: Runner
+) -> None:
+    run(f"{PARTS} --gradient-accumulation-fusion")
+    other(f"{PARTS} {flags} --gradient-accumulation-fusion --use-torch-compile", ranks)
+    # Kernels that are fused round less.
+    assert norms(other) == pytest.approx(norms(run), rel=1e-2)
+    assert list(other.losses().values()) == pytest.approx(list(run.losses().values()), rel=1e-3)

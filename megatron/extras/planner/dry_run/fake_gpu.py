@@ -30,6 +30,7 @@ from megatron.extras.planner.dry_run.stand_ins import (
     get_current_stream,
     install_stand_ins,
 )
+from megatron.parallel import entered_linear
 
 _ATEN = torch.ops.aten
 _COLLECTIVES = {
@@ -66,6 +67,11 @@ _KEEP_ANSWER = {
     _ATEN._to_copy.default,
 }
 """Operators whose result is true if all arguments are, and false if none is."""
+_OWN_OPERATORS: dict[Any, Callable[..., Any]] = {
+    torch.ops.megatron.linears.default: entered_linear.run_forward,
+    torch.ops.megatron.linears_backward.default: entered_linear.run_backward,
+}
+"""Operators of compiled graphs that consist of several of torch's."""
 _PACKAGE = f"{PACKAGE}/"
 _OWN = str(Path(__file__).parent) + "/"
 _FILL = {torch.bool: 1, torch.float32: 2, torch.float64: 2, torch.float16: 2, torch.bfloat16: 2}
@@ -192,6 +198,11 @@ class FakeGpu(TorchDispatchMode):
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             self._record_collective(func, args)
+        operator = _OWN_OPERATORS.get(func)
+        if operator is not None:
+            # Its products and messages come here one by one.
+            with self:
+                return operator(*args, **kwargs)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
