@@ -45,7 +45,9 @@ def start_interpreters() -> Iterator[ProcessPoolExecutor]:
         yield processes
 
 
-def _run_rank(rank: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _run_rank(
+    rank: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     """Call a function as a rank of a world. Return its result and what it printed."""
     import torch.distributed as dist
 
