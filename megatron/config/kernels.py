@@ -43,6 +43,10 @@ class KernelsConfig:
     of --glu-activation. It is on by default in Megatron-LM, and off here, because it has not run on
     a GPU yet. It needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute
     the same."""
+    cross_entropy_loss_fusion: bool = False
+    """Compute softmax and gradient of the logits in Triton kernels, which keep the logits in the
+    dtype of the step. It is off in Megatron-LM too. It needs pip install 'megatron-3d[kernels]'. On
+    a CPU, PyTorch's operators compute the same."""
     use_varlen_attention: bool = False
     """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
     instead of one call for each document. It is for --reset-attention-mask with short documents. It
@@ -55,5 +59,6 @@ class KernelsConfig:
         asked = {
             "--rope-fusion": self.rope_fusion,
             "--bias-swiglu-fusion": self.bias_swiglu_fusion,
+            "--cross-entropy-loss-fusion": self.cross_entropy_loss_fusion,
         }
         return tuple(flag for flag, given in asked.items() if given)

@@ -5,6 +5,7 @@ import os
 
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
+from megatron.extras.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.kernels.gate import apply_gate
 from megatron.extras.kernels.rotary import rotate, rotate_projection
 from megatron.model.fused_operators import FusedOperators
@@ -43,4 +44,5 @@ def build_operators(config: KernelsConfig) -> FusedOperators:
         rotate=rotate if config.rope_fusion else None,
         rotate_projection=rotate_projection if config.rope_fusion else None,
         apply_gate=apply_gate if config.bias_swiglu_fusion else None,
+        loss=CrossEntropyKernels() if config.cross_entropy_loss_fusion else None,
     )
