@@ -1,5 +1,6 @@
 """Fixtures that many tests share, and the order in which pytest's workers run the tests."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
     from process_pool import ProcessPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,6 +63,17 @@ def pool() -> Iterator["ProcessPool"]:
     shared = ProcessPool()
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator["ProcessPoolExecutor"]:
+    """Yield processes that run Triton's kernels on the CPU. Skip the test without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton: pip install -e '.[kernels]'")
+    from triton_interpreter import start_interpreters
+
+    with start_interpreters() as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

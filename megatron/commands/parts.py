@@ -55,12 +55,17 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
 
 def choose_engine(config: Config) -> EngineKind:
     """Return the kind of engine that a configuration asks for. This imports no torch."""
-    # Without the package, `check_parts` refuses the flag.
-    if config.parallel.deepspeed and _has_extras():
+    # Without the packages, `check_parts` refuses the flags.
+    if not _has_extras():
+        return NATIVE
+    from megatron.extras.kernels.kind import add_kernels
+
+    kind = NATIVE
+    if config.parallel.deepspeed:
         from megatron.extras.deepspeed.kind import DEEPSPEED
 
-        return DEEPSPEED
-    return NATIVE
+        kind = DEEPSPEED
+    return add_kernels(kind, config.kernels)
 
 
 def choose_parts(config: Config) -> Parts:

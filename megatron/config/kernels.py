@@ -34,8 +34,31 @@ class KernelsConfig:
     the product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
     native engine. It is on by default in Megatron-LM, and off here, because it has not run on a GPU
     yet. A CPU multiplies fp32 copies, which is slower."""
+    rope_fusion: bool = False
+    """Rotate queries and keys, and divide the projection, in one Triton kernel in each direction.
+    It is on by default in Megatron-LM, and off here, because it has not run on a GPU yet. It needs
+    pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
+    bias_swiglu_fusion: bool = False
+    """Compute the product inside a gated MLP in one Triton kernel in each direction, for each value
+    of --glu-activation. It is on by default in Megatron-LM, and off here, because it has not run on
+    a GPU yet. It needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute
+    the same."""
+    cross_entropy_loss_fusion: bool = False
+    """Compute softmax and gradient of the logits in Triton kernels, which keep the logits in the
+    dtype of the step. It is off in Megatron-LM too. It needs pip install 'megatron-3d[kernels]'. On
+    a CPU, PyTorch's operators compute the same."""
     use_varlen_attention: bool = False
     """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
     instead of one call for each document. It is for --reset-attention-mask with short documents. It
     needs --bf16 or --fp16 and --attention-dropout 0, and has no ALiBi. It has not run on a GPU yet.
     On a CPU, a loop computes the same."""
+
+    @property
+    def fusion_flags(self) -> tuple[str, ...]:
+        """The given flags that ask for a kernel of `megatron.extras.kernels`."""
+        asked = {
+            "--rope-fusion": self.rope_fusion,
+            "--bias-swiglu-fusion": self.bias_swiglu_fusion,
+            "--cross-entropy-loss-fusion": self.cross_entropy_loss_fusion,
+        }
+        return tuple(flag for flag, given in asked.items() if given)

@@ -34,6 +34,7 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(execution, loss_scale)),
     ]
+    rows += _describe_operators(plan, execution)
     if execution.fused_gradients:
         rows.append(("weight gradients", *_describe_fused_gradients(mesh)))
     if mesh.grid.context > 1:
@@ -117,6 +118,25 @@ def _describe_fused_gradients(mesh: Mesh) -> tuple[str, str]:
     if mesh.device.type == "cpu":
         return "products of fp32 copies", "a CPU has no product of 16 bits with a result in fp32"
     return "products add to fp32", "--gradient-accumulation-fusion"
+
+
+def _describe_operators(plan: Plan, execution: Execution) -> list[Row]:
+    """Return a row for each kernel that a flag asks for."""
+    given = plan.config.kernels
+    chosen = execution.operators
+    asked = (
+        ("rotary positions", "--rope-fusion", given.rope_fusion, chosen.rotate),
+        ("gated MLP", "--bias-swiglu-fusion", given.bias_swiglu_fusion, chosen.apply_gate),
+    )
+    return [
+        (
+            what,
+            "PyTorch's operators" if kernel is None else "a Triton kernel",
+            flag if kernel is not None else f"{flag} needs a GPU",
+        )
+        for what, flag, is_asked, kernel in asked
+        if is_asked
+    ]
 
 
 def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:

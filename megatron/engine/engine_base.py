@@ -25,6 +25,7 @@ from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.attention_kernels import require_attention_kernels
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.goldfish import find_loss_mask
 from megatron.model.gpt import GPT, WORD_EMBEDDING
 from megatron.model.init import Initialise, initialise
@@ -53,6 +54,7 @@ class EngineBase(ABC):
         timers: PhaseTimers = skip_timing,
         before_update: Callable[[], None] = skip_waiting,
         initialise: Initialise = initialise,
+        operators: FusedOperators | None = None,
     ) -> None:
         """Build this rank's stages and the engine around them, and initialise the weights.
 
@@ -62,6 +64,7 @@ class EngineBase(ABC):
             timers: Called with the name of a phase to time it.
             before_update: Called before weights or moments change.
             initialise: Fills a shard of a parameter with its initial values.
+            operators: The kernels that the model uses. By default it uses none.
 
         Raises:
             ConfigError: A package that the engine needs is not installed or refuses the settings.
@@ -71,8 +74,9 @@ class EngineBase(ABC):
         self._timers = timers
         self._before_update = before_update
         self._initialise = initialise
-        self._execution = Execution.from_config(
-            plan.config, dynamic_shapes=plan.curriculum is not None
+        self._execution = replace(
+            Execution.from_config(plan.config, dynamic_shapes=plan.curriculum is not None),
+            operators=operators or FusedOperators(),
         )
         if self._execution.compile:
             require_compiler(mesh.device)

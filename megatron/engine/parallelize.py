@@ -86,9 +86,10 @@ def build_stages(
             for name, parameter in model.named_parameters()
         }
         # 3. Recomputation. It wraps the call of a block, and stays outside of the compiled graphs.
-        #    Fused gradients are operators inside of the graphs.
+        #    Fused gradients and kernels are operators inside of the graphs.
         recompute_blocks(model, execution)
         fuse_gradients(model, execution)
+        fuse_operators(model, execution)
         # 4. Compilation of what is inside of a block. FSDP2's hooks on the block come later, and
         #    are not part of the graphs.
         compile_blocks(model, execution)
@@ -154,6 +155,13 @@ def fuse_gradients(model: GPT, execution: Execution) -> None:
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.number = number_layer(module) if execution.fused_gradients else None
+
+
+def fuse_operators(model: GPT, execution: Execution) -> None:
+    """Let the blocks use the kernels of `execution`."""
+    for block in model.get_blocks().values():
+        block.attention.operators = execution.operators
+        block.mlp.operators = execution.operators
 
 
 def compile_blocks(model: GPT, execution: Execution) -> None:

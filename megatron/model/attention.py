@@ -10,6 +10,8 @@ the query heads of one group, and keys and values are replicated (`SharedGroupsL
 attention is the case n/g = 1 of grouped-query attention (https://arxiv.org/abs/2305.13245).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +20,7 @@ from megatron.model.attention_core import attend, attend_by_document, attend_in_
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.attention_logits import find_largest_attention_logit
 from megatron.model.dropout import Dropout
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.key_value_cache import attend_with_new_token
 from megatron.model.norm import build_query_key_norm
 from megatron.model.packed_attention import attend_packed
@@ -94,6 +97,8 @@ class SelfAttention(nn.Module):
         """Whether the backward pass computes the attention core again (selective recomputation)."""
         self.kernels: tuple[str, ...] = ()
         """The kernels that SDPA may use, the preferred one first. Empty: PyTorch chooses."""
+        self.operators = FusedOperators()
+        """The kernels that take the place of PyTorch's operators."""
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
@@ -142,20 +147,43 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape
         n = self.heads_per_group
         qkv = qkv.view(s, b, self.groups, n + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
-        # Queries and keys are adjacent, so one call rotates both. The backward pass of `split`
-        # writes its gradient once. That of a slice would fill a tensor with zeros for each part,
-        # and add them up.
-        query_key, value = qkv.split((n + 1, 1), dim=3)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = query_key.split((n, 1), dim=3)
-            query_key = torch.cat((self.q_norm(query), self.k_norm(key)), dim=3)
+        query, key, value = self._divide(qkv, positions)
+        # From [s, b, g/t, 1 or n/g, d].
+        query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (query, key, value))
+        return query, key, value
+
+    def _divide(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Divide the projection into normalised and rotated queries and keys, and values.
+
+        Args:
+            qkv: [s, b, g/t, n/g + 2, d].
+            positions: The tables of positions.
+
+        Returns:
+            Queries [s, b, g/t, n/g, d], keys and values [s, b, g/t, 1, d].
+        """
+        n = self.heads_per_group
+        turn = None
         if self.rotary:
             assert positions.cos is not None, "a rotary layer needs tables"
             assert positions.sin is not None, "a rotary layer needs tables"
-            query_key = rotate(query_key, positions.cos, positions.sin)
-        query, key = query_key.split((n, 1), dim=3)
-        # From [s, b, g/t, 1 or n/g, d].
-        query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (query, key, value))
+            if self.operators.rotate_projection is not None and self.q_norm is None:
+                return self.operators.rotate_projection(qkv, positions.cos, positions.sin)
+            turn = partial(self.operators.rotate or rotate, cos=positions.cos, sin=positions.sin)
+        if turn is not None and self.q_norm is None:
+            # Queries and keys are adjacent, so one call rotates both.
+            query_key, value = qkv.split((n + 1, 1), dim=3)
+            query, key = turn(query_key).split((n, 1), dim=3)
+            return query, key, value
+        # The backward pass of `split` writes its gradient once. That of a slice would fill a tensor
+        # with zeros for each part, and add them up.
+        query, key, value = qkv.split((n, 1, 1), dim=3)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        if turn is not None:
+            query = turn(query)
+            key = turn(key)
         return query, key, value
 
     def _select_bias(self, positions: Positions) -> Tensor | None:

@@ -8,13 +8,14 @@ Selective recomputation repeats the attention core alone. The core is cheap to c
 keep if no flash kernel is used (https://arxiv.org/abs/2205.05198, section 5).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 
 from megatron.config.tree import Config
 from megatron.model import flops
+from megatron.model.fused_operators import FusedOperators
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Execution:
     """Compute the attention of all documents of a microbatch in one call."""
     fused_gradients: bool = False
     """Let matrix products add to the weights' gradients in fp32."""
+    operators: FusedOperators = field(default_factory=FusedOperators)
+    """Kernels that replace several of PyTorch's operators. They are built in, not configured."""
     compile: bool = False
     dynamic_shapes: bool = False
     """Compile for any sequence length."""

@@ -120,6 +120,7 @@ class GPT(nn.Module):
         execution = execution or Execution()
         self._dtype = execution.dtype
         self._fused_gradients = execution.fused_gradients
+        self._loss_kernels = execution.operators.loss
         self._loss = loss or LossConfig()
         self.embedding: Embedding | None = None
         if stage.first:
@@ -186,6 +187,7 @@ class GPT(nn.Module):
             z_loss=self._loss.z_loss_coefficient if self.training else 0.0,
             tally=None if self.training else self.tally,
             fp32_weight_gradient=self._fused_gradients,
+            kernels=self._loss_kernels,
         )
 
     def _fill_likelihoods(

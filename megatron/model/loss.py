@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.model.fused_operators import LossKernels
 from megatron.model.tally import Tally
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
@@ -38,6 +39,8 @@ chunks of 4 MiB, which fit into the cache, have 20 rows. The loss then takes 1.9
 """
 _CHUNK_BYTES_GPU = 256 << 20
 """The same on a GPU. It keeps the device busy, and is small compared with its memory."""
+_TILE_ROWS = 256
+"""The largest number of rows that a GPU's product computes in one tile."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     tally: Tally | None = None,
     fp32_weight_gradient: bool = False,
+    kernels: LossKernels | None = None,
 ) -> Tensor:
     """Return the mean loss of a microbatch over the positions that `loss_mask` keeps.
 
@@ -81,6 +85,7 @@ def cross_entropy(
             are read once more. It must be None if gradients are computed.
         fp32_weight_gradient: Whether the gradient of `weight` is in fp32 also if `weight` is not.
             It is then a leaf whose `grad_dtype` is fp32.
+        kernels: Kernels for the logits. None: PyTorch's operators, which are their reference.
 
     Returns:
         A scalar in fp32, the same on all tensor-parallel ranks.
@@ -101,6 +106,7 @@ def cross_entropy(
         keep_gradients,
         tally,
         torch.float32 if fp32_weight_gradient else weight.dtype,
+        kernels,
     )
     if divisor is not None:
         return total / divisor
@@ -201,6 +207,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         keep_gradients: bool,
         tally: Tally | None,
         gradient_dtype: torch.dtype,
+        kernels: LossKernels | None,
     ) -> Tensor:
         n = hidden.shape[0]
         real = rows.real
@@ -214,16 +221,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Without gradients, the next two matrices have no rows, and nothing is written into them.
         kept = n if keep_gradients else 0
         grad_logits = hidden.new_empty((kept, used.shape[0]))
-        # In fp32 the logits are written where their gradient is kept. So they need no memory of
-        # their own, and the gradient is not copied.
-        in_place = keep_gradients and hidden.dtype == torch.float32
+        # In fp32 and for kernels, the logits are written where their gradient is kept. So they need
+        # no memory of their own, and the gradient is not copied.
+        in_place = keep_gradients and (kernels is not None or hidden.dtype == torch.float32)
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
+        # Kernels convert no logits, so all rows are one chunk, with one message.
+        columns = 0 if kernels is not None and keep_gradients else _count_columns(weight, rows, tp)
+        for part in split_rows(n, columns, on_gpu=hidden.is_cuda):
             place = grad_logits[part] if in_place else None
-            logits = _compute_logits(hidden[part], used, real, place)
-            hit = None if tally is None else _find_hits(logits, local[part], here[part])
-            top, total, target = _reduce_in_place(logits, local[part], here[part])
+            logits = _compute_logits(hidden[part], used, place)
+            if kernels is None:
+                logits = logits[:, :real].float()
+                hit = None if tally is None else _find_hits(logits, local[part], here[part])
+                top, total, target = _reduce_in_place(logits, local[part], here[part])
+            else:
+                top, total, target, hit = kernels.reduce(
+                    logits, real, local[part], here[part], find_hits=tally is not None
+                )
             highest, total, target, hit = _combine(top, total, target, tp, hit)
             losses = total.log() - (target - highest)
             if tally is not None and hit is not None:
@@ -239,17 +254,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if z_loss:
                 # The gradient of log(Z) is the softmax.
                 to_softmax *= 1 + 2 * z_loss * log_z
-            gradient = logits.mul_(to_softmax[:, None])
-            # The gradient of the loss with respect to the logits is softmax - one_hot(target).
-            if real:
-                gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
-            if mask is not None:
-                gradient.mul_(mask[part, None])
-            if not in_place:
-                # The assignment rounds to the compute dtype, which both matrix products have.
-                grad_logits[part, :real] = gradient
-            # The logits of padding are not part of the loss, so their gradient is 0.
-            grad_logits[part, real:] = 0
+            of_part = None if mask is None else mask[part]
+            if kernels is None:
+                _write_gradient(logits, local[part], here[part], to_softmax, of_part)
+                if not in_place:
+                    # The assignment rounds to the compute dtype, which both matrix products have.
+                    grad_logits[part, :real] = logits
+                # The logits of padding are not part of the loss, so their gradient is 0.
+                grad_logits[part, real:] = 0
+            else:
+                kernels.write_gradient(
+                    logits, real, local[part], here[part], top, to_softmax, of_part
+                )
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
             ctx.gradient_dtype = gradient_dtype
@@ -268,28 +284,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
         scaled = (grad_weight * factor).to(ctx.gradient_dtype)
-        return grad_hidden * factor, scaled, None, None, None, None, None, None, None, None
+        return grad_hidden * factor, scaled, *[None] * 9
 
 
-def _compute_logits(hidden: Tensor, weight: Tensor, real: int, place: Tensor | None) -> Tensor:
-    """Return the logits of real ids, [n', real] in fp32.
+def _compute_logits(hidden: Tensor, weight: Tensor, place: Tensor | None) -> Tensor:
+    """Return logits, [n', columns] in the compute dtype.
 
     Args:
         hidden: [n', h].
-        weight: [columns, h]. Columns after the real ones are padding, which the loss does not see.
-        real: Number of real ids.
-        place: [n', columns] in fp32, where the logits are written. None: a tensor of their own.
+        weight: [columns, h].
+        place: [n', columns], where the logits are written. None: a tensor of their own.
     """
     if place is not None:
-        return torch.mm(hidden, weight.t(), out=place)[:, :real]
-    # Here the product in the compute dtype is freed.
-    return F.linear(hidden, weight)[:, :real].float()
+        return torch.mm(hidden, weight.t(), out=place)
+    return F.linear(hidden, weight)
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
     """Divide n rows into chunks whose fp32 logits stay below a fixed size.
 
-    The logits of all rows in fp32 would be the largest tensor of the step.
+    The logits of all rows in fp32 would be the largest tensor of the step. On a GPU, a chunk has
+    complete tiles of rows if it has one at least.
 
     Args:
         n: Number of rows.
@@ -304,6 +319,8 @@ def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
         step = n
     else:
         step = max(1, limit // (4 * columns))
+        if on_gpu and step > _TILE_ROWS:
+            step -= step % _TILE_ROWS
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
 
@@ -363,6 +380,26 @@ def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tenso
     top = logits.amax(dim=1)
     total = logits.sub_(top[:, None]).exp_().sum(dim=1)
     return top, total, target
+
+
+def _write_gradient(
+    exponentials: Tensor, local: Tensor, here: Tensor, factor: Tensor, mask: Tensor | None
+) -> None:
+    """Turn exp(logit - highest logit) into the gradient of the logits, [n', real] in fp32.
+
+    Args:
+        exponentials: What `_reduce_in_place` leaves. It is overwritten.
+        local: See `_reduce_in_place`.
+        here: See `_reduce_in_place`.
+        factor: [n'], which turns exp(logit - highest) into the softmax over all ranks.
+        mask: [n'], or None.
+    """
+    gradient = exponentials.mul_(factor[:, None])
+    # The gradient of the loss with respect to the logits is softmax - one_hot(target).
+    if gradient.shape[1]:
+        gradient.scatter_add_(1, local[:, None], -here[:, None].to(gradient.dtype))
+    if mask is not None:
+        gradient.mul_(mask[:, None])
 
 
 def _compute_grad_weight(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import GLU, ModelConfig
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.shape import ModelShape
 from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
@@ -106,6 +107,9 @@ class MLP(nn.Module):
         f = shape.ffn_hidden_size
         self.tp = tp
         self.activation = _build_activation(config, tp)
+        self.glu_activation = config.glu_activation
+        self.operators = FusedOperators()
+        """The kernels that take the place of PyTorch's operators."""
         self.up = ColumnParallelLinear(
             config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
         )
@@ -130,4 +134,6 @@ class MLP(nn.Module):
             self.tp,
             numbers=list_numbers(self.up, self.gate),
         )
+        if self.operators.apply_gate is not None and self.glu_activation is not None:
+            return self.down(self.operators.apply_gate(gate, up, self.glu_activation))
         return self.down(self.activation(gate) * up)

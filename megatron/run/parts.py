@@ -297,6 +297,10 @@ def check_parts(config: Config, parts: Parts) -> None:
             "convert",
         ),
         (config.parallel.deepspeed, parts.engine, "deepspeed", "deepspeed"),
+        *(
+            (True, parts.engine, flag.removeprefix("--"), "kernels")
+            for flag in config.kernels.fusion_flags
+        ),
         (config.data.dataset_format, parts.load_source, "dataset-format", "sources"),
         (config.guard.is_on, parts.load_guard, "spike-guard", "guard"),
         (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),

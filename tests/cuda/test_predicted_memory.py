@@ -11,7 +11,7 @@ from cuda.conftest import Call
 from cuda.fake_ranks import measure_peaks
 
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.planner.cost.tensors import LOGIT_CHUNK_BYTES
+from megatron.extras.planner.cost.tensors import LOGIT_CHUNK_BYTES, LOGIT_TILE_ROWS
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
@@ -68,6 +68,10 @@ JOBS = {
     "large vocabulary": Job(
         f"{LLAMA} --vocab-size 128256 --hidden-size 2048 --num-attention-heads 16 "
         "--num-query-groups 16 --micro-batch-size 4"
+    ),
+    "large vocabulary, kernels of the loss": Job(
+        f"{LLAMA} --vocab-size 128256 --hidden-size 2048 --num-attention-heads 16 "
+        "--num-query-groups 16 --micro-batch-size 4 --cross-entropy-loss-fusion"
     ),
     "long sequence, small hidden size": Job(
         f"{LLAMA} --hidden-size 512 --num-attention-heads 8 --num-query-groups 8 "
@@ -209,3 +213,4 @@ def test_the_chunk_of_logits_is_that_of_the_loss():
     from megatron.model import loss
 
     assert LOGIT_CHUNK_BYTES == loss._CHUNK_BYTES_GPU
+    assert LOGIT_TILE_ROWS == loss._TILE_ROWS

@@ -37,6 +37,11 @@ def get_recomputed_share(plan: Plan) -> Fraction:
 def describe_software(plan: Plan, hardware: Hardware) -> Software:
     """Return how this trainer runs the plan's configuration on a kind of device."""
     config = plan.config
+    half = config.precision.bf16 or config.precision.fp16
+    logit_bytes = TRAINER.logit_bytes
+    if config.kernels.cross_entropy_loss_fusion:
+        # The product writes a logit, two kernels read it, and the second one writes its gradient.
+        logit_bytes = 8 if half else 16
     # What the flags change. The rest is the trainer itself.
     return replace(
         TRAINER,
@@ -46,11 +51,13 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         pointwise=1.0 if config.kernels.use_torch_compile else TRAINER.pointwise,
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
         dropout=config.model.hidden_dropout > 0,
-        half=config.precision.bf16 or config.precision.fp16,
+        half=half,
         fp16=config.precision.fp16,
         fp32_residual=config.precision.fp32_residual_connection,
         kept_operators=config.recompute.checkpoint_keep_operators,
         fused_gradients=config.kernels.gradient_accumulation_fusion,
+        fused_loss=config.kernels.cross_entropy_loss_fusion,
+        logit_bytes=logit_bytes,
         optimizer=config.optimizer.optimizer,
     )
 

@@ -162,6 +162,8 @@ class Software:
     model of this trainer uses it."""
     fused_gradients: bool = False
     """Whether matrix products add to the weights' gradients in fp32. Only this trainer uses it."""
+    fused_loss: bool = False
+    """Whether the loss has kernels of its own. Only this trainer uses it."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     held_logit_bytes: int = 8

@@ -19,6 +19,8 @@ from megatron.model.shape import ModelShape
 
 LOGIT_CHUNK_BYTES = 256 << 20
 """Largest size of the fp32 logits that the loss has at once on a GPU. See `megatron.model.loss`."""
+LOGIT_TILE_ROWS = 256
+"""Divisor of the rows of such a chunk."""
 
 Kernel = Literal["flash", "efficient", "none"]
 """flash takes 16 bits without a bias. The memory-efficient kernel takes a bias and fp32, but no
@@ -95,7 +97,8 @@ def measure_tensors(
     Args:
         shape: Sizes of the model.
         layout: The layout.
-        software: The trainer. Only its precision, `kept_operators` and `fused_gradients` are used.
+        software: The trainer. Only its precision, `kept_operators`, `fused_gradients` and
+            `fused_loss` are used.
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
     """
@@ -173,6 +176,7 @@ class _Tensors:
         self._selective = layout.recompute == "selective"
         self._kept_operators = software.kept_operators
         self._fused = software.fused_gradients
+        self._fused_loss = software.fused_loss
         # The projection to queries, keys and values has two weights if ranks share query groups.
         self._fused_projection = self._fused and shape.query_groups >= layout.tensor
         self._sequence_parallel = layout.sequence_parallel
@@ -518,15 +522,15 @@ class _Tensors:
         columns = self._shape.padded_vocab_size // self._t
         held = self.x + self._n + self._gathered + self.whole + self.value * self._tokens * columns
         rows = max(1, LOGIT_CHUNK_BYTES // (4 * columns))
+        if rows > LOGIT_TILE_ROWS:
+            rows -= rows % LOGIT_TILE_ROWS
         chunks = -(-self._tokens // rows)
         last = 4 * (self._tokens - (chunks - 1) * rows) * columns
         chunk = 4 * min(rows, self._tokens) * columns
-        # The logits of a chunk in both precisions, and those of the chunk before.
+        # The product of a chunk, with its fp32 logits or with those of the chunk before.
         computed = 1.5 * chunk
-        if chunks > 1:
-            computed = chunk + 1.5 * (chunk if chunks > 2 else last)
-        if not self._half:
-            # In fp32 they are in the place of their gradient.
+        if not self._half or self._fused_loss:
+            # In fp32 and for kernels they are in the place of their gradient.
             computed = last = 0
         # The product makes an fp32 matrix in fp16 and with fused gradients, and this is copied.
         gradient = self.output_gradient * (2 if self._fp16 or self._fused else 1)

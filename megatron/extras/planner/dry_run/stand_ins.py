@@ -22,6 +22,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 _ATEN = torch.ops.aten
 _KERNELS = torch.library.Library("aten", "IMPL")
 """Operators that `install_stand_ins` adds to the CUDA device."""
+_OWN_OPERATORS = torch.library.Library("dry_run", "DEF")
+"""Operators that stand for fused kernels which a CPU build does not have."""
 _MEMORY = 80 << 30
 """Bytes of the fake GPU. Nothing fails if more are used."""
 GPU = torch.device("cuda", 0)
@@ -407,20 +409,39 @@ def _list_allowed_kernels() -> list[str]:
     return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
 
+def _normalise_shapes(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the forward kernel of RMSNorm allocates: the output, and an fp32 number a row."""
+    # The backward pass reads the number. It is small, but long sequences have many rows.
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _normalise_backward_shapes(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the input and of the weight."""
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+_OWN_OPERATORS.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+_OWN_OPERATORS.define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)"
+)
+_OWN_OPERATORS.impl("rms_norm", _normalise_shapes, "Meta")
+_OWN_OPERATORS.impl("rms_norm_backward", _normalise_backward_shapes, "Meta")
+
+
 class _FusedRMSNorm(torch.autograd.Function):
-    """What the fused kernel of a CUDA build allocates: the output, and an fp32 number a row."""
+    """The fused kernels of a CUDA build, one operator each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        # The backward pass reads it. It is small, but long sequences have many rows.
-        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        out, rstd = torch.ops.dry_run.rms_norm(x, weight)
         ctx.save_for_backward(x, weight, rstd)
-        return torch.empty_like(x)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.ops.dry_run.rms_norm_backward(grads[0], *ctx.saved_tensors)
 
 
 def _replace_rms_norm() -> None:

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.data.batches import Microbatch
 from megatron.engine.native import NativeEngine
+from megatron.extras.kernels.operators import build_operators
 from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
 from megatron.extras.planner.dry_run.record import (
     GRADIENTS,
@@ -134,6 +135,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         before_update=lambda: _label_gradients(built[0]),
         # Drawing billions of numbers would take minutes, and fake tensors could not hold them.
         initialise=lambda *arguments: None,
+        operators=build_operators(plan.config.kernels),
     )
     built.append(FakeRank(plan, mesh, timers, engine, gpu))
     _label_state(built[0])

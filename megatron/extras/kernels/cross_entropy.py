@@ -1,0 +1,82 @@
+"""Softmax, target and gradient of logits, with one kernel before and one after the all-gather.
+
+The logits stay in the dtype of the product. The first kernel reads them once for the maximum, the
+sum and the target. The second one reads them once more and writes their gradient in place. In 16
+bits, these are 6 bytes a logit. PyTorch's operators move about 50, because they work on fp32
+logits. All arithmetic is in fp32, and the gradient is rounded once.
+"""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("megatron::reduce_logits", mutates_args=())
+def _reduce(logits: Tensor, real: int, local: Tensor, here: Tensor, find_hits: bool) -> Tensor:
+    """Return the maximum, the sum, the target and the hit of each row, [3 or 4, n'] in fp32."""
+    from megatron.extras.kernels.cross_entropy_kernel import launch_reduction
+
+    results = _make_results(logits, find_hits)
+    launch_reduction(logits, real, local, here, results)
+    return results
+
+
+@torch.library.custom_op("megatron::write_logit_gradient", mutates_args=("logits",))
+def _write_gradient(
+    logits: Tensor,
+    real: int,
+    local: Tensor,
+    here: Tensor,
+    top: Tensor,
+    factor: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Replace logits by their gradient."""
+    from megatron.extras.kernels.cross_entropy_kernel import launch_gradient
+
+    launch_gradient(logits, real, local, here, top, factor, mask)
+
+
+def _make_results(logits: Tensor, find_hits: bool) -> Tensor:
+    return logits.new_empty((4 if find_hits else 3, logits.shape[0]), dtype=torch.float32)
+
+
+@_reduce.register_fake
+def _(logits: Tensor, real: int, local: Tensor, here: Tensor, find_hits: bool) -> Tensor:
+    return _make_results(logits, find_hits)
+
+
+@_write_gradient.register_fake
+def _(
+    logits: Tensor,
+    real: int,
+    local: Tensor,
+    here: Tensor,
+    top: Tensor,
+    factor: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Allocate nothing."""
+
+
+class CrossEntropyKernels:
+    """The kernels of the loss. See `megatron.model.fused_operators.LossKernels`."""
+
+    def reduce(
+        self, logits: Tensor, real: int, local: Tensor, here: Tensor, *, find_hits: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return this rank's maximum, sum, target and hit of each row."""
+        top, total, target, *hit = _reduce(logits, real, local, here, find_hits).unbind(0)
+        return top, total, target, hit[0] if hit else None
+
+    def write_gradient(
+        self,
+        logits: Tensor,
+        real: int,
+        local: Tensor,
+        here: Tensor,
+        top: Tensor,
+        factor: Tensor,
+        mask: Tensor | None,
+    ) -> None:
+        """Replace logits by their gradient."""
+        _write_gradient(logits, real, local, here, top, factor, mask)

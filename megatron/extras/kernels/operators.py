@@ -1,0 +1,48 @@
+"""The choice of the kernels that a model uses."""
+
+import importlib.util
+import os
+
+from megatron.base.errors import ConfigError
+from megatron.config.kernels import KernelsConfig
+from megatron.extras.kernels.cross_entropy import CrossEntropyKernels
+from megatron.extras.kernels.gate import apply_gate
+from megatron.extras.kernels.rotary import rotate, rotate_projection
+from megatron.model.fused_operators import FusedOperators
+
+
+def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
+    """Return the kernels that the configuration asks for and the device can run.
+
+    A CPU has none, except in Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
+
+    Args:
+        config: The settings of kernels.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: Triton is not installed. A fallback would let ranks compute differently.
+    """
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return FusedOperators()
+    if importlib.util.find_spec("triton") is None:
+        flags = " ".join(config.fusion_flags)
+        raise ConfigError(
+            f"{flags}: Triton is not installed; install it with pip install "
+            "'megatron-3d[kernels]', or leave the flag out"
+        )
+    return build_operators(config)
+
+
+def build_operators(config: KernelsConfig) -> FusedOperators:
+    """Return the kernels that the configuration asks for.
+
+    Args:
+        config: The settings of kernels.
+    """
+    return FusedOperators(
+        rotate=rotate if config.rope_fusion else None,
+        rotate_projection=rotate_projection if config.rope_fusion else None,
+        apply_gate=apply_gate if config.bias_swiglu_fusion else None,
+        loss=CrossEntropyKernels() if config.cross_entropy_loss_fusion else None,
+    )

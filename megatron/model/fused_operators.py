@@ -1,0 +1,95 @@
+"""Interfaces of kernels that compute several operators of the model at once.
+
+The model needs none of them. Without a kernel, it computes the same with PyTorch's operators. They
+are the reference for each kernel, and the only path on a CPU.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron.config.model import GLU
+
+
+class Rotate(Protocol):
+    """Applies the rotary embedding. It stands for `megatron.model.positions.rotate`."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate all heads [s, b, g, n, d]. `Positions` has the shapes of the tables."""
+
+
+class RotateProjection(Protocol):
+    """Divides the projection to queries, keys and values, and rotates queries and keys."""
+
+    def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [s, b, g, n, d], and keys and values [s, b, g, 1, d].
+
+        Args:
+            qkv: [s, b, g, n + 2, d]. Each group has n queries, a key and a value.
+            cos: See `Positions`.
+            sin: See `Positions`.
+        """
+
+
+class ApplyGate(Protocol):
+    """Computes the product inside a gated MLP."""
+
+    def __call__(self, gate: Tensor, up: Tensor, activation: GLU) -> Tensor:
+        """Return activation(gate) * up, each [s, b, f/t]."""
+
+
+class LossKernels(Protocol):
+    """Computes softmax and gradient from logits that stay in the dtype of their product."""
+
+    def reduce(
+        self, logits: Tensor, real: int, local: Tensor, here: Tensor, *, find_hits: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return this rank's part of what the ranks combine.
+
+        Args:
+            logits: [n', columns]. Columns after the real ones are padding.
+            real: Number of real ids. It may be 0.
+            local: [n'], the index of each target on this rank. It is 0 if another rank holds it.
+            here: [n'], whether this rank holds the target.
+            find_hits: Whether to return the hits.
+
+        Returns:
+            The highest logit, the sum of exp(logit - highest), the target's logit, and 1 where the
+            target has the highest logit, else 0. Each is [n'] in fp32. Without real ids the first
+            is -inf, and the others are 0.
+        """
+
+    def write_gradient(
+        self,
+        logits: Tensor,
+        real: int,
+        local: Tensor,
+        here: Tensor,
+        top: Tensor,
+        factor: Tensor,
+        mask: Tensor | None,
+    ) -> None:
+        """Replace the logits by (exp(logit - top) * factor - one_hot(target)) * mask.
+
+        The result is 0 for padding. The other arguments are those of `reduce`.
+
+        Args:
+            logits: [n', columns], overwritten.
+            real: See above.
+            local: See above.
+            here: See above.
+            top: [n'] in fp32, the highest logit of this rank.
+            factor: [n'] in fp32. It turns exp(logit - top) into a softmax over all ranks.
+            mask: [n'] in fp32. None means 1.
+        """
+
+
+@dataclass(frozen=True)
+class FusedOperators:
+    """The kernels that a model uses. None stands for PyTorch's operators."""
+
+    rotate: Rotate | None = None
+    rotate_projection: RotateProjection | None = None
+    apply_gate: ApplyGate | None = None
+    loss: LossKernels | None = None

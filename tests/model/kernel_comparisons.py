@@ -1,0 +1,110 @@
+"""Comparisons of kernels with PyTorch's operators, on any device that runs the kernels.
+
+Each returns the largest difference of each result in units: 1e-6 of the value in fp32, and the last
+digit in 16 bits. In fp32 the operators compute in fp64, because torch's GELU has errors of 2e-6.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.extras.kernels import gate, rotary
+from megatron.model.positions import make_rotary_table, rotate
+
+ACTIVATIONS: dict[str, Any] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "reglu": F.relu,
+    "liglu": lambda x: x,
+}
+
+
+def count_units(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference in units of the type of `found`."""
+    assert found.shape == expected.shape
+    wide = expected.double()
+    if found.dtype == torch.float32:
+        # A difference of two products has the error of the products.
+        unit = 1e-6 * wide.abs().clamp(min=float(wide.abs().mean()))
+    else:
+        assert found.dtype == expected.dtype
+        limits = torch.finfo(found.dtype)
+        exponent = wide.abs().clamp(min=limits.smallest_normal).log2().floor()
+        unit = limits.eps * 2**exponent
+    return float(((found.double() - wide).abs() / unit).max())
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return the leaf from which PyTorch's operators compute the expected results."""
+    wide = x.detach().double() if x.dtype == torch.float32 else x.detach()
+    return wide.requires_grad_()
+
+
+def compare_rotary(
+    sizes: tuple[int, ...], channels: int, dtype: torch.dtype, device: str, *, by_sample: bool
+) -> dict[str, float]:
+    """Compare the rotation and the division of a projection.
+
+    Args:
+        sizes: [s, b, g, n, d].
+        channels: How many of d are rotated.
+        dtype: That of the projection.
+        device: Where it is computed.
+        by_sample: Whether samples have different positions.
+    """
+    s, b, g, n, d = sizes
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((s, b, g, n + 2, d), generator=generator).to(device, dtype)
+    exact = widen(x)
+    x.requires_grad_()
+    # The tables of a part of the sequence.
+    cos, sin = (
+        table[3:] for table in make_rotary_table(s + 3, channels, 1e4, torch.device(device))
+    )
+    if by_sample:
+        cos, sin = (torch.cat((table, table.flip(0)), dim=1) for table in (cos, sin))
+    query_key, value = exact.split((n + 1, 1), dim=3)
+    query, key = rotate(query_key, cos, sin).split((n, 1), dim=3)
+    alone = rotate(exact, cos, sin)
+    expected = [query, key, value, alone]
+    found = [*rotary.rotate_projection(x, cos, sin), rotary.rotate(x, cos, sin)]
+    # The gradients of attention have other strides: [b, n, s, d] is contiguous.
+    grads = [
+        torch.randn((b, *part.shape[2:4], s, d), generator=generator)
+        .to(device, dtype)
+        .permute(3, 0, 1, 2, 4)
+        for part in expected
+    ]
+    for leaf, results in ((exact, expected), (x, found)):
+        grads = [grad.to(leaf.dtype) for grad in grads]
+        divided = torch.autograd.grad(results[:3], leaf, grads[:3])
+        rotated = torch.autograd.grad(results[3:], leaf, grads[3:])
+        results += [*divided, *rotated]
+    names = ("query", "key", "value", "rotate", "gradient", "gradient of rotate")
+    return {name: count_units(*pair) for name, *pair in zip(names, found, expected, strict=True)}
+
+
+def compare_gate(
+    activation: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: str
+) -> dict[str, float]:
+    """Compare the product inside of a gated MLP.
+
+    Args:
+        activation: A value of --glu-activation.
+        sizes: [s, b, f].
+        dtype: That of all tensors.
+        device: Where it is computed.
+    """
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(sizes, generator=generator).to(device, dtype) for _ in range(3)]
+    exact = [widen(each) for each in inputs]
+    for each in inputs:
+        each.requires_grad_()
+    expected = [ACTIVATIONS[activation](exact[0]) * exact[1]]
+    found = [gate.apply_gate(inputs[0], inputs[1], activation)]
+    for leaves, results in ((exact, expected), (inputs, found)):
+        results += torch.autograd.grad(results, leaves[:2], leaves[2].detach())
+    names = ("product", "gradient of gate", "gradient of up")
+    return {name: count_units(*pair) for name, *pair in zip(names, found, expected, strict=True)}

@@ -1,0 +1,145 @@
+"""The kernels of `megatron.extras.kernels` equal PyTorch's operators, in Triton's interpreter."""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from model.builders import build, some_tokens, tiny_config
+from model.kernel_comparisons import ACTIVATIONS, compare_gate, compare_rotary
+from training.runs import SIZES
+from triton_interpreter import train
+
+from megatron.config.kernels import KernelsConfig
+from megatron.engine.parallelize import compile_blocks, fuse_operators, recompute_blocks
+from megatron.extras.kernels import gate, rotary
+from megatron.extras.kernels.operators import build_operators
+from megatron.model.execution import Execution
+from megatron.model.inputs import Inputs
+from megatron.model.positions import make_rotary_table
+from megatron.observe.metrics import read_metrics
+
+LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rotary",
+    "rotary_percent": 0.5,
+    "normalization": "RMSNorm",
+    "glu_activation": "swiglu",
+    "ffn_hidden_size": 80,
+    "num_query_groups": 2,
+}
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# One program computes 32 heads of 64 channels, and there are 36 here.
+HEADS = {
+    "partial, shared groups": ((5, 2, 3, 2, 10), 6, False),
+    "odd pairs, positions of samples": ((7, 2, 2, 4, 20), 10, True),
+    "several programs a token": ((2, 1, 12, 1, 64), 64, False),
+    "one head": ((3, 1, 1, 1, 2), 2, False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", HEADS)
+def test_rotary_positions(
+    shape: str, dtype: torch.dtype, interpreters: ProcessPoolExecutor
+) -> None:
+    sizes, channels, by_sample = HEADS[shape]
+    units = interpreters.submit(
+        compare_rotary, sizes, channels, dtype, "cpu", by_sample=by_sample
+    ).result()
+    assert max(units.values()) <= 1, units
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activations(
+    activation: str, dtype: torch.dtype, interpreters: ProcessPoolExecutor
+) -> None:
+    units = interpreters.submit(compare_gate, activation, (3, 2, 777), dtype, "cpu").result()
+    assert max(units.values()) <= 1, units
+
+
+def check_registration() -> None:
+    """Check that fake results and gradients of the operators fit their kernels."""
+    check = partial(
+        torch.library.opcheck,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    cos, sin = make_rotary_table(2, 2, 1e4, torch.device("cpu"))
+    heads = torch.randn((2, 1, 1, 4, 3), requires_grad=True)
+    check(rotary._rotate, (heads, cos, sin, [2, 1, 1]))
+    parts = list(heads.detach().split((2, 1, 1), dim=3))
+    check(rotary._rotate_back, (parts, cos, sin))
+    leaves = [torch.randn((2, 3), requires_grad=True) for _ in range(2)]
+    check(gate._apply, (*leaves, "swiglu"))
+    grad, *inputs = (each.detach() for each in (leaves[0], *leaves))
+    check(gate._differentiate, (grad, *inputs, "swiglu"))
+
+
+def test_operators_are_registered_completely(interpreters: ProcessPoolExecutor) -> None:
+    interpreters.submit(check_registration).result()
+
+
+def compile_with_kernels() -> tuple[int, list[list[float]]]:
+    """Return the number of graphs, and loss and norms: eager, with kernels, and compiled."""
+    from torch._dynamo.utils import counters
+
+    operators = build_operators(KernelsConfig(rope_fusion=True, bias_swiglu_fusion=True))
+    eager = Execution(recomputed_part=Fraction(1))
+    fused = replace(eager, operators=operators)
+    tokens = some_tokens(batch=2, length=3)
+    results = []
+    # The compiler of test_compile.py traces, and generates no code.
+    trace = partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", trace):
+        for execution in (eager, fused, replace(fused, compile=True)):
+            model = build(tiny_config(**LLAMA))
+            recompute_blocks(model, execution)
+            fuse_operators(model, execution)
+            compile_blocks(model, execution)
+            loss = model(None, Inputs(tokens, tokens))
+            loss.backward()
+            norms = [each.grad.norm().item() for each in model.parameters()]
+            results.append([loss.item(), *norms])
+    return counters["stats"]["unique_graphs"], results
+
+
+def test_compiled_blocks_contain_the_kernels(interpreters: ProcessPoolExecutor) -> None:
+    graphs, (plain, fused, compiled) = interpreters.submit(compile_with_kernels).result()
+    assert fused == pytest.approx(plain, rel=1e-5)
+    assert compiled == pytest.approx(plain, rel=1e-5)
+    assert graphs == 2
+
+
+FLAGS = (
+    "--train-iters 3 --seq-length 8 --num-layers 2 --num-attention-heads 4 --num-query-groups 2 "
+    "--position-embedding-type rotary --rotary-percent 0.5 --normalization RMSNorm --swiglu "
+    "--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations"
+)
+
+
+def train_curve(
+    interpreters: ProcessPoolExecutor, corpus: str, folder: Path, flags: str
+) -> tuple[list[float], str]:
+    """Return losses and gradient norms of a run, and its log."""
+    paths = f"--data-path {corpus} --data-cache-path {folder}/cache --save {folder}"
+    log = train(interpreters, [*SIZES.split(), *paths.split(), *flags.split()])
+    steps = [each for each in read_metrics(folder / "metrics.jsonl") if "lm_loss" in each]
+    assert len(steps) == 3
+    return [each[name] for each in steps for name in ("lm_loss", "grad_norm")], log
+
+
+def test_training_with_kernels_equals_training_without(
+    interpreters: ProcessPoolExecutor, corpus: str, tmp_path: Path
+) -> None:
+    kernels = "--rope-fusion --bias-swiglu-fusion"
+    plain, log = train_curve(interpreters, corpus, tmp_path / "plain", FLAGS)
+    assert "Triton" not in log
+    fused, log = train_curve(interpreters, corpus, tmp_path / "fused", f"{FLAGS} {kernels}")
+    assert "Triton" in log
+    assert fused == pytest.approx(plain, rel=1e-6)
