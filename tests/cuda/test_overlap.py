@@ -21,14 +21,19 @@ OVERLAPS = {
 }
 
 
+def name_kernel(operator: str) -> str:
+    """Return what a kernel computes, or an empty text if it is not of interest."""
+    if operator == "aten::mm":
+        return "product"
+    return "attention" if "scaled_dot_product" in operator else ""
+
+
 def list_overlaps(case: Case) -> list[tuple[str, ...]]:
     """Run a step. Return what it does from a first message that begins to the last that it awaits.
 
     Matrix products and kernels of attention that are queued in between are listed. NCCL runs
     messages on a stream of its own, so both may run at the same time.
     """
-    import torch
-
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
     from megatron.parallel import collectives, context, entered_linear
 
@@ -39,16 +44,15 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
     wait = collectives.PendingTensor.wait
 
     def record_kernel(gpu: FakeGpu, func: Any, *arguments: Any) -> Any:
-        if pending and func is torch.ops.aten.mm.default:
-            events.append("product")
-        if pending and "scaled_dot_product" in func.name():
-            events.append("attention")
+        kernel = name_kernel(func.name())
+        if pending and kernel:
+            events.append(kernel)
         return dispatch(gpu, func, *arguments)
 
     def record_begin(name: str) -> Any:
         begin = getattr(collectives, name)
 
-        def begin_and_record(x: torch.Tensor, tp: Any) -> Any:
+        def begin_and_record(x: Any, tp: Any) -> Any:
             nonlocal pending
             pending += 1
             events.append(name)
@@ -56,7 +60,7 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
 
         return begin_and_record
 
-    def record_wait(tensor: collectives.PendingTensor) -> torch.Tensor:
+    def record_wait(tensor: collectives.PendingTensor) -> Any:
         nonlocal pending
         if tensor.work is not None:
             pending -= 1
@@ -67,10 +71,14 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
         return wait(tensor)
 
     with ExitStack() as patches:
-        for name in ("begin_all_reduce", "begin_all_gather", "begin_reduce_scatter"):
-            for module in (entered_linear, context):
-                if hasattr(module, name):
-                    patches.enter_context(mock.patch.object(module, name, record_begin(name)))
+        for module, name in (
+            (entered_linear, "begin_all_reduce"),
+            (entered_linear, "begin_all_gather"),
+            (entered_linear, "begin_reduce_scatter"),
+            (context, "begin_all_gather"),
+            (context, "begin_reduce_scatter"),
+        ):
+            patches.enter_context(mock.patch.object(module, name, record_begin(name)))
         patches.enter_context(mock.patch.object(FakeGpu, "__torch_dispatch__", record_kernel))
         patches.enter_context(mock.patch.object(collectives.PendingTensor, "wait", record_wait))
         run_case(case)
