@@ -8,7 +8,7 @@ n and g are those of a tensor-parallel rank.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -83,8 +83,10 @@ def attend_by_document(
 class QueryPiece:
     """What a rank computes of one document in one part of the sequence."""
 
-    part: int
-    """Number of the rank's part that has the queries."""
+    sample: int
+    """Number of the sample in the microbatch. It is 0 for a piece of all samples."""
+    document: int
+    """Number of the document in the microbatch."""
     queries: slice
     """Positions of the queries within the document."""
     keys: slice
@@ -104,12 +106,12 @@ class QueryPiece:
 
 
 def list_pieces(
-    query: Tensor, parts: tuple[Keys, ...], documents: Documents | None, window: int | None
-) -> Iterator[tuple[int, int, list[QueryPiece]]]:
-    """Yield (sample, length, pieces) of each document, in the order of one process.
+    query: Tensor, parts: Iterable[Keys], documents: Documents | None, window: int | None
+) -> Iterator[QueryPiece]:
+    """Yield the pieces of this rank, part by part.
 
-    Without `documents`, each sample is one document, and one item has the pieces of all samples. A
-    rank may have no piece of a document.
+    The pieces of a part come before the next part is asked for, because its keys may still be on
+    their way. Without `documents`, each sample is one document, and a piece has all samples.
 
     Args:
         query: The queries of all parts, [b, n, queries, d].
@@ -117,19 +119,16 @@ def list_pieces(
         documents: Bounds of the documents of each sample.
         window: Number of keys that a query reads, up to its position. None: all of them.
     """
-    of_parts = query.split([len(keys.queries) for keys in parts], dim=2)
-    if documents is None:
-        # The last part of some rank ends with the sequence. No other bound is needed.
-        end = max(keys.queries.stop for keys in parts)
-        documents = ((0, end),)
-        samples = [slice(None)]
-    else:
-        samples = [slice(number, number + 1) for number in range(len(documents))]
-    for sample, bounds in enumerate(documents):
-        for begin, end in pairwise(bounds):
-            pieces = []
-            for number, (keys, of_part) in enumerate(zip(parts, of_parts, strict=True)):
-                offset = keys.queries.start
+    before = 0
+    for keys in parts:
+        offset = keys.queries.start
+        of_part = query[:, :, before : before + len(keys.queries)]
+        before += len(keys.queries)
+        # No other bound than the start of the sequence is needed.
+        number = 0
+        for sample, bounds in enumerate(documents or ((0, keys.queries.stop),)):
+            own = slice(None) if documents is None else slice(sample, sample + 1)
+            for document, (begin, end) in enumerate(pairwise(bounds), number):
                 # The queries of this part that are in this document.
                 start = max(begin, offset)
                 stop = min(end, keys.queries.stop)
@@ -140,22 +139,21 @@ def list_pieces(
                 if window is not None:
                     first = max(first, start - window + 1)
                 read = slice(first - keys.first, stop - keys.first)
-                pieces.append(
-                    QueryPiece(
-                        number,
-                        slice(start - begin, stop - begin),
-                        slice(first - begin, stop - begin),
-                        of_part[samples[sample], :, start - offset : stop - offset],
-                        keys.key[samples[sample], :, read],
-                        keys.value[samples[sample], :, read],
-                    )
+                yield QueryPiece(
+                    sample,
+                    document,
+                    slice(start - begin, stop - begin),
+                    slice(first - begin, stop - begin),
+                    of_part[own, :, start - offset : stop - offset],
+                    keys.key[own, :, read],
+                    keys.value[own, :, read],
                 )
-            yield sample, end - begin, pieces
+            number += len(bounds) - 1
 
 
 def share_sequence(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, context: ContextParallel
-) -> tuple[Tensor, tuple[Keys, ...]]:
+) -> tuple[Tensor, Iterable[Keys]]:
     """Return the queries that this rank computes, and the keys of each part of them.
 
     Args:
@@ -198,37 +196,30 @@ def attend_in_context(
     """
     samples, heads, own, _ = query.shape
     query, parts = share_sequence(query, key, value, window, context)
-    if documents is None:
-        samples_of_piece = samples
-        rows = 1
-    else:
-        samples_of_piece = 1
-        rows = samples
     share = slice(0, heads)
     if context.exchange_heads:
         share = slice(context.rank * query.shape[1], (context.rank + 1) * query.shape[1])
-    # Results by sample and part. Those of one part are in the order of their positions.
-    found: list[list[list[Tensor]]] = [[[] for _ in parts] for _ in range(rows)]
-    for sample, length, pieces in list_pieces(query, parts, documents, window):
-        kept = None
+    shapes = [(samples, heads, own * context.size)]
+    if documents is not None:
+        shapes = [(1, heads, end - start) for each in documents for start, end in pairwise(each)]
+    kept = []
+    if dropout_p:
+        # One process draws the masks of all heads and positions, document by document. Parts of
+        # them are needed here, but the generator cannot skip the rest.
+        for shape in shapes:
+            ones = query.new_ones((*shape, shape[-1]))
+            kept.append(F.dropout(ones, dropout_p)[:, share])
+    # The results of each sample are in the order of their positions.
+    found: list[list[Tensor]] = [[] for _ in documents or range(1)]
+    for piece in list_pieces(query, parts, documents, window):
+        own_bias = piece.select_bias(bias)
         if dropout_p:
-            # One process draws the mask of all heads and positions. A part of it is needed here,
-            # but the generator cannot skip the rest.
-            size = own * context.size if documents is None else length
-            ones = query.new_ones((samples_of_piece, heads, size, size))
-            kept = F.dropout(ones, dropout_p)[:, share]
-        for piece in pieces:
-            own_bias = piece.select_bias(bias)
-            if kept is None:
-                result = attend(piece.query, piece.key, piece.value, own_bias, 0.0)
-            else:
-                result = _attend_with_mask(piece, own_bias, kept[:, :, piece.queries, piece.keys])
-            found[sample][piece.part].append(result)
-    context_of_samples = [
-        torch.cat([result for of_part in of_sample for result in of_part], dim=2)
-        for of_sample in found
-    ]
-    out = torch.cat(context_of_samples)
+            mask = kept[piece.document][:, :, piece.queries, piece.keys]
+            result = _attend_with_mask(piece, own_bias, mask)
+        else:
+            result = attend(piece.query, piece.key, piece.value, own_bias, 0.0)
+        found[piece.sample].append(result)
+    out = torch.cat([torch.cat(of_sample, dim=2) for of_sample in found])
     if context.exchange_heads:
         return return_heads(out, context)
     return out

@@ -7,6 +7,7 @@ b: micro-batch, s: sequence, g: query groups, n: heads, d: head width, t: tensor
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -45,15 +46,14 @@ def find_largest_attention_logit(
         A scalar in fp32. It is nan if a logit is.
     """
     # No value is read.
-    parts: tuple[Keys, ...] = (Keys(range(query.shape[2]), 0, key, key),)
+    parts: Iterable[Keys] = (Keys(range(query.shape[2]), 0, key, key),)
     if context is not None and context.size > 1:
         query, parts = share_sequence(query, key, key, window, context)
     largest = torch.zeros((), dtype=torch.float32, device=query.device)
-    for _, _, pieces in list_pieces(query, parts, documents, window):
-        for piece in pieces:
-            own_bias = piece.select_bias(bias)
-            for queries, keys in zip(piece.query, piece.key, strict=True):
-                largest = torch.maximum(largest, _search_piece(queries, keys, own_bias))
+    for piece in list_pieces(query, parts, documents, window):
+        own_bias = piece.select_bias(bias)
+        for queries, keys in zip(piece.query, piece.key, strict=True):
+            largest = torch.maximum(largest, _search_piece(queries, keys, own_bias))
     return largest
 
 

@@ -12,7 +12,7 @@ ranks are from https://arxiv.org/abs/2205.05198, section 4.2.2.
 Activations are [s, b, h], and [s/t, b, h] with sequence parallelism. The invariant: with one rank
 each function is the identity and has no cost.
 
-`gather_sequence` also gathers the keys of the context-parallel ranks (`context.py`).
+`begin_all_gather` also gathers the keys of the context-parallel ranks (`context.py`).
 
 In a compiled graph the same pairs are torch's functional collectives, because the compiler can
 trace them. `comm_timer` does not run there.

@@ -7,8 +7,9 @@ same division (https://arxiv.org/abs/2407.21783, section 3.3.2). Only attention 
 other ranks. It has two ways to get them:
 
     allgather   each rank gathers the keys and values of all ranks, as for Llama 3. The backward
-                pass adds up their gradients. With a short sliding window, a rank receives only the
-                keys that its queries read.
+                pass adds up their gradients. Keys that the early part does not read travel while
+                its attention is computed, in both passes. With a short sliding window, a rank
+                receives only the keys that its queries read.
     a2a         each rank exchanges the positions of its heads for all positions of some heads, and
                 back (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509)
 
@@ -24,7 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.collectives import gather_sequence
+from megatron.parallel.collectives import (
+    PendingTensor,
+    begin_all_gather,
+    begin_reduce_scatter,
+)
 from megatron.parallel.mesh import ContextParallel
 
 
@@ -68,8 +73,11 @@ class Keys:
 
 def read_keys(
     key: Tensor, value: Tensor, context: ContextParallel, window: int | None
-) -> tuple[Keys, Keys]:
-    """Return what the queries of this rank's two parts may read.
+) -> Iterator[Keys]:
+    """Yield what the queries of this rank's two parts may read, the early part first.
+
+    If the caller computes attention of the early part before it asks for the late one, the late
+    part's keys travel meanwhile. So do their gradients in the backward pass.
 
     Args:
         key: This rank's positions, [b, g, s/c, d].
@@ -80,30 +88,85 @@ def read_keys(
     # [s/c, 2, b, g, d]. The sequence comes first, because ranks send parts of it.
     sent = torch.stack((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), dim=1)
     length = sent.shape[0] * context.size
-    reaches = _find_reaches(context.rank, context.size, length, window)
+    early, late = list_parts(context.rank, context.size, length)
+    first, second = _find_reaches(context.rank, context.size, length, window)
     if reads_neighbours(context.size, length, window):
         assert window is not None, "without a window, the last part reads all keys"
         read = _ReadNeighbours.apply(sent, window, context)
         # A key that both parts read is received once.
-        pair = read[: len(reaches[0])], read[-len(reaches[1]) :]
-    else:
-        # Two messages, because the early part of this rank needs only the first of them.
-        heads, tails = sent.chunk(2)
-        # The early parts of the ranks are in the order of the sequence, and fill its first half.
-        first = gather_sequence(heads, context)
-        # Their late parts are in the opposite order.
-        last = gather_sequence(tails, context).split(len(heads))[context.rank :]
-        pair = (
-            first[reaches[0].start : reaches[0].stop],
-            torch.cat((first, *reversed(last)))[reaches[1].start :],
-        )
-    early, late = (
-        Keys(queries, reach.start, *keys.permute(1, 2, 3, 0, 4))
-        for queries, reach, keys in zip(
-            list_parts(context.rank, context.size, length), reaches, pair, strict=True
-        )
+        yield Keys(early, first.start, *_take_apart(read[: len(first)]))
+        yield Keys(late, second.start, *_take_apart(read[-len(second) :]))
+        return
+    # Two messages, because the early part of this rank needs only the first of them.
+    messages = [_Message(context) for _ in range(2)]
+    halves = [
+        _BeginGather.apply(half, message)
+        for half, message in zip(sent.chunk(2), messages, strict=True)
+    ]
+    # The early parts of the ranks are in the order of the sequence, and fill its first half.
+    heads = _EndGather.apply(halves[0], messages[0])
+    yield Keys(early, first.start, *_take_apart(heads[first.start : first.stop]))
+    # Their late parts are in the opposite order.
+    tails = _EndGather.apply(halves[1], messages[1]).split(len(late))[context.rank :]
+    yield Keys(
+        late, second.start, *_take_apart(torch.cat((heads, *reversed(tails)))[second.start :])
     )
-    return early, late
+
+
+def _take_apart(read: Tensor) -> Tensor:
+    """Return keys and values as views: [keys, 2, b, g, d] -> [2, b, g, keys, d]."""
+    return read.permute(1, 2, 3, 0, 4)
+
+
+@dataclass
+class _Message:
+    """What ranks send of one half of their positions, forth or back."""
+
+    context: ContextParallel
+    pending: PendingTensor | None = None
+
+    def wait(self) -> Tensor:
+        """Return what has arrived, and forget it."""
+        assert self.pending is not None, "the message has begun"
+        arrived = self.pending.wait()
+        self.pending = None
+        return arrived
+
+
+class _BeginGather(torch.autograd.Function):
+    """Start to gather [n, ...]. The result is the input, and `_EndGather` has what arrives.
+
+    The backward pass waits for the gradient, which `_EndGather` has started to add up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, message: _Message) -> Tensor:
+        ctx.message = message
+        message.pending = begin_all_gather(x, message.context)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.message.wait(), None
+
+
+class _EndGather(torch.autograd.Function):
+    """Wait for what `_BeginGather` gathers: [n, ...] -> [n c, ...].
+
+    The backward pass starts a reduce-scatter. Autograd computes nodes that were created later
+    first. So attention that was computed between both nodes is differentiated during this message.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, message: _Message) -> Tensor:
+        ctx.message = message
+        return message.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.message.pending = begin_reduce_scatter(grads[0], ctx.message.context)
+        # Nothing reads it before `_BeginGather` has waited for it.
+        return ctx.message.pending.tensor, None
 
 
 def reads_neighbours(size: int, length: int, window: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Tensor-parallel messages that overlap with the matrix products of the backward pass."""
+"""Messages that overlap with matrix products, and with attention of context-parallel ranks."""
 
 from dataclasses import replace
 
@@ -61,3 +61,28 @@ def test_hidden_messages_slow_the_computation() -> None:
     assert estimate_added_seconds(2.0, 3.0, 0.15) == pytest.approx(0.3)
     _, hidden = count_messages(sequence_parallel=True, software=TRAINER)
     assert hidden == pytest.approx(2 + 4 * TRAINER.contention)
+
+
+def test_half_of_the_keys_travel_during_attention_of_the_early_part() -> None:
+    layout = RankLayout(context=4)
+    # Keys and values of 8 groups of 128, in 16 bits.
+    size = 2 * 2 * 8 * 128 * SHAPE.config.seq_length
+
+    def count(hardware: Hardware, layout: RankLayout = layout) -> tuple[float, float]:
+        layer = LayerTimes(SHAPE, layout, FREE, hardware).estimate_layer()
+        half = estimate_collective_seconds(size / 2, 4, hardware)
+        return layer.forward.tensor / half, layer.backward.tensor / half
+
+    assert count(FAST) == pytest.approx((1, 1))
+    # The first of eight parts has a sixteenth of its rank's work, which takes less time.
+    assert count(SLOW) == pytest.approx((2, 2), rel=1e-3)
+    core = LayerTimes(SHAPE, layout, FREE, A100).estimate_layer().forward.attention
+    medium = replace(A100, node_gb_per_second=A100.node_gb_per_second / 64)
+    half = estimate_collective_seconds(size / 2, 4, medium)
+    assert core / 16 < half
+    assert count(medium)[0] == pytest.approx(2 - core / 16 / half)
+    # Heads are exchanged before attention begins.
+    exchanged = LayerTimes(SHAPE, replace(layout, exchange_heads=True), FREE, FAST)
+    assert exchanged.estimate_layer().forward.tensor == pytest.approx(
+        estimate_collective_seconds(exchanged.count_context_bytes(), 4, FAST)
+    )

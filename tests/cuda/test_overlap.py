@@ -1,4 +1,4 @@
-"""Work that a step queues on the fake GPU while a tensor-parallel message is on its way."""
+"""Work that a step queues on the fake GPU while a message of its ranks is on its way."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,16 +22,21 @@ OVERLAPS = {
 }
 
 
+def name_kernel(operator: str) -> str:
+    """Return what a kernel computes, or an empty text if it is not of interest."""
+    if operator == "aten::mm":
+        return "product"
+    return "attention" if "scaled_dot_product" in operator else ""
+
+
 def list_overlaps(case: Case) -> list[tuple[str, ...]]:
     """Run a step. Return what it does from a first message that begins to the last that it awaits.
 
-    A product is a matrix product that is queued in between. NCCL runs messages on a stream of its
-    own, so both may run at the same time.
+    Matrix products and kernels of attention that are queued in between are listed. NCCL runs
+    messages on a stream of its own, so both may run at the same time.
     """
-    import torch
-
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
-    from megatron.parallel import collectives, entered_linear
+    from megatron.parallel import collectives, context, entered_linear
 
     found: list[tuple[str, ...]] = []
     events: list[str] = []
@@ -39,15 +44,16 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
     dispatch = FakeGpu.__torch_dispatch__
     wait = collectives.PendingTensor.wait
 
-    def record_product(gpu: FakeGpu, func: Any, *arguments: Any) -> Any:
-        if pending and func is torch.ops.aten.mm.default:
-            events.append("product")
+    def record_kernel(gpu: FakeGpu, func: Any, *arguments: Any) -> Any:
+        kernel = name_kernel(func.name())
+        if pending and kernel:
+            events.append(kernel)
         return dispatch(gpu, func, *arguments)
 
     def record_begin(name: str) -> Any:
-        begin = getattr(entered_linear, name)
+        begin = getattr(collectives, name)
 
-        def begin_and_record(x: torch.Tensor, tp: Any) -> Any:
+        def begin_and_record(x: Any, tp: Any) -> Any:
             nonlocal pending
             pending += 1
             events.append(name)
@@ -55,7 +61,7 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
 
         return begin_and_record
 
-    def record_wait(tensor: collectives.PendingTensor) -> torch.Tensor:
+    def record_wait(tensor: collectives.PendingTensor) -> Any:
         nonlocal pending
         if tensor.work is not None:
             pending -= 1
@@ -66,9 +72,15 @@ def list_overlaps(case: Case) -> list[tuple[str, ...]]:
         return wait(tensor)
 
     with ExitStack() as patches:
-        for name in ("begin_all_reduce", "begin_all_gather", "begin_reduce_scatter"):
-            patches.enter_context(mock.patch.object(entered_linear, name, record_begin(name)))
-        patches.enter_context(mock.patch.object(FakeGpu, "__torch_dispatch__", record_product))
+        for module, name in (
+            (entered_linear, "begin_all_reduce"),
+            (entered_linear, "begin_all_gather"),
+            (entered_linear, "begin_reduce_scatter"),
+            (context, "begin_all_gather"),
+            (context, "begin_reduce_scatter"),
+        ):
+            patches.enter_context(mock.patch.object(module, name, record_begin(name)))
+        patches.enter_context(mock.patch.object(FakeGpu, "__torch_dispatch__", record_kernel))
         patches.enter_context(mock.patch.object(collectives.PendingTensor, "wait", record_wait))
         run_case(case)
     return found
@@ -90,3 +102,28 @@ def test_each_message_of_the_backward_pass_has_a_product_beside_it(
     # Two column-parallel layers in each layer: queries, keys and values, and the MLP.
     expected = [OVERLAPS[name]] * (2 * layout.layers * layout.m)
     assert on_fake_gpu(list_overlaps, case) == expected
+
+
+GATHERING = ("begin_all_gather", "begin_all_gather", "wait", "attention", "wait")
+"""The late keys arrive during attention of the early part."""
+ADDING_UP = ("begin_reduce_scatter", "attention", "begin_reduce_scatter", "wait", "wait")
+"""The gradients of the late keys are added up during the backward pass of the early part."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", 2 * [GATHERING, GATHERING, ADDING_UP, ADDING_UP]),
+        # Each layer gathers again before its backward pass.
+        (
+            "--recompute-attention-core",
+            2 * [GATHERING, GATHERING, GATHERING, ADDING_UP, GATHERING, ADDING_UP],
+        ),
+    ],
+)
+def test_keys_travel_during_attention_of_the_other_part(
+    flags: str, expected: list[tuple[str, ...]], on_fake_gpu: Call
+) -> None:
+    """Two layers and two microbatches, after the forward pass of the engine's construction."""
+    case = Case(f"--bf16 --context-parallel-size 4 --global-batch-size 4 {flags}", 4, 1)
+    assert on_fake_gpu(list_overlaps, case) == [GATHERING, GATHERING, *expected]

@@ -53,7 +53,9 @@ def draw_run(draw: st.DrawFn) -> tuple[str, int]:
     tensor = draw(st.sampled_from((1, 2, 4)))
     pipeline = draw(st.sampled_from((1, 2, 4)))
     data = draw(st.sampled_from((1, 2, 4)))
+    context = draw(st.sampled_from((1, 1, 2, 4)))
     flags = [
+        f"--context-parallel-size {context} {draw(st.sampled_from(('', '--cp-comm-type a2a')))}",
         f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}",
         f"--num-layers {draw(st.sampled_from((4, 7, 8, 12)))} --micro-batch-size "
         f"{draw(st.sampled_from((1, 2)))}",
@@ -65,4 +67,4 @@ def draw_run(draw: st.DrawFn) -> tuple[str, int]:
     ]
     if pipeline > 1 and draw(st.booleans()):
         flags.append("--num-layers-per-virtual-pipeline-stage 1")
-    return " ".join(flags), tensor * pipeline * data
+    return " ".join(flags), tensor * pipeline * data * context

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from tiny_corpus import MERGES, VOCAB
-from verify.mutations import ITERATIONS, MODEL, MUTATIONS
+from verify.mutation import ITERATIONS, MODEL
+from verify.mutations import MUTATIONS
 from verify.random_runs import draw_run
 from verify.verifier import Verifier
 
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.extras.verify.reduction import reduce_plan
+from megatron.extras.verify.report import describe_layout
 
 SHORT = {
     "gradients of norms are not summed under sequence parallelism",
@@ -20,6 +22,7 @@ SHORT = {
     "learned positions restart on each slice of the sequence",
     "interleaved stages start from equal weights",
     "samples are read twice after a resume",
+    "gradients of keys are not summed over the ranks of a sequence",
 }
 """The mutations of the short suite."""
 IRREGULAR = (
@@ -27,6 +30,13 @@ IRREGULAR = (
     "--pipeline-model-parallel-size 2 --num-query-groups 1 --rampup-batch-size 16 16 640 "
     "--global-batch-size 64 --train-samples 6400 --checkpoint-activations --eod-mask-loss "
     f"--goldfish-loss --vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000"
+)
+LONG = (
+    "--seq-length 192 --sequence-parallel --tensor-model-parallel-size 2 --sliding-window 16 "
+    "--position-embedding-type rotary --rope-scaling llama3 --rope-original-length 64 "
+    "--num-query-groups 2 --full-attention-layers 1::2 --no-rope-layers 1::2 --eod-mask-loss "
+    "--reset-position-ids --reset-attention-mask --global-batch-size 16 --train-iters 100 "
+    f"--recompute-attention-core --vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000"
 )
 EXAMPLES = int(os.environ.get("VERIFY_EXAMPLES", "20"))
 """Number of random runs. docs/tests.md says how many ran, and what they found."""
@@ -45,6 +55,68 @@ def test_an_irregular_run_equals_one_process(
     assert "stages of unequal size" in report["kept"]
     assert len(report["comparisons"]) == comparisons
     assert report["copy"]["processes"] == 8
+
+
+SHARED_SEQUENCES = {
+    "ranks of one sequence": (
+        f"{LONG} --context-parallel-size 8",
+        16,
+        "tensor 2 x pipeline 1 x data 1 x context 4",
+        ["windows of which only the keys are sent", "more than two ranks of a sequence"],
+        [],
+    ),
+    # A copy of the model is within the ranks of a sequence, and a window needs all keys.
+    "copies": (
+        f"{LONG} --context-parallel-size 4 --sharding-strategy hsdp --hsdp-shard-size 2 "
+        "--sliding-window 180 --bf16",
+        8,
+        "tensor 2 x pipeline 1 x data 1 x context 4",
+        ["several copies of the model", "copies that are sharded"],
+        [],
+    ),
+    "heads": (
+        f"{LONG} --context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 16 "
+        "--num-query-groups 4 --curriculum-schedule-type fixed_linear --train-tokens 100000 "
+        "--curriculum-min-difficulty 64 --curriculum-difficulty-step 16 "
+        "--curriculum-total-step 20 --lr-decay-tokens 90000 --pipeline-model-parallel-size 2",
+        32,
+        "tensor 2 x pipeline 2 x data 1 x context 2",
+        ["exchange of heads between ranks of a sequence", "a sequence length that changes"],
+        ["data parallelism", "more than two ranks of a sequence"],
+    ),
+    # The length is divided by 2 x 3.
+    "three": (
+        "--context-parallel-size 3 --seq-length 48 --position-embedding-type alibi "
+        "--goldfish-loss --global-batch-size 16 --train-iters 100 --attention-dropout 0",
+        6,
+        "tensor 1 x pipeline 1 x data 2 x context 3",
+        ["context parallelism", "dropout", "masked tokens"],
+        [],
+    ),
+}
+"""The flags and processes of a run, the layout of its copy, and features that it has or lacks."""
+
+
+@pytest.mark.parametrize("name", SHARED_SEQUENCES)
+def test_the_layout_of_a_copy_with_shared_sequences(name: str, tmp_path: Path) -> None:
+    flags, world_size, layout, kept, lost = SHARED_SEQUENCES[name]
+    arguments = VerifyArguments(world_size=world_size)
+    reduction = reduce_plan(resolve_command(arguments, f"{MODEL} {flags}".split())[0], tmp_path)
+    assert describe_layout(reduction.plan) == layout
+    assert set(kept) <= set(reduction.kept)
+    assert list(reduction.lost) == lost
+    sliding = reduction.plan.config.model.sliding_window
+    # A window of three quarters of 32 tokens needs all keys.
+    assert name != "copies" or sliding == 32 - 8 + 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHARED_SEQUENCES)
+def test_ranks_of_a_sequence_equal_one_process(name: str, verifier: Verifier) -> None:
+    flags, world_size, layout, _, _ = SHARED_SEQUENCES[name]
+    report = verifier.run(flags, world_size)
+    assert report["verified"], report
+    assert report["copy"]["layout"] == layout
 
 
 @pytest.mark.parametrize(

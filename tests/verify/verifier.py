@@ -7,7 +7,8 @@ from typing import Any
 
 from process_pool import start_fork_server
 from tiny_corpus import MERGES, VOCAB
-from verify.mutations import ITERATIONS, MODEL, MUTATIONS
+from verify.mutation import ITERATIONS, MODEL
+from verify.mutations import MUTATIONS
 
 
 def verify_in_this_process(flags: str, world_size: int, mutation: int | None, result: Path) -> None:

@@ -6,7 +6,7 @@ configuration that differs is in `Reduction.changes`. The report lists both.
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from megatron.base.errors import ConfigError, LayoutError
 from megatron.config.fields import build_config, flatten
 from megatron.config.layer_choice import choose_layers
 from megatron.config.tree import Config
+from megatron.parallel.context import reads_neighbours
+from megatron.parallel.grid import Grid
 from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 
@@ -26,6 +28,7 @@ COMPARED = 3
 HEAD = 8
 """Channels of a head."""
 SEQUENCE = 32
+"""Tokens of a sample, except with three context-parallel ranks."""
 VOCABULARY = 257
 """All bytes and the end of a document. It is odd, so it has padding on each layout."""
 EOD = VOCABULARY - 1
@@ -41,7 +44,7 @@ otherwise become an update of full size with the sign of a rounding error."""
 _TAKEN = re.compile(
     r"(model|curriculum|optimizer|loss|recompute)\..*|batch\.seed|checkpoint\.async_save|"
     r"data\.(mock_data|reset_.*|eod_mask_loss)|"
-    r"parallel\.(pp_partition_method|sequence_parallel|zero_stage|sharding_strategy|deepspeed)"
+    r"parallel\.(pp_partition_method|sequence_parallel|cp_comm_type|zero_stage|sharding_strategy|deepspeed)"
 )
 """Names of the settings that the copy takes from the run. The others have their defaults."""
 _NOT_TAKEN = ("optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler")
@@ -74,12 +77,12 @@ def reduce_plan(plan: Plan, folder: Path) -> Reduction:
     Raises:
         ConfigError: The copy needs more than 8 processes, or its configuration has errors.
     """
-    tensor, pipeline, data = _choose_grid(plan)
+    grid = _choose_grid(plan)
     before = flatten(plan.config)
     taken = {name for name in before if _TAKEN.fullmatch(name)}.difference(_NOT_TAKEN)
     values = {name: value for name, value in before.items() if name in taken}
-    values |= _reduce_model(plan, tensor) | _reduce_parallel(plan, tensor, pipeline)
-    values |= _reduce_batch(plan, pipeline, data) | _reduce_data(plan, folder)
+    values |= _reduce_model(plan, grid) | _reduce_parallel(plan, grid)
+    values |= _reduce_batch(plan, grid) | _reduce_data(plan, folder)
     values |= {
         "loss.goldfish_h": min(before["loss.goldfish_h"], 3),
         # Samples are short, so more of their tokens are left out.
@@ -88,7 +91,7 @@ def reduce_plan(plan: Plan, folder: Path) -> Reduction:
         "checkpoint.load": str(folder / "run"),
         "logging.log_interval": 1,
     }
-    copy = _choose_layers(plan, values, tensor * pipeline * data)
+    copy = _choose_layers(plan, values, grid.world_size)
     if copy.errors:
         raise ConfigError("the reduced copy has errors:\n  - " + "\n  - ".join(copy.errors))
     after = flatten(copy.config)
@@ -108,42 +111,59 @@ def _replace_given(plan: Plan, reduced: Values) -> Values:
     return {name: value for name, value in reduced.items() if run[name]}
 
 
-def _choose_grid(plan: Plan) -> tuple[int, int, int]:
-    """Return the tensor-, pipeline- and data-parallel sizes of the copy.
+def _choose_grid(plan: Plan) -> Grid:
+    """Return the sizes of the copy's axes.
 
     Raises:
         ConfigError: No layout of at most 8 processes has the copies of the model.
     """
-    tensor = min(plan.config.parallel.tensor_model_parallel_size, 2)
-    data = min(plan.shard_size, 2) * min(plan.copies, 2)
-    pipeline = min(plan.pipeline_size, 2)
-    processes = tensor * pipeline * data
-    if processes > MOST_PROCESSES:
+    parallel = plan.config.parallel
+    # Data x context ranks share and copy the model.
+    weights = min(plan.shard_size, 2) * min(plan.copies, 2)
+    context = min(parallel.context_parallel_size, 2)
+    data = weights
+    if context > 1:
+        data = min(plan.data_parallel_size, 2)
+        # If all of these ranks share one sequence, they also do in the copy.
+        context = max(context, weights // data)
+    grid = Grid(
+        min(plan.pipeline_size, 2), data, min(parallel.tensor_model_parallel_size, 2), context
+    )
+    # Without data parallelism, there are still the ranks of a sequence.
+    if grid.world_size > MOST_PROCESSES and weights <= context:
+        grid = replace(grid, data=1)
+    if grid.world_size > MOST_PROCESSES:
         raise ConfigError(
-            f"a reduced copy needs {tensor} (tensor) x {pipeline} (pipeline) x {data} (data) = "
-            f"{processes} processes to keep {plan.copies} copies of the model that are each "
-            f"sharded over {plan.shard_size} ranks, and at most {MOST_PROCESSES} are started. "
-            "Verify it once without pipeline parallelism and once with --zero-stage 1 instead of "
-            "--sharding-strategy hsdp."
+            f"a reduced copy needs {grid.tensor} (tensor) x {grid.pipeline} (pipeline) x "
+            f"{grid.weight_ranks} (data x context) = {grid.world_size} processes to keep "
+            f"{plan.copies} copies of the model that are each sharded over {plan.shard_size} "
+            f"ranks, and at most {MOST_PROCESSES} are started. Verify it once without pipeline "
+            "parallelism and once with --zero-stage 1 instead of --sharding-strategy hsdp."
         )
+    return _enlarge_grid(plan, grid)
+
+
+def _enlarge_grid(plan: Plan, grid: Grid) -> Grid:
+    """Return the grid with more stages and more context-parallel ranks, if there is room."""
+    size = plan.config.parallel.context_parallel_size
+    larger = []
     # A third stage is neither the first nor the last one.
-    if plan.pipeline_size > 2 and plan.stages_per_rank == 1 and 3 * tensor * data <= MOST_PROCESSES:
-        pipeline = 3
-    return tensor, pipeline, data
+    if plan.pipeline_size > 2 and plan.stages_per_rank == 1:
+        larger.append(replace(grid, pipeline=3))
+    # Then there are ranks that have neither end of the sequence nor its middle.
+    if size > grid.context > 1:
+        larger += [replace(each, context=3 if size % 2 else 4) for each in (*larger, grid)]
+    fitting = [each for each in larger if each.world_size <= MOST_PROCESSES]
+    return max(fitting, key=lambda each: (each.pipeline, each.context), default=grid)
 
 
-def _reduce_model(plan: Plan, tensor: int) -> Values:
+def _reduce_model(plan: Plan, grid: Grid) -> Values:
     """Return the sizes of the architecture, except the layers."""
     model = plan.config.model
     shape = plan.shape
-    if shape.query_groups < plan.config.parallel.tensor_model_parallel_size:
-        groups = 1
-        # Each rank has two heads of the shared group.
-        heads = 2 * tensor
-    else:
-        # With several groups on a rank, their order matters.
-        groups = tensor * min(2, shape.query_groups // tensor)
-        heads = groups * min(2, model.num_attention_heads // shape.query_groups)
+    tensor = grid.tensor
+    groups, heads = _reduce_heads(plan, grid)
+    length = get_length(grid.context)
     hidden = heads * HEAD
     # If heads x head width differs from the hidden size in the run, it also does in the copy.
     if shape.head_dim * model.num_attention_heads != model.hidden_size:
@@ -152,8 +172,8 @@ def _reduce_model(plan: Plan, tensor: int) -> Values:
     values: Values = {
         "model.hidden_size": hidden,
         "model.num_attention_heads": heads,
-        "model.seq_length": SEQUENCE,
-        "model.rope_original_length": SEQUENCE // 2,
+        "model.seq_length": length,
+        "model.rope_original_length": length // 2,
     }
     # Named formulas give large values already, because the hidden size is small.
     if isinstance(model.init_method_std, float):
@@ -167,16 +187,61 @@ def _reduce_model(plan: Plan, tensor: int) -> Values:
         "model.num_query_groups": groups,
         "model.kv_channels": HEAD,
         "model.ffn_hidden_size": width,
-        "model.max_position_embeddings": SEQUENCE + 8 * (table > model.seq_length),
-        "model.sliding_window": SEQUENCE // 4,
+        "model.max_position_embeddings": length + 8 * (table > model.seq_length),
+        "model.sliding_window": _choose_window(plan, grid),
     }
     return values | _replace_given(plan, given)
 
 
-def _reduce_parallel(plan: Plan, tensor: int, pipeline: int) -> Values:
+def _reduce_heads(plan: Plan, grid: Grid) -> tuple[int, int]:
+    """Return the number of query groups and of heads."""
+    heads_per_group = plan.config.model.num_attention_heads // plan.shape.query_groups
+    if plan.shape.query_groups < plan.config.parallel.tensor_model_parallel_size:
+        # Each rank has two heads of the shared group.
+        groups, heads = 1, 2 * grid.tensor
+    else:
+        # With several groups on a rank, their order matters.
+        groups = grid.tensor * min(2, plan.shape.query_groups // grid.tensor)
+        heads = groups * min(2, heads_per_group)
+    if not plan.config.parallel.exchanges_heads:
+        return groups, heads
+    # Context-parallel ranks divide the heads of a tensor-parallel rank.
+    enough = math.lcm(heads, grid.tensor * grid.context)
+    return (enough if heads == groups else groups), enough
+
+
+def _choose_window(plan: Plan, grid: Grid) -> int:
+    """Return the number of keys that a query of the copy reads, if the run has a window."""
+    length = get_length(grid.context)
+    if grid.context == 1 or _reads_neighbours(plan):
+        return length // 4
+    # The window is so wide that context-parallel ranks gather all keys.
+    return length - length // grid.context + 2
+
+
+def _reads_neighbours(plan: Plan) -> bool:
+    """Return whether context-parallel ranks receive only the keys of a window."""
+    model = plan.config.model
+    parallel = plan.config.parallel
+    size = parallel.context_parallel_size
+    if size == 1 or parallel.exchanges_heads:
+        return False
+    return reads_neighbours(size, model.seq_length, model.sliding_window)
+
+
+def get_length(context: int) -> int:
+    """Return the tokens of a sample of the copy, by its context-parallel size.
+
+    It is a multiple of 8 parts. The lengths of a curriculum are multiples of a quarter of it.
+    """
+    return SEQUENCE * 3 // 2 if context == 3 else SEQUENCE
+
+
+def _reduce_parallel(plan: Plan, grid: Grid) -> Values:
     values: Values = {
-        "parallel.tensor_model_parallel_size": tensor,
-        "parallel.pipeline_model_parallel_size": pipeline,
+        "parallel.tensor_model_parallel_size": grid.tensor,
+        "parallel.pipeline_model_parallel_size": grid.pipeline,
+        "parallel.context_parallel_size": grid.context,
         # The comparison covers the replicas of all ranks and names their difference.
         "parallel.check_invariants_interval": 0,
         "parallel.distributed_backend": "gloo",
@@ -184,16 +249,19 @@ def _reduce_parallel(plan: Plan, tensor: int, pipeline: int) -> Values:
         "parallel.straggler_interval": 0,
     }
     if plan.copies > 1 and plan.shard_size > 1:
-        values["parallel.hsdp_shard_size"] = 2
+        # If the ranks of a sequence do not hold several copies, they do not in the copy.
+        whole = plan.shard_size >= plan.config.parallel.context_parallel_size > 1
+        values["parallel.hsdp_shard_size"] = grid.context if whole else 2
     return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": 1})
 
 
-def _reduce_batch(plan: Plan, pipeline: int, data: int) -> Values:
+def _reduce_batch(plan: Plan, grid: Grid) -> Values:
     """Return batch sizes, sequence lengths, and the schedule of the learning rate."""
     batch = plan.config.batch
+    data = grid.data
     micro = min(batch.micro_batch_size, 2)
     # The plan requires a multiple of micro-batch size x data-parallel size.
-    first = micro * data * _choose_microbatches(plan, pipeline)
+    first = micro * data * _choose_microbatches(plan, grid.pipeline)
     sizes = [first] * ITERATIONS
     values: Values = {"batch.micro_batch_size": micro, "batch.eval_iters": 0}
     if batch.rampup_batch_size is not None:
@@ -210,19 +278,21 @@ def _reduce_batch(plan: Plan, pipeline: int, data: int) -> Values:
         values["batch.train_samples"] = sum(sizes)
     else:
         values["batch.train_iters"] = ITERATIONS
-    lengths = [SEQUENCE] * ITERATIONS
+    longest = get_length(grid.context)
+    lengths = [longest] * ITERATIONS
     curriculum = plan.config.curriculum
+    step = longest // 4
     if curriculum.curriculum_schedule_type == "fixed_discrete":
         number = min(3, len(curriculum.curriculum_difficulties))
-        lengths[:number] = (16, 24, SEQUENCE)[-number:]
+        lengths[:number] = (2 * step, 3 * step, longest)[-number:]
         values["curriculum.curriculum_difficulties"] = tuple(lengths[:number])
         values["curriculum.curriculum_max_steps"] = tuple(range(1, number))
     elif curriculum.curriculum_schedule_type is not None:
-        lengths[:2] = 16, 24
-        values["curriculum.curriculum_min_difficulty"] = 16
-        values["curriculum.curriculum_max_difficulty"] = SEQUENCE
+        lengths[:2] = 2 * step, 3 * step
+        values["curriculum.curriculum_min_difficulty"] = 2 * step
+        values["curriculum.curriculum_max_difficulty"] = longest
         values["curriculum.curriculum_total_step"] = 3
-        values["curriculum.curriculum_difficulty_step"] = 8
+        values["curriculum.curriculum_difficulty_step"] = step
     return values | _reduce_optimizer(plan, sizes, lengths)
 
 
@@ -257,7 +327,7 @@ def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Value
         "optimizer.decoupled_min_lr": (optimizer.decoupled_min_lr or 0.0) * factor,
         "optimizer.lr_warmup_iters": 2,
         "optimizer.lr_warmup_samples": sum(sizes[:2]),
-        "optimizer.lr_warmup_tokens": sum(sizes[:2]) * SEQUENCE,
+        "optimizer.lr_warmup_tokens": sum(sizes[:2]) * max(lengths),
         "optimizer.lr_warmup_fraction": 1 / 3,
         "optimizer.lr_decay_iters": ITERATIONS,
         "optimizer.lr_decay_samples": sum(sizes),
@@ -358,6 +428,9 @@ def _list_features(plan: Plan) -> list[str]:
         "interleaved stages": plan.stages_per_rank > 1,
         "data parallelism": plan.data_parallel_size > 1,
         "context parallelism": parallel.context_parallel_size > 1,
+        "more than two ranks of a sequence": parallel.context_parallel_size > 2,
+        "windows of which only the keys are sent": _reads_neighbours(plan),
+        "exchange of heads between ranks of a sequence": parallel.exchanges_heads,
         "several copies of the model": plan.copies > 1,
         "copies that are sharded": plan.shard_size > 1,
         "grouped queries": plan.shape.query_groups < model.num_attention_heads,
@@ -437,6 +510,7 @@ def use_full_samples(plan: Plan) -> Config:
 def find_common_size(plan: Plan) -> int:
     """Return the largest micro-batch size that divides all batch sizes of the copy."""
     sizes: list[int] = []
+    length = plan.config.model.seq_length
     for _ in range(COMPARED + 1):
-        sizes.append(plan.batch_size.get_size(sum(sizes), sum(sizes) * SEQUENCE))
+        sizes.append(plan.batch_size.get_size(sum(sizes), sum(sizes) * length))
     return math.gcd(*sizes)

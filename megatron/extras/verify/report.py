@@ -19,6 +19,13 @@ NOT_VERIFIED = (
 )
 
 
+def describe_layout(plan: Plan) -> str:
+    """Return the sizes of a copy's axes as text."""
+    grid = plan.grid
+    text = f"tensor {grid.tensor} x pipeline {grid.pipeline} x data {grid.data}"
+    return f"{text} x context {grid.context}" if grid.context > 1 else text
+
+
 def build_report(plan: Plan, found: VerifiedRun) -> dict[str, Any]:
     """Return the report as values of JSON.
 
@@ -27,7 +34,6 @@ def build_report(plan: Plan, found: VerifiedRun) -> dict[str, Any]:
         found: The result of its verification.
     """
     copy = found.reduction.plan
-    tensor = copy.config.parallel.tensor_model_parallel_size
     table = all_fields()
     report = {
         "verified": found.failed is None,
@@ -46,8 +52,7 @@ def build_report(plan: Plan, found: VerifiedRun) -> dict[str, Any]:
         },
         "copy": {
             "processes": copy.world_size,
-            "layout": f"tensor {tensor} x pipeline {copy.pipeline_size} x data "
-            f"{copy.data_parallel_size}",
+            "layout": describe_layout(copy),
             "layers_of_stages": copy.layers_per_stage,
             "parameters": copy.parameters,
         },

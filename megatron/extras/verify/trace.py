@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.model.gpt import GPT
@@ -73,16 +74,23 @@ class TracedRank:
     """Number of a microbatch -> its samples in the global batch."""
     tensor_rank: int
     tensor_size: int
+    context_rank: int = 0
+    context_size: int = 1
 
     def select(self, whole: Tensor, part: Tensor, microbatch: int) -> Tensor | None:
         """Return this rank's part of [s, B, h], or None if the shapes do not fit.
 
         Args:
             whole: The reference's tensor of the complete batch.
-            part: This rank's tensor, [s, b, h] or [s/t, b, h].
+            part: This rank's tensor, [s, b, h] or [s/t, b, h]. With context parallelism, read s/c
+                for s.
             microbatch: The number of the microbatch.
         """
         selected = whole[:, self.samples[microbatch]]
+        if self.context_size > 1:
+            # A rank has an early and a late part of the sequence.
+            parts = selected.chunk(2 * self.context_size)
+            selected = torch.cat((parts[self.context_rank], parts[-1 - self.context_rank]))
         # With sequence parallelism, the rank has its slice of the sequence.
         if selected.shape[0] == part.shape[0] * self.tensor_size:
             selected = selected.chunk(self.tensor_size)[self.tensor_rank]
@@ -90,19 +98,20 @@ class TracedRank:
 
 
 def find_first_difference(
-    reference: ActivationTrace, ranks: Sequence[TracedRank], data_size: int, bound: float
+    reference: ActivationTrace, ranks: Sequence[TracedRank], weight_ranks: int, bound: float
 ) -> str:
     """Return a text about the first tensor that differs by more than the bound, forward first.
 
     Args:
         reference: The record of one process, whose only microbatch is the global batch.
         ranks: The records of all ranks.
-        data_size: Data-parallel size. Gradients of a rank are those of its own mean loss.
+        weight_ranks: Number of data x context ranks. Gradients of a rank are those of its own mean
+            loss.
         bound: The largest relative error.
     """
     for attribute, what, factor in (
         ("outputs", "forward pass, output of", 1.0),
-        ("gradients", "backward pass, gradient of the output of", 1.0 / data_size),
+        ("gradients", "backward pass, gradient of the output of", 1.0 / weight_ranks),
     ):
         for (_, operator), whole in getattr(reference, attribute).items():
             for rank in ranks:

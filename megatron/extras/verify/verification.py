@@ -207,12 +207,14 @@ def _find_first_difference(
             {number: samples for number, data, samples in places if data == record.coordinate.data},
             record.coordinate.tensor,
             copy.config.parallel.tensor_model_parallel_size,
+            record.coordinate.context,
+            copy.grid.context,
         )
         for rank, record in enumerate(ranks)
         for recorded in record.steps
         if recorded.iteration == iteration
     ]
-    return find_first_difference(step.trace, traced, copy.data_parallel_size, 3 * BOUND)
+    return find_first_difference(step.trace, traced, copy.weight_ranks, 3 * BOUND)
 
 
 def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) -> list[ComparedRow]:

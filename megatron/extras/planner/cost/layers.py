@@ -129,7 +129,8 @@ class LayerTimes:
         core = self._estimate_core(window)
         projections = self._estimate_projections()
         pointwise = self._estimate_pointwise()
-        return core + projections + pointwise + self._estimate_tensor_parallel()
+        messages = self._estimate_tensor_parallel() + self._estimate_context_parallel(core)
+        return core + projections + pointwise + messages
 
     def estimate_recomputed_layer(self, window: int | None = None) -> Passes:
         """Estimate one layer with the recomputation of the layout."""
@@ -355,22 +356,45 @@ class LayerTimes:
                 backward += 2 * reduced
             if self._layout.sequence_parallel:
                 backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
-        if self._layout.context > 1:
-            once = estimate_collective_seconds(
-                self.count_context_bytes(),
-                self._layout.context,
-                self._hardware,
-                stride=self._layout.tensor,
-            )
-            forward += once
-            # The gradients are reduced. Other trainers gather again. This one does so in a
-            # recomputation only.
-            backward += once
-            if not self._software.counts_tensors or self._layout.recompute == "selective":
-                backward += once
         # What overlaps costs nothing here. Its contention is part of the fitted shares.
         waiting = 1 - self._software.hidden_tensor
         return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
+
+    def _estimate_context_parallel(self, core: Passes) -> Passes:
+        """Estimate the messages of a layer between context-parallel ranks.
+
+        This trainer sends half of the keys, and half of their gradients, while attention of the
+        early part is computed. On the first rank this part is shortest, and other ranks wait for
+        that rank.
+
+        Args:
+            core: The times of the attention core for both parts.
+        """
+        size = self._layout.context
+        sent = self.count_context_bytes()
+        overlaps = self._software.overlaps_entries and not self._layout.exchange_heads
+        once = self._time_context_message(sent) * (1 - self._software.hidden_tensor)
+        forward = backward = once
+        if overlaps:
+            half = self._time_context_message(sent / 2)
+            # A causal sequence of 2c parts has 4c^2 units of work if the first part has one. A rank
+            # has 4c of them.
+            forward, backward = (
+                half + estimate_added_seconds(half, each / (4 * size), self._software.contention)
+                for each in (core.forward.attention, core.backward.attention)
+            )
+        # The gradients are reduced. Other trainers gather again. This one does so in a
+        # recomputation only.
+        if not self._software.counts_tensors:
+            backward += once
+        elif self._layout.recompute == "selective":
+            backward += forward
+        return Passes(Seconds(tensor=forward), Seconds(tensor=backward))
+
+    def _time_context_message(self, sent: float) -> float:
+        return estimate_collective_seconds(
+            sent, self._layout.context, self._hardware, stride=self._layout.tensor
+        )
 
     def count_context_bytes(self) -> float:
         """Count the bytes of the messages of a layer's attention in one pass.

@@ -126,7 +126,8 @@ class Software:
     """Share of the tensor-parallel communication that overlaps with matrix products."""
     overlaps_entries: bool = False
     """Whether the backward pass of a layer that enters a tensor-parallel region communicates during
-    the layer's matrix products. Each message then has the product that hides it."""
+    the layer's matrix products. Each message then has the product that hides it. Also whether
+    context-parallel ranks gather keys while they compute attention."""
     hidden_data: float = 0.0
     """Share of the last backward pass of a step during which gradients can be sent, and of the
     first forward pass during which parameters can be gathered."""

@@ -1,0 +1,41 @@
+"""A known error of a trainer, as a change of this package in one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1000 "
+    "--micro-batch-size 2 --lr 1e-3 --data-path data/absent"
+)
+"""Flags of all runs. A flag may be given again, and the last one takes effect."""
+ITERATIONS = "--global-batch-size 16 --train-iters 100 --lr-warmup-iters 10"
+"""The length of the runs of mutations."""
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+TP = "--tensor-model-parallel-size 2"
+SP = f"{TP} --sequence-parallel"
+PP = "--pipeline-model-parallel-size 2"
+MEGATRON = "NVIDIA/Megatron-LM"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """An error, and the run that shows it."""
+
+    name: str
+    source: str
+    flags: str
+    world_size: int
+    apply: Callable[[], None]
+    """Changes the package in this process."""
+    caught_by: str = "gradient norm"
+    """The comparison that fails first."""
+    first: str = ""
+    """The beginning of the first activation that differs."""
+    documents: bool = False
+    """Whether the run needs the tokenizer, because it masks at the ends of documents."""
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute by what `make` makes of it."""
+    setattr(owner, name, make(getattr(owner, name)))
