@@ -9,7 +9,6 @@ pairs, then the most new triples, until nothing is missing. The same program fin
 import csv
 from dataclasses import astuple
 from itertools import combinations
-from typing import TypeVar
 
 import numpy as np
 from equivalence.layouts import FREE, ROWS, VALUES, Layout, possible, required

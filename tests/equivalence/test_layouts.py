@@ -21,7 +21,6 @@ from equivalence.corpus import (
     Single,
     command,
     curve,
-    validation,
     worst,
 )
 from equivalence.layouts import PAIRS, SHORT, STRATEGIES, Layout, covered, required
