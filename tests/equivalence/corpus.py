@@ -44,6 +44,14 @@ DOCUMENTS = (
     "--eod-mask-loss --reset-position-ids --reset-attention-mask "
     f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
 )
+GOLDFISH = "--goldfish-loss --goldfish-k 3 --goldfish-h 2"
+OPTIMIZERS = {
+    "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
+    "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
+    # With this mode, the scale differs between queries and keys.
+    "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+}
+"""The flags of each optimizer other than Adam."""
 Single = Callable[..., Path]
 """A function from (shape, tied, variation) to the folder of one process's run.
 

@@ -1,9 +1,9 @@
 """Search the rows of `layouts.csv`, and write them.
 
-    python tests/equivalence/find_layouts.py
+    cd tests && python -m equivalence.find_layouts
 
-A greedy search adds the layout that covers the most new values for its cost, then the most new
-pairs, then the most new triples, until nothing is missing. The same program finds the same rows.
+A greedy search draws layouts and keeps the one with the most new values for its cost, until no
+value is missing. It then does the same for pairs, and then for triples. The seed is fixed.
 """
 
 import csv
@@ -29,12 +29,16 @@ Rows = NDArray[np.int64]
 
 
 class Missing:
-    """The combinations of `strength` columns that no row has yet."""
+    """The combinations of `strength` columns that no row has yet.
+
+    `flags` has an element for each combination, and `offsets` the first one of each few columns.
+    """
 
     def __init__(self, strength: int) -> None:
         self.columns = np.array(list(combinations(range(len(NAMES)), strength)))
         self.sizes = np.array([len(values) for values in VALUES.values()])
-        span = int(self.sizes.max()) ** strength
+        self.width = int(self.sizes.max())
+        span = self.width**strength
         self.offsets = np.arange(len(self.columns)) * span
         self.flags = np.zeros(len(self.columns) * span, bool)
         numbers = {names: i for i, names in enumerate(combinations(NAMES, strength))}
@@ -45,7 +49,7 @@ class Missing:
 
     def _join(self, values: Rows) -> Rows:
         """Return one number for the values of some columns, which are the last dimension."""
-        weights = int(self.sizes.max()) ** np.arange(values.shape[-1])
+        weights = self.width ** np.arange(values.shape[-1])
         result: Rows = values @ weights
         return result
 
@@ -56,9 +60,8 @@ class Missing:
     def draw(self, random: np.random.Generator) -> dict[int, int]:
         """Return a random combination that is missing: column -> value."""
         position = int(random.choice(np.flatnonzero(self.flags)))
-        largest = int(self.sizes.max())
-        columns = self.columns[position // largest ** self.columns.shape[1]]
-        return {int(column): position // largest**i % largest for i, column in enumerate(columns)}
+        columns = self.columns[position // self.width ** self.columns.shape[1]].tolist()
+        return {each: position // self.width**i % self.width for i, each in enumerate(columns)}
 
 
 def find_rows(start: Rows, strength: int, ruled: Rows, random: np.random.Generator) -> Rows:
@@ -77,14 +80,13 @@ def find_rows(start: Rows, strength: int, ruled: Rows, random: np.random.Generat
     free = [NAMES.index(name) for name in FREE]
     while missing.flags.any():
         wanted = missing.draw(random)
-        fits = np.all([ruled[:, c] == v for c, v in wanted.items() if c not in free], axis=0)
-        some = ruled[fits] if fits.ndim else ruled
-        candidates = some[random.integers(len(some), size=CANDIDATES)]
+        fits = np.ones(len(ruled), bool)
+        for column in wanted.keys() - set(free):
+            fits &= ruled[:, column] == wanted[column]
+        candidates = random.choice(ruled[fits], CANDIDATES)
         for column in free:
-            size = len(candidates)
-            candidates[:, column] = random.integers(missing.sizes[column], size=size)
-            if column in wanted:
-                candidates[:, column] = wanted[column]
+            drawn = random.integers(missing.sizes[column], size=CANDIDATES)
+            candidates[:, column] = wanted.get(column, drawn)
         gains = missing.flags[missing.locate(candidates)].sum(axis=1)
         costs = [estimate_cost(row, references) for row in candidates]
         best = candidates[int(np.argmax(gains / costs))]
@@ -100,6 +102,7 @@ def get_reference(layout: Layout) -> tuple[object, ...]:
 
 
 def estimate_cost(row: Rows, references: set[tuple[object, ...]]) -> float:
+    """Return the relative time of a row, given the runs of one process that exist already."""
     layout = build(row)
     known = get_reference(layout) in references
     return PER_LAUNCH + layout.ranks + (0 if known else PER_REFERENCE)

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
 from pathlib import Path
 
-from equivalence.corpus import DOCUMENTS, SIZES, UNTIED
+from equivalence.corpus import DOCUMENTS, GOLDFISH, OPTIMIZERS, SIZES, UNTIED
 
 from megatron.schedule.pipeline import choose_schedule
 
@@ -30,14 +30,6 @@ PARTITIONS = {
     "parameters": "parameters",
     "ends": "type:transformer|embedding",
 }
-OPTIMIZERS = {
-    "adam": "",
-    "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
-    "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
-    # With this mode, the scale differs between queries and keys.
-    "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
-}
-GOLDFISH = "--goldfish-loss --goldfish-k 3 --goldfish-h 2"
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ class Layout:
     def training(self) -> str:
         """The flags of masks, loss and optimizer, which one process gets too."""
         masks = DOCUMENTS if self.masks == "documents" else ""
-        return f"{masks} {GOLDFISH if self.goldfish else ''} {OPTIMIZERS[self.optimizer]}"
+        return f"{masks} {GOLDFISH if self.goldfish else ''} {OPTIMIZERS.get(self.optimizer, '')}"
 
     @property
     def flags(self) -> str:
@@ -168,7 +160,7 @@ VALUES = {
     "context": ("none", "allgather", "a2a"),
     "masks": ("none", "documents"),
     "goldfish": (False, True),
-    "optimizer": tuple(OPTIMIZERS),
+    "optimizer": ("adam", *OPTIMIZERS),
 }
 """The values of each column, in the order of `Layout`'s fields."""
 FREE = ("recompute", "shape", "tied", "masks", "goldfish", "optimizer")
