@@ -110,7 +110,7 @@ def estimate_cost(row: Rows, references: set[tuple[object, ...]]) -> float:
 
 def build(row: Rows) -> Layout:
     """Return the layout of a row of indices."""
-    return Layout(*(VALUES[name][i] for name, i in zip(NAMES, row.tolist(), strict=True)))  # type: ignore[arg-type]
+    return Layout(*(VALUES[name][i] for name, i in zip(NAMES, row.tolist(), strict=True)))
 
 
 def main() -> None:

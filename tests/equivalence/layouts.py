@@ -206,7 +206,7 @@ def _read_rows(suite: str) -> list[Layout]:
         rows = [row for row in csv.DictReader(file) if row["suite"] == suite]
     parsers = {name: {str(value): value for value in values} for name, values in VALUES.items()}
     names = [field.name for field in fields(Layout)]
-    return [Layout(*(parsers[name][row[name]] for name in names)) for row in rows]
+    return [Layout(*(parsers[name][row[name]] for name in names)) for row in rows]  # type: ignore[arg-type]
 
 
 SHORT = _read_rows("short")
