@@ -7,7 +7,7 @@ has them. `find_layouts.py` has found the rows, and tests check the invariants.
 
 import csv
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from itertools import combinations, product
 from pathlib import Path
 
@@ -205,8 +205,7 @@ def _read_rows(suite: str) -> list[Layout]:
     with open(ROWS, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["suite"] == suite]
     parsers = {name: {str(value): value for value in values} for name, values in VALUES.items()}
-    names = [field.name for field in fields(Layout)]
-    return [Layout(*(parsers[name][row[name]] for name in names)) for row in rows]  # type: ignore[arg-type]
+    return [Layout(*(parsers[name][row[name]] for name in VALUES)) for row in rows]  # type: ignore[arg-type]
 
 
 SHORT = _read_rows("short")
