@@ -3,7 +3,8 @@
     python tests/run_slices.py RESULTS --marker full
     python tests/run_slices.py RESULTS --table
 
-A slice is a test file of a folder with long tests, or a whole other folder. The result of a slice
+A slice is a test file of a folder with long tests, a part of such a file, or a whole other folder.
+`--only triples` runs the slices whose names contain a word. The result of a slice
 is one JUnit file in the folder RESULTS. A second call runs the slices that have none yet, and those
 that were stopped. Remove a file to repeat its slice. The table is printed at the end.
 """
@@ -12,6 +13,7 @@ import argparse
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,17 +21,42 @@ from conftest import LONG_FOLDERS
 from tqdm import tqdm
 
 TESTS = Path(__file__).parent
+PARTS = {
+    "equivalence/test_triples": (
+        *("gpt2 and ramp", "gpt2 and curriculum"),
+        *("llama and ramp", "llama and curriculum"),
+        *("bloom and ramp", "bloom and curriculum"),
+    )
+}
+"""Expressions (pytest's -k) that divide a long file into slices. Each test is in one of them."""
 NO_TESTS = 5
 """Exit code of pytest if no test was selected."""
 COMPLETE = (0, 1, NO_TESTS)
 """Exit codes of pytest after a complete run. 1 means that tests failed."""
 
 
-def list_slices() -> list[Path]:
-    """Return test files and folders that together have all tests."""
+@dataclass(frozen=True)
+class Slice:
+    """A test file or a folder, and an expression that selects a part of it."""
+
+    path: Path
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name in the table, as in equivalence/test_triples/gpt2-ramp."""
+        path = self.path.relative_to(TESTS).with_suffix("").as_posix()
+        return "/".join([path, *([self.part.replace(" and ", "-")] if self.part else [])])
+
+
+def list_slices() -> list[Slice]:
+    """Return slices that together have all tests."""
     files = sorted(TESTS.rglob("test_*.py"))
-    slices = dict.fromkeys(_find_slice(file) for file in files)
-    return list(slices)
+    slices = []
+    for path in dict.fromkeys(_find_slice(file) for file in files):
+        whole = Slice(path)
+        slices += [Slice(path, part) for part in PARTS.get(whole.name, ("",))]
+    return slices
 
 
 def _find_slice(file: Path) -> Path:
@@ -40,21 +67,22 @@ def _find_slice(file: Path) -> Path:
     return file
 
 
-def run_slice(path: Path, result: Path, marker: str) -> None:
+def run_slice(tests: Slice, result: Path, marker: str) -> None:
     """Run the tests of a slice, and write its result once it is complete.
 
     Args:
-        path: Test file or folder.
+        tests: The slice.
         result: JUnit file of the result.
         marker: Expression that selects tests by their markers.
     """
     partial = result.with_suffix(".partial")
     command = [sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={partial}"]
+    command += ["-k", tests.part, str(tests.path)]
     log = result.with_suffix(".log")
     with open(log, "w") as file:
-        done = subprocess.run([*command, str(path)], stdout=file, stderr=file, check=False)
+        done = subprocess.run(command, stdout=file, stderr=file, check=False)
     if done.returncode not in COMPLETE:
-        raise SystemExit(f"error: pytest ended with {done.returncode} in {path}; see {log}")
+        raise SystemExit(f"error: pytest ended with {done.returncode} in {tests.name}; see {log}")
     partial.replace(result)
 
 
@@ -89,15 +117,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("results", type=Path, help="folder of the results")
     parser.add_argument("--marker", default="full", help="which tests, by marker: %(default)s")
+    parser.add_argument("--only", default="", help="only slices whose names contain this")
     parser.add_argument("--table", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     arguments.results.mkdir(parents=True, exist_ok=True)
     slices = [] if arguments.table else list_slices()
-    for path in tqdm(slices, unit="slice", disable=arguments.table):
-        name = "--".join(path.relative_to(TESTS).with_suffix("").parts)
-        result = arguments.results / f"{name}.xml"
+    slices = [each for each in slices if arguments.only in each.name]
+    for each in tqdm(slices, unit="slice", disable=arguments.table):
+        result = arguments.results / f"{each.name.replace('/', '--')}.xml"
         if not result.exists():
-            run_slice(path, result, arguments.marker)
+            run_slice(each, result, arguments.marker)
     print(format_table(arguments.results))
     return 0
 

@@ -1,7 +1,11 @@
 """Command lines of the tiny GPT that the equivalence tests train on real text."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from megatron.observe.metrics import read_metrics
 
@@ -31,12 +35,28 @@ VARIATIONS = {
     "--lr-decay-tokens 10000 --lr-warmup-iters 2",
 }
 """Flags that change the batch size or the sequence length within the 10 iterations."""
-SIZES = {"ramp": (4, 8, 12, 16), "curriculum": (8,)}
-"""The batch sizes of each variation."""
+SIZES = {"ramp": (4, 8), "curriculum": (8,)}
+"""The batch sizes of each variation in the first six iterations. All sizes are multiples of 4."""
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
-Single = Callable[[str, bool, str], Path]
-"""A function from (shape, tied, variation) to the folder of one process's run."""
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
+DOCUMENTS = (
+    "--eod-mask-loss --reset-position-ids --reset-attention-mask "
+    f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
+)
+GOLDFISH = "--goldfish-loss --goldfish-k 3 --goldfish-h 2"
+OPTIMIZERS = {
+    "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
+    "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
+    # With this mode, the scale differs between queries and keys.
+    "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+}
+"""The flags of each optimizer other than Adam."""
+Single = Callable[..., Path]
+"""A function from (shape, tied, variation) to the folder of one process's run.
+
+It also accepts more flags, and the prefix of other data.
+"""
 
 
 def command(folder: Path, data: str, shape: str, variation: str, *flags: str) -> list[str]:
@@ -59,6 +79,19 @@ def command(folder: Path, data: str, shape: str, variation: str, *flags: str) ->
         "--data-cache-path",
         str(folder / "cache"),
     ]
+
+
+def write_sentences(corpus: str, folder: Path) -> str:
+    """Write a copy of the data in which full stops end documents, and return its prefix.
+
+    A sentence has 39 tokens in the mean, so most samples have several documents.
+    """
+    ids = json.loads((FIXTURES / "gpt2-tiny-vocab.json").read_text())
+    tokens = np.fromfile(f"{corpus}.bin", np.uint16)
+    tokens[tokens == ids["."]] = ids["<|endoftext|>"]
+    tokens.tofile(folder / "sentences.bin")
+    shutil.copy(f"{corpus}.idx", folder / "sentences.idx")
+    return str(folder / "sentences")
 
 
 def curve(folder: Path) -> list[tuple[float, float]]:

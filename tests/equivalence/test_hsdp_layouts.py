@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from equivalence.corpus import NO_DROPOUT, command, curve, worst
-from equivalence.test_optimizers import OPTIMIZERS
+from equivalence.corpus import NO_DROPOUT, OPTIMIZERS, command, curve, worst
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5

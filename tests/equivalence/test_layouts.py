@@ -8,10 +8,10 @@ of the key's bias is zero in exact arithmetic, so Adam turns its rounding errors
 import json
 import os
 import shutil
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from equivalence.conftest import BOUND, Compare
 from equivalence.corpus import (
     EVALUATED,
     NO_DROPOUT,
@@ -21,53 +21,35 @@ from equivalence.corpus import (
     Single,
     command,
     curve,
-    validation,
     worst,
 )
-from equivalence.layouts import LAYOUTS, STRATEGIES, VALUES, Layout, pairs, possible
+from equivalence.layouts import PAIRS, SHORT, STRATEGIES, Layout, covered, required
 from process_pool import ProcessPool, pretrain, succeed
 
-BOUND = 1e-5
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "loss_curves.json"
-# The layouts of the short suite.
-SHORT = {LAYOUTS[i] for i in (3, 14, 16, 17, 18)}
-SHORT_STRATEGIES = STRATEGIES[:2]
-
-
-def in_suites(layout: Layout) -> object:
-    short = layout in SHORT or layout in SHORT_STRATEGIES
-    return pytest.param(layout, id=str(layout), marks=() if short else pytest.mark.full)
-
-
-def test_layouts_cover_every_pair() -> None:
-    assert all(layout.makes_sense for layout in LAYOUTS)
-    missing = set[object]().union(*map(pairs, possible())).difference(*map(pairs, LAYOUTS))
-    assert not missing
 
 
 def test_the_short_suite_has_every_value() -> None:
-    for column, values in enumerate(VALUES):
-        assert {astuple(layout)[column] for layout in SHORT} == set(values)
+    assert all(layout.makes_sense for layout in SHORT)
+    assert not required(1) - covered(SHORT, 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_layout_uses_its_schedule(layout: Layout) -> None:
-    assert layout.schedule in layout.schedules
+def test_layouts_cover_every_pair() -> None:
+    assert all(layout.makes_sense for layout in PAIRS)
+    assert not required(2) - covered(PAIRS, 2)
 
 
-@pytest.mark.parametrize("layout", [in_suites(layout) for layout in [*LAYOUTS, *STRATEGIES]])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=str(layout), marks=() if layout in SHORT else pytest.mark.full)
+        for layout in [*PAIRS, *STRATEGIES]
+    ],
+)
 def test_layout_trains_and_evaluates_as_one_process(
-    layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
+    layout: Layout, compare: Compare, tmp_path: Path
 ) -> None:
-    argv = command(
-        tmp_path, corpus, layout.shape, layout.variation, NO_DROPOUT, EVALUATED, layout.flags
-    )
-    succeed(pool.run(layout.ranks, pretrain, argv))
-    alone = single(layout.shape, layout.tied, layout.variation)
-    assert len(curve(tmp_path)) == 10
-    assert worst(curve(tmp_path), curve(alone)) < BOUND
-    assert len(validation(tmp_path)) == 3
-    assert worst(validation(tmp_path), validation(alone)) < BOUND
+    assert compare(layout, tmp_path) == (10, 3)
 
 
 def test_the_curve_is_the_golden_one(single: Single) -> None:
@@ -103,7 +85,17 @@ RESUMED = [
         Layout(1, 2, 2, 1, schedule="1F1B"),
     ),
     (
-        Layout(1, 2, 2, 3, schedule="GPipe", shape="llama", tied=False, partition="parameters"),
+        Layout(
+            1,
+            2,
+            2,
+            3,
+            schedule="GPipe",
+            shape="llama",
+            tied=False,
+            partition="parameters",
+            micro_batch_size=2,
+        ),
         Layout(4, 1, 2, 1, sequence=True, shape="llama", tied=False),
     ),
     (Layout(4, 2, 1, 1, schedule="1F1B", shape="bloom", partition="ends"), Layout(shape="bloom")),

@@ -5,17 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence.corpus import NO_DROPOUT, command, curve, worst
+from equivalence.corpus import NO_DROPOUT, OPTIMIZERS, command, curve, worst
 from equivalence.test_reshape import read_global_tensors
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 
 BOUND = 1e-5
-OPTIMIZERS = {
-    "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
-    "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
-    # With this mode, the scale differs between queries and keys.
-    "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
-}
 IN_BF16 = "--muon-fp32-matmul-prec medium --muon-nesterov"
 ONE = "--micro-batch-size 4"
 LAYOUTS = {

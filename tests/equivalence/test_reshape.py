@@ -18,13 +18,13 @@ from safetensors import safe_open
 
 BOUND = 1e-5
 LAYOUTS = [
-    Layout(),
+    Layout(micro_batch_size=2),
     Layout(2, 2, 2, 1, sequence=True, schedule="1F1B"),
     Layout(1, 1, 4, 3),
-    Layout(4, 2, 1, 1, schedule="interleaved 1F1B"),
+    Layout(4, 2, 1, 1, schedule="interleaved 1F1B", micro_batch_size=2),
     Layout(2, 1, 2, 2, sequence=True),
     Layout(1, 4, 2, 1, schedule="GPipe", partition="parameters"),
-    Layout(1, 2, 1, 1, schedule="1F1B", partition="ends"),
+    Layout(1, 2, 1, 1, schedule="1F1B", partition="ends", micro_batch_size=2),
 ]
 SHORT = 3
 """Number of layouts that the short suite combines."""
