@@ -8,7 +8,15 @@ from typing import Any
 from megatron.base.durable import sync_folder, write_file
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, TensorIndex
+from megatron.checkpoint.manifest import (
+    CONFIG,
+    FORMAT,
+    FP32_FORMAT,
+    INDEX,
+    MANIFEST,
+    Manifest,
+    TensorIndex,
+)
 from megatron.checkpoint.shard_file import WrittenFile
 
 
@@ -67,6 +75,10 @@ def write_small_files(
         digests,
         entries,
         keep,
+        # An older version would read the values as fp32. It refuses this number.
+        format=FORMAT
+        if any("dtype" in tensor for tensor in index.tensors.values())
+        else FP32_FORMAT,
     )
     write_file(folder / MANIFEST, manifest.dump_json())
     sync_folder(folder)
@@ -81,6 +93,9 @@ def make_index(files: Sequence[WrittenFile]) -> TensorIndex:
             entry = index.tensors.setdefault(
                 stored.tensor, {"shape": stored.global_shape, "boxes": []}
             )
+            # Without the key it is F32, which every version can read.
+            if stored.dtype != "F32":
+                entry["dtype"] = stored.dtype
             entry["boxes"].append(
                 {
                     "file": written.file,

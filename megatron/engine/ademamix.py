@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import MasterParameter, Optimizer, choose_rate, group_masters
+from megatron.engine.optimizer import (
+    MasterParameter,
+    Optimizer,
+    choose_rate,
+    group_masters,
+    make_moment,
+    open_in_fp32,
+    scale_gradients,
+)
 from megatron.parallel import torch_private as private
 from megatron.parallel.shard import Kind
 
@@ -19,7 +27,8 @@ _KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
 _BATCH = 1 << 24
 """Number of elements that are updated together.
 
-It limits the memory of the intermediate results to 128 MiB, or to twice the largest parameter.
+It limits the memory of the intermediate results to 128 MiB, or to twice the largest parameter. With
+moments in bf16, their fp32 copies need as much again.
 """
 
 
@@ -33,7 +42,7 @@ class AdEMAMix(Optimizer):
         super().__init__(masters)
         self._config = config
         self._states: dict[Tensor, dict[Kind, Tensor]] = {
-            master.weight: {kind: torch.zeros_like(master.weight) for kind in _KINDS}
+            master.weight: {kind: make_moment(master.weight, kind, config) for kind in _KINDS}
             for master in masters
         }
 
@@ -46,8 +55,11 @@ class AdEMAMix(Optimizer):
         return self._states[master.weight][kind]
 
     @torch.no_grad()
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+    def step(
+        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
+    ) -> None:
         """Update the weights. See `Optimizer.step`."""
+        scale_gradients(self.masters, gradient_factor)
         self.step_count += 1
         config = self._config
         alpha = compute_alpha(config, self.step_count)
@@ -57,17 +69,19 @@ class AdEMAMix(Optimizer):
         for masters in self._split_masters():
             weights: list[Tensor] = [m.weight for m in masters]
             gradients = [m.weight.grad for m in masters if m.weight.grad is not None]
-            fast, squares, slow = (
-                [self._states[weight][kind] for weight in weights] for kind in _KINDS
-            )
-            private.foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
-            private.foreach_lerp_(slow, gradients, 1.0 - beta3)
-            private.foreach_mul_(squares, config.adam_beta2)
-            private.foreach_addcmul_(squares, gradients, gradients, value=1.0 - config.adam_beta2)
-            denominators = private.foreach_sqrt(squares)
-            private.foreach_div_(denominators, root_of_correction)
-            private.foreach_add_(denominators, config.adam_eps)
-            updates = private.foreach_div(fast, fast_correction)
+            kept = ([self._states[weight][kind] for weight in weights] for kind in _KINDS)
+            fast_kept, squares_kept, slow = kept
+            with open_in_fp32(fast_kept) as fast, open_in_fp32(squares_kept) as squares:
+                private.foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
+                private.foreach_lerp_(slow, gradients, 1.0 - beta3)
+                private.foreach_mul_(squares, config.adam_beta2)
+                private.foreach_addcmul_(
+                    squares, gradients, gradients, value=1.0 - config.adam_beta2
+                )
+                denominators = private.foreach_sqrt(squares)
+                private.foreach_div_(denominators, root_of_correction)
+                private.foreach_add_(denominators, config.adam_eps)
+                updates = private.foreach_div(fast, fast_correction)
             # As in the paper, the slow average has no bias correction. It is small at first.
             private.foreach_add_(updates, slow, alpha=alpha)
             private.foreach_div_(updates, denominators)

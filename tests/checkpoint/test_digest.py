@@ -65,9 +65,8 @@ def test_flipped_bit_is_found_at_any_position(position: str, tmp_path: Path) -> 
     at = {"first": written.begins["t"], "middle": len(raw) // 2, "last": len(raw) - 1}[position]
     raw[at] ^= 1
     (tmp_path / "f").write_bytes(raw)
-    stored = [
-        {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
-    ]
+    box = {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
+    stored = {"shape": tuple(tensor.shape), "boxes": [box]}
     with (
         TensorReader(tmp_path, {"f": written.digest}) as reader,
         pytest.raises(DamagedError, match="f is not what was written"),
@@ -83,9 +82,8 @@ def test_blocks_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
     raw = bytearray((tmp_path / "f").read_bytes())
     raw[-1] ^= 1
     (tmp_path / "f").write_bytes(raw)
-    stored = [
-        {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
-    ]
+    box = {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
+    stored = {"shape": tuple(tensor.shape), "boxes": [box]}
     target = torch.empty(1000)
     with TensorReader(tmp_path, {"f": written.digest}) as reader:
         reader.read_into(target, ((500,), (1000,)), stored, "t")
