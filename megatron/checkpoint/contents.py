@@ -66,6 +66,8 @@ def write_small_files(
         write_file(folder / name, text)
         digests[name] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
     entries = [[entry.iteration, entry.digest, entry.keep, entry.applied] for entry in lineage]
+    # An older version would read values of bf16 as fp32. It refuses this number.
+    only_fp32 = not any("dtype" in tensor for tensor in index.tensors.values())
     manifest = Manifest(
         contents.iteration,
         contents.version,
@@ -75,10 +77,7 @@ def write_small_files(
         digests,
         entries,
         keep,
-        # An older version would read the values as fp32. It refuses this number.
-        format=FORMAT
-        if any("dtype" in tensor for tensor in index.tensors.values())
-        else FP32_FORMAT,
+        format=FP32_FORMAT if only_fp32 else FORMAT,
     )
     write_file(folder / MANIFEST, manifest.dump_json())
     sync_folder(folder)

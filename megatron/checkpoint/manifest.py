@@ -26,8 +26,8 @@ FP32_FORMAT = 3
 
 Since format 3, the state and the entries of `course` have the number of applied steps.
 """
-_READABLE = (2, FORMAT)
-"""The oldest and the newest format that can be read."""
+_READABLE = (2, FP32_FORMAT, FORMAT)
+"""The formats that can be read, from the oldest to the newest."""
 APPLIED_STEPS = "applied_steps"
 """Key of `Manifest.state` that retention reads."""
 MANIFEST = "manifest.json"

@@ -479,8 +479,8 @@ def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Itera
             yield Damage(file, what)
         for begin, name, dtype, shape in sorted(found - expected[file]):
             what = (
-                f"safetensors finds {name}, {dtype} {format_shape(shape)}, at byte {begin} of {file}, "
-                f"and {INDEX} does not have it there"
+                f"safetensors finds {name}, {dtype} {format_shape(shape)}, at byte {begin} of "
+                f"{file}, and {INDEX} does not have it there"
             )
             yield Damage(file, what)
 
