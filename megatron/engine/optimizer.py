@@ -31,8 +31,8 @@ from megatron.parallel.torch_private import (
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Value of --exp-avg-dtype and --exp-avg-sq-dtype -> the dtype."""
-_PIECE = 1 << 24
-"""Number of elements of bf16 moments that are updated together. Their fp32 copies have 128 MiB."""
+PIECE = 1 << 24
+"""Number of elements that are updated together. Two intermediate results of them have 128 MiB."""
 
 
 @dataclass
@@ -150,6 +150,42 @@ def open_in_fp32(stored: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
+def stores_bf16(config: OptimizerConfig) -> bool:
+    """Return whether a moment is in bf16."""
+    return "bf16" in (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+
+
+def split_batches(
+    tensors: Sequence[tuple[Tensor, ...]], limit: int | None
+) -> Iterator[list[list[Tensor]]]:
+    """Yield lists of what is updated together, to limit the memory of intermediate results.
+
+    Args:
+        tensors: Tensors of each parameter that have its shape, such as weight and gradient.
+        limit: Largest number of elements of a batch. The tensors are then flat, and large ones are
+            divided. None: all of them, as they are, are one batch.
+
+    Yields:
+        For each place in the tuples, the list of these tensors.
+    """
+    batch: list[tuple[Tensor, ...]] = []
+    elements = 0
+    for of_parameter in tensors:
+        pieces = [of_parameter]
+        if limit is not None:
+            flat = (tensor.view(-1).split(limit) for tensor in of_parameter)
+            pieces = list(zip(*flat, strict=True))
+        for piece in pieces:
+            if limit is not None and batch and elements + piece[0].numel() > limit:
+                yield [list(column) for column in zip(*batch, strict=True)]
+                batch = []
+                elements = 0
+            batch.append(piece)
+            elements += piece[0].numel()
+    if batch:
+        yield [list(column) for column in zip(*batch, strict=True)]
+
+
 def scale_gradients(masters: Sequence[MasterParameter], factor: float) -> None:
     """Multiply the gradients of masters by a number."""
     gradients = [m.weight.grad for m in masters if m.weight.grad is not None]
@@ -174,24 +210,22 @@ class AdamW(Optimizer):
             }
             for group in group_masters(masters)
         ]
-        betas = (config.adam_beta1, config.adam_beta2)
-        rounded = {config.exp_avg_dtype, config.exp_avg_sq_dtype} != {"fp32"}
         apex_adam, reason = None, "apex is for GPUs"
         if any(m.weight.is_cuda for m in masters):
             reason = "apex keeps moments in fp32"
-            if not rounded:
+            if not stores_bf16(config):
                 apex_adam, reason = apex.find("apex.optimizers", "FusedAdam")
         # apex keeps the step count in the parameter groups, torch in each parameter's state.
         self._step_in_groups = apex_adam is not None
         # The learning rate is 0 here, because `step` sets it.
         if apex_adam is not None:
+            betas = (config.adam_beta1, config.adam_beta2)
             self._optimizer: torch.optim.Optimizer | _TorchAdamW = apex_adam(
                 groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True
             )
             self.description = ("optimizer", "apex FusedAdam", reason)
         else:
-            piece = _PIECE if rounded else None
-            self._optimizer = _TorchAdamW(groups, betas, config.adam_eps, piece)
+            self._optimizer = _TorchAdamW(groups, config)
             self.description = ("optimizer", "torch AdamW, fused", reason)
         # The optimizer would create its state in the first step. A load needs it earlier.
         for master in masters:
@@ -236,26 +270,11 @@ class _TorchAdamW:
     it is created, which takes seconds on every rank.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        betas: tuple[float, float],
-        eps: float,
-        piece: int | None,
-    ) -> None:
-        """Keep the parameter groups, each with its weight decay. The state is empty.
-
-        Args:
-            groups: The groups.
-            betas: Decay rates of the moments.
-            eps: Added to the denominator.
-            piece: Elements that are updated together if moments are not fp32. None: all.
-        """
+    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+        """Keep the parameter groups, each with its weight decay. The state is empty."""
         self.param_groups = groups
         self.state: dict[Tensor, dict[Kind, Tensor]] = {}
-        self._betas = betas
-        self._eps = eps
-        self._piece = piece
+        self._config = config
 
     @torch.no_grad()
     def update(self, step_count: int, gradient_factor: float) -> None:
@@ -265,6 +284,7 @@ class _TorchAdamW:
             step_count: Number of this step, from 1.
             gradient_factor: See `Optimizer.step`.
         """
+        config = self._config
         for group in self.param_groups:
             tensors = [
                 (weight, weight.grad, *(self.state[weight][kind] for kind in ADAM_KINDS))
@@ -283,48 +303,21 @@ class _TorchAdamW:
             elif gradient_factor != 1.0:
                 # The operator divides, and saves a pass over the gradients.
                 scale = torch.full_like(step, 1.0 / gradient_factor)
-            for weights, gradients, *moments in self._split(tensors):
+            # Without copies in fp32, no memory needs to be limited.
+            limit = PIECE if stores_bf16(config) else None
+            for weights, gradients, *moments in split_batches(tensors, limit):
                 with open_in_fp32(moments[0]) as first, open_in_fp32(moments[1]) as second:
                     fused_adamw_(
-                        weights,
-                        gradients,
-                        first,
-                        second,
-                        [],
-                        [step] * len(weights),
+                        *(weights, gradients, first, second, [], [step] * len(weights)),
                         amsgrad=False,
-                        beta1=self._betas[0],
-                        beta2=self._betas[1],
+                        beta1=config.adam_beta1,
+                        beta2=config.adam_beta2,
                         lr=group["lr"],
                         weight_decay=group["weight_decay"],
-                        eps=self._eps,
+                        eps=config.adam_eps,
                         maximize=False,
                         grad_scale=scale,
                     )
-
-    def _split(
-        self, tensors: Sequence[tuple[Tensor, ...]]
-    ) -> Iterator[tuple[Sequence[Tensor], ...]]:
-        """Yield (weights, gradients, first moments, second moments) that are updated together.
-
-        Args:
-            tensors: The same four of each parameter. Without a limit, they are updated together.
-        """
-        if self._piece is None:
-            yield tuple(zip(*tensors, strict=True))
-            return
-        batch: list[tuple[Tensor, ...]] = []
-        elements = 0
-        for of_parameter in tensors:
-            flat = (tensor.view(-1).split(self._piece) for tensor in of_parameter)
-            for pieces in zip(*flat, strict=True):
-                if batch and elements + pieces[0].numel() > self._piece:
-                    yield tuple(zip(*batch, strict=True))
-                    batch = []
-                    elements = 0
-                batch.append(pieces)
-                elements += pieces[0].numel()
-        yield tuple(zip(*batch, strict=True))
 
 
 def compute_squared_norm(tensors: list[Tensor], device: torch.device | None = None) -> Tensor:

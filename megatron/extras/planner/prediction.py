@@ -51,7 +51,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         fp32_residual=config.precision.fp32_residual_connection,
         kept_operators=config.recompute.checkpoint_keep_operators,
         fused_gradients=config.kernels.gradient_accumulation_fusion,
-        optimizer=config.optimizer.optimizer,
+        optimizer=config.optimizer,
     )
 
 
