@@ -21,6 +21,7 @@ from megatron.config.parallel import EXCHANGES_HEADS, STRATEGY_STAGES
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine import muon
 from megatron.engine.build_optimizer import build_optimizer
+from megatron.engine.optimizer import MOMENT_DTYPES
 from megatron.engine.sharding import STAGES
 from megatron.extras.generate.token_positions import TokenPositions
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
@@ -133,6 +134,10 @@ def use_kernels(value: Any) -> object:
     )
 
 
+def use_state_bytes(field: str) -> Callable[[Any], object]:
+    return lambda value: flops.count_state_bytes(OptimizerConfig(**{field: value}), 4, 2)
+
+
 def use_muon(use: Callable[[OptimizerConfig], object], field: str) -> Callable[[Any], object]:
     return lambda value: use(OptimizerConfig(**{field: value}))
 
@@ -173,7 +178,15 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     "model.output_init_method_std": [use_model("output_init_method_std")],
     "kernels.attention_backend": [use_kernels],
     "curriculum.curriculum_schedule_type": [use_curriculum],
-    "optimizer.optimizer": [use_optimizer, lambda value: flops.count_state_bytes(value, 4, 2)],
+    "optimizer.optimizer": [use_optimizer, use_state_bytes("optimizer")],
+    "optimizer.exp_avg_dtype": [
+        lambda value: MOMENT_DTYPES[value],
+        use_state_bytes("exp_avg_dtype"),
+    ],
+    "optimizer.exp_avg_sq_dtype": [
+        lambda value: MOMENT_DTYPES[value],
+        use_state_bytes("exp_avg_sq_dtype"),
+    ],
     "optimizer.lr_decay_style": [use_schedule("style", 20)],
     "optimizer.lr_warmup_style": [use_schedule("warmup_style", 5)],
     "optimizer.lr_wsd_decay_style": [use_schedule("wsd_decay_style", 80)],

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_corpus import MERGES, VOCAB, command
 from training.runs import SIZES
+
+from megatron.commands.pretrain import _choose_allocator
 
 COMPILER_AND_FSDP = (
     "torch._dynamo",
@@ -26,10 +29,19 @@ def resolve_and_record(*args, consumed_samples=0, **options):
     return resolve(*args, consumed_samples=consumed_samples, **options)
 
 module.resolve = resolve_and_record
+allocators = []
+
+class Watch:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            allocators.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+
+sys.meta_path.insert(0, Watch)
 from megatron.commands.pretrain import main
 
 def print_modules(code=0):
-    print(json.dumps([code, sorted(sys.modules), positions]), flush=True)
+    print(json.dumps([code, sorted(sys.modules), positions, allocators]), flush=True)
     end(code)
 
 end = os._exit
@@ -43,18 +55,19 @@ print_modules()
 TINY = SIZES.replace("--vocab-size 5000", "")
 
 
-def run_and_record(*arguments: str) -> tuple[int, set[str], list[int], str]:
+def run_and_record(*arguments: str) -> tuple[int, set[str], list[list[Any]], str]:
     """Run a command line.
 
     Returns:
-        Its exit code, the modules that it imported, the position in samples from which it resolved
-        each plan, and what it printed.
+        Its exit code, the modules that it imported, two lists, and what it printed. The lists are
+        the position in samples from which it resolved each plan, and the settings of the allocator
+        when torch was imported.
     """
     process = command("-c", PROGRAM, *arguments)
     output, errors = process.communicate()
     printed, _, last = output.rstrip().rpartition("\n")
-    code, modules, positions = json.loads(last)
-    return code, set(modules), positions, printed + errors
+    code, modules, *lists = json.loads(last)
+    return code, set(modules), lists, printed + errors
 
 
 def run_and_list_modules(*arguments: str) -> tuple[int, set[str], str]:
@@ -71,11 +84,18 @@ def test_start_on_one_device_resolves_once_and_imports_no_compiler_and_no_fsdp(
     paths += ["--save", folder, "--load", folder, "--exit-interval", "1"]
     # The second launch continues from the checkpoint of the first, after 4 samples.
     for position in (0, 4):
-        code, modules, positions, printed = run_and_record(*SIZES.split(), *paths)
+        code, modules, lists, printed = run_and_record(*SIZES.split(), *paths)
         assert code == 0, printed
         assert "torch" in modules
         assert modules.isdisjoint(COMPILER_AND_FSDP)
-        assert positions == [position]
+        assert lists == [[position], ["expandable_segments:True"]]
+
+
+def test_the_settings_of_a_user_decide_about_the_allocator() -> None:
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    environment = dict(given)
+    _choose_allocator(environment)
+    assert environment == given
 
 
 def test_list_of_presets_imports_no_torch() -> None:

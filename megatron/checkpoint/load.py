@@ -103,7 +103,7 @@ class Checkpoint:
             for shard in shards:
                 tensor = f"{shard.kind}/{shard.name}"
                 needed = (shard.offset, tuple(shard.tensor.shape))
-                reader.read_into(shard.tensor, needed, index.tensors[tensor]["boxes"], tensor)
+                reader.read_into(shard.tensor, needed, index.tensors[tensor], tensor)
 
     def read_index(self) -> TensorIndex:
         """Return the positions of the stored tensors.

@@ -19,13 +19,15 @@ from typing import Any
 from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
 
-FORMAT = 3
-"""Format that is written.
+FORMAT = 4
+"""The newest format. It has tensors in bf16, each with its dtype in the index."""
+FP32_FORMAT = 3
+"""The format of a checkpoint whose tensors are all fp32.
 
 Since format 3, the state and the entries of `course` have the number of applied steps.
 """
-_READABLE = (2, FORMAT)
-"""The oldest and the newest format that can be read."""
+_READABLE = (2, FP32_FORMAT, FORMAT)
+"""The formats that can be read, from the oldest to the newest."""
 APPLIED_STEPS = "applied_steps"
 """Key of `Manifest.state` that retention reads."""
 MANIFEST = "manifest.json"
@@ -55,7 +57,7 @@ class Manifest:
     """
     keep: bool
     """Retention never removes it, see `lineage.LineageEntry`."""
-    format: int = FORMAT
+    format: int = FP32_FORMAT
     block_bytes: int = BLOCK
 
     def dump_json(self) -> str:
@@ -191,7 +193,10 @@ class TensorIndex:
     """The contents of `index.json`."""
 
     tensors: dict[str, dict[str, Any]]
-    """kind/name -> {"shape": global, "boxes": [{"file", "begin": byte, "offset", "shape"}]}."""
+    """kind/name -> {"shape": global, "boxes": [{"file", "begin": byte, "offset", "shape"}]}.
+
+    In format 4 there may be a "dtype", a key of `tensor_file.DTYPES`.
+    """
     blocks: dict[str, str]
     """File -> digests of its blocks, see `FileDigest`."""
 

@@ -52,9 +52,6 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.ranks import Ranks, Work
 from megatron.parallel.shard import TensorShard
 
-_ITEM = 4
-"""Bytes of an fp32 number."""
-
 
 class Saver:
     """Writes the checkpoints of a run.
@@ -147,9 +144,7 @@ class Saver:
 
     def _count_total_bytes(self, shards: Sequence[TensorShard]) -> int:
         """Return the bytes of the shards that all ranks own. All ranks must call it."""
-        return sum(
-            self._ranks.gather(sum(_ITEM * shard.tensor.numel() for shard in shards if shard.owner))
-        )
+        return sum(self._ranks.gather(sum(shard.tensor.nbytes for shard in shards if shard.owner)))
 
     def record_iterations(self, before: int, after: int) -> None:
         """Record a step or jump from iteration `before` to `after`.

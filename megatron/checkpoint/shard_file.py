@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.digest import FileDigest
 from megatron.checkpoint.host_buffer import HostBuffer
-from megatron.checkpoint.tensor_file import write_tensors
+from megatron.checkpoint.tensor_file import name_dtype, write_tensors
 from megatron.parallel.shard import TensorShard
 
 ShardsByKey = Mapping[str, TensorShard]
@@ -34,6 +34,8 @@ class StoredSlice:
     offset: tuple[int, ...]
     """Offset of the shard in the global tensor."""
     shape: tuple[int, ...]
+    dtype: str
+    """A key of `tensor_file.DTYPES`."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "StoredSlice":
@@ -44,6 +46,7 @@ class StoredSlice:
             record["begin"],
             tuple(record["offset"]),
             tuple(record["shape"]),
+            record["dtype"],
         )
 
 
@@ -159,6 +162,7 @@ def write_shard_file(
             written.begins[key],
             shard.offset,
             tuple(shard.tensor.shape),
+            name_dtype(tensors[key]),
         )
         for key, shard in shards.items()
     )

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from torch import Tensor
 from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest, digest_of_block
 
-_ITEM = 4
-"""Bytes of an fp32."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+"""Name in a file's header and in the index -> dtype. Weights are always F32."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGEST = 4
+"""Bytes of an fp32 value."""
 _KEPT_BLOCKS = 8
 """Number of blocks that a reader caches. Neighbouring slices of a file often share a block."""
 _SLICE = 512 << 10
@@ -44,7 +47,7 @@ class WrittenTensors:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
-    """Write fp32 tensors of any device to a new file, and sync it to the disk.
+    """Write fp32 and bf16 tensors of any device to a new file, and sync it to the disk.
 
     Args:
         path: The file. It must not exist.
@@ -55,15 +58,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
     """
     header: dict[str, Any] = {}
     position = 0
-    for key, tensor in tensors.items():
-        assert tensor.dtype == torch.float32, f"{key} is {tensor.dtype}"
-        size = _ITEM * tensor.numel()
+    # The larger values come first. Behind an odd number of bf16 values, no fp32 value is aligned.
+    ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
+    for key, tensor in ordered:
         header[key] = {
-            "dtype": "F32",
+            "dtype": name_dtype(tensor),
             "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
+            "data_offsets": [position, position + tensor.nbytes],
         }
-        position += size
+        position += tensor.nbytes
     text = json.dumps(header).encode()
     # With this padding, each value is aligned, and none lies in two blocks. See `_read_run`.
     text += b" " * (-len(text) % 8)
@@ -80,13 +83,40 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
                 view = view[file.write(view) :]
 
         write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
+        for _, tensor in ordered:
             for part in _read_bytes(tensor):
                 write(part)
         os.fsync(file.fileno())
     return WrittenTensors(
         digester.digest(), {key: start + entry["data_offsets"][0] for key, entry in header.items()}
     )
+
+
+def name_dtype(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, a key of `DTYPES`."""
+    assert tensor.dtype in _NAMES, f"checkpoints have no {tensor.dtype}"
+    return _NAMES[tensor.dtype]
+
+
+def find_dtype(tensor: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a tensor of the index. Before format 4, all of them are fp32.
+
+    Raises:
+        DamagedError: The index has another name.
+    """
+    name = tensor.get("dtype", "F32")
+    if name not in DTYPES:
+        raise DamagedError(f"index.json has a tensor of the unknown dtype {name!a}", "index.json")
+    return DTYPES[name]
+
+
+def count_bytes(tensor: Mapping[str, Any]) -> int:
+    """Return the bytes of a tensor of the index, or those of a stored slice with its dtype.
+
+    Raises:
+        DamagedError: See `find_dtype`.
+    """
+    return find_dtype(tensor).itemsize * math.prod(tensor["shape"])
 
 
 def _read_bytes(tensor: Tensor) -> Iterator[memoryview]:
@@ -96,7 +126,7 @@ def _read_bytes(tensor: Tensor) -> Iterator[memoryview]:
     cache of the core meanwhile, so that main memory is read only once.
     """
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    for part in flat.split(_SLICE // _ITEM):
+    for part in flat.split(_SLICE // flat.itemsize):
         # `view` and `numpy` share the tensor's memory, so nothing is copied here.
         if part.numel():
             yield memoryview(part.view(torch.uint8).numpy())
@@ -145,14 +175,15 @@ class TensorReader:
         self._blocks.clear()
 
     def read_into(
-        self, target: Tensor, needed: TensorSlice, stored: Sequence[Mapping[str, Any]], what: str
+        self, target: Tensor, needed: TensorSlice, stored: Mapping[str, Any], what: str
     ) -> None:
         """Fill a slice of a global tensor from the stored slices that overlap it.
 
         Args:
-            target: Tensor to fill, of any device.
+            target: Tensor to fill, of any device. If it has another dtype than the stored tensor,
+                the values are converted.
             needed: The slice of the global tensor that `target` holds.
-            stored: The tensor's entries in the index.
+            stored: The tensor in the index.
             what: Name of the tensor, for messages.
 
         Raises:
@@ -163,7 +194,8 @@ class TensorReader:
         # Stored slices are disjoint, so comparing the sum of the overlaps shows whether any element
         # is missing.
         covered = 0
-        for entry in stored:
+        dtype = find_dtype(stored)
+        for entry in stored["boxes"]:
             source: TensorSlice = (tuple(entry["offset"]), tuple(entry["shape"]))
             part = intersect(needed, source)
             if part is None:
@@ -174,11 +206,13 @@ class TensorReader:
             # bytes then go into `target` without an intermediate tensor.
             if part[1][1:] == source[1][1:] and into.is_contiguous():
                 first = wanted[0].start * math.prod(source[1][1:])
-                self._read_run(into.view(-1), entry["file"], entry["begin"] + _ITEM * first)
+                begin = entry["begin"] + dtype.itemsize * first
+                self._read_run(into.view(-1), dtype, entry["file"], begin)
             else:
-                for begin, shape, inner, outer in iterate_runs(source[1], wanted):
-                    run = torch.empty(math.prod(shape))
-                    self._read_run(run, entry["file"], entry["begin"] + _ITEM * begin)
+                for element, shape, inner, outer in iterate_runs(source[1], wanted):
+                    run = torch.empty(math.prod(shape), dtype=dtype)
+                    begin = entry["begin"] + dtype.itemsize * element
+                    self._read_run(run, dtype, entry["file"], begin)
                     into[outer].copy_(run.view(shape)[inner])
             covered += math.prod(part[1])
         if covered != target.numel():
@@ -187,18 +221,18 @@ class TensorReader:
                 "index.json",
             )
 
-    def _read_run(self, target: Tensor, file: str, begin: int) -> None:
-        """Fill a flat tensor with the values from byte `begin` of the file on.
+    def _read_run(self, target: Tensor, dtype: torch.dtype, file: str, begin: int) -> None:
+        """Fill a flat tensor with the values of a dtype from byte `begin` of the file on.
 
-        Each value begins at a multiple of 4 bytes, and the size of a block is a multiple of 4. So
-        no value lies in two blocks.
+        Each value begins at a multiple of its size, and so does each block. So no value lies in two
+        blocks.
         """
-        end = begin + _ITEM * target.numel()
+        end = begin + dtype.itemsize * target.numel()
         at = 0
         for number in range(begin // BLOCK, -(-end // BLOCK)):
             low = max(begin - number * BLOCK, 0)
             high = min(end - number * BLOCK, BLOCK)
-            values = torch.frombuffer(self._read_block(file, number)[low:high], dtype=torch.float32)
+            values = torch.frombuffer(self._read_block(file, number)[low:high], dtype=dtype)
             target[at : at + len(values)].copy_(values)
             at += len(values)
 
@@ -261,7 +295,7 @@ def iterate_runs(
     """Walk over a part of a stored slice in runs of consecutive elements.
 
     A run has at most the size of a block, or is one row of the last dimension if that is larger.
-    This limits the memory of a run.
+    This limits the memory of a run. The sizes are those of fp32, the largest values.
 
     Args:
         shape: Shape of the stored slice.
@@ -278,12 +312,12 @@ def iterate_runs(
     row = math.prod(shape[1:])
     rows = part[0]
     # One row does not fit into a block, so each row is divided along the next dimension.
-    if row * _ITEM > BLOCK and len(shape) > 1:
+    if row * _LARGEST > BLOCK and len(shape) > 1:
         for index in range(rows.start, rows.stop):
             for at, run, inner, outer in iterate_runs(shape[1:], part[1:], begin + index * row):
                 yield at, run, inner, (index - rows.start, *outer)
         return
-    step = max(1, BLOCK // (_ITEM * row))
+    step = max(1, BLOCK // (_LARGEST * row))
     for low in range(rows.start, rows.stop, step):
         high = min(rows.stop, low + step)
         outer = (slice(low - rows.start, high - rows.start), *(slice(None) for _ in part[1:]))

@@ -14,7 +14,6 @@ finite, or that --compare found a tensor that is not bit-equal. Exit code 2 mean
 """
 
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,7 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron.checkpoint.tensor_file import count_bytes
 from megatron.commands.parse import parse_arguments
 from megatron.extras.inspection.comparison import (
     CheckpointComparison,
@@ -60,7 +60,7 @@ from megatron.run.state import TrainState
 from megatron.schedule.lr import LRSchedule
 
 _ITEM = 4
-"""Bytes of an fp32 number. Checkpoints store every tensor in fp32."""
+"""Bytes of a weight, which is fp32."""
 _OF_ROPE_SCALING = (
     "rope_scaling_factor",
     "rope_low_freq_factor",
@@ -242,7 +242,7 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     # Keys are `kind/name`, where kind is `weight` or a state of the optimizer. See `Kind`.
     kinds: Counter[str] = Counter()
     for key, tensor in tensors.items():
-        kinds[key.partition("/")[0]] += _ITEM * math.prod(tensor["shape"])
+        kinds[key.partition("/")[0]] += count_bytes(tensor)
     found: dict[str, Any] = {
         "path": str(checkpoint.folder),
         **{

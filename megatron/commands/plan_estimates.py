@@ -34,7 +34,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
         plan.parameters,
         half=_is_half(plan),
         state_bytes=flops.count_state_bytes(
-            config.optimizer.optimizer,
+            config.optimizer,
             plan.parameters,
             config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape),
         ),
@@ -67,9 +67,7 @@ def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> flops.Parameter
         data_parallel_size=plan.weight_ranks,
         shard_size=plan.shard_size,
         zero_stage=plan.zero_stage,
-        state_bytes=flops.count_state_bytes(
-            plan.config.optimizer.optimizer, parameters, layers * matrices
-        ),
+        state_bytes=flops.count_state_bytes(plan.config.optimizer, parameters, layers * matrices),
     )
 
 

@@ -17,6 +17,7 @@ from megatron.commands.plan_strategies import (
     estimate_compute_seconds,
     estimate_strategies,
 )
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.without_effect import (
     format_warnings,
     split_off_flags_without_effect,
@@ -34,6 +35,7 @@ from megatron.extras.planner.prediction import (
     get_recomputed_share,
     predict_plan,
 )
+from megatron.model import flops
 from megatron.plan.plan import Plan
 from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule
@@ -361,12 +363,15 @@ def _describe_schedule(lr: LRSchedule) -> str:
     return text
 
 
-_MEMORY_RULES = {
-    "adam": "18 bytes a parameter (16 in fp32)",
-    "ademamix": "22 bytes a parameter (20 in fp32)",
-    "muon": "18 bytes a parameter (16 in fp32), and 4 less in the matrices of the layers",
-}
-"""Value of --optimizer -> the bytes of a parameter."""
+def _describe_memory_rule(config: OptimizerConfig) -> str:
+    """Return the bytes of a parameter as text."""
+    # Weights in fp32 and 16 bits, and gradients. In fp32 there is one copy of the weights.
+    size = 10 + flops.count_state_bytes(config, 1, 0)
+    rule = f"{size} bytes a parameter ({size - 2} in fp32)"
+    less = flops.count_state_bytes(config, 1, 0) - flops.count_state_bytes(config, 1, 1)
+    if less:
+        rule += f", and {less} less in the matrices of the layers"
+    return rule
 
 
 def _format_memory(plan: Plan) -> list[str]:
@@ -376,7 +381,7 @@ def _format_memory(plan: Plan) -> list[str]:
         where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
     else:
         where = ""
-    rule = f"by the rule of {_MEMORY_RULES[plan.config.optimizer.optimizer]}{where}"
+    rule = f"by the rule of {_describe_memory_rule(plan.config.optimizer)}{where}"
     lines = [_format_row("memory, GiB (2^30)", f"{'model':>12}{'a rank':>12}   {rule}")]
     for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
         model = memory_bytes["model"][part] / 2**30

@@ -16,6 +16,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.plain_text import print_line, print_to_stderr
@@ -67,10 +68,21 @@ def _train(argv: list[str]) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.enable()
     loaded, plan = _load(argv)
+    _choose_allocator(os.environ)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
     from megatron.run.pretrain import run_loaded
 
     run_loaded(loaded, choose_parts(loaded.config), plan)
+
+
+def _choose_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let torch's allocator of GPU memory use memory that was freed in another size.
+
+    torch reads the variable when it is imported. A user who sets any of its variables decides
+    alone.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _load(argv: list[str]) -> tuple[LoadedConfig, Plan | None]:

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from megatron.config.interval import NOT_NEGATIVE, POSITIVE, PROBABILITY, Range
 
+MomentDtype = Literal["fp32", "bf16"]
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -111,6 +113,14 @@ class OptimizerConfig:
     steps, and then again from the first. simple: the same three in all steps."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Muon: precision of the Newton-Schulz products. medium: bf16. high: fp32."""
+    exp_avg_dtype: MomentDtype = "fp32"
+    """Dtype in which the first moment, or Muon's momentum, is stored between steps. An update
+    computes in fp32 in any case. bf16 saves 2 bytes a parameter, and rounds the moment in each
+    step. AdEMAMix's slow average stays fp32. It may change on resume."""
+    exp_avg_sq_dtype: MomentDtype = "fp32"
+    """Dtype in which the second moment is stored between steps. See --exp-avg-dtype. bf16 needs
+    --adam-beta2 of at most 0.99609375 (1 - 2^-8), above which rounding would keep the moment from
+    falling."""
     cpu_optimizer: bool = False
     """Keep master weights and moments in host memory, and update them there
     (https://arxiv.org/abs/2101.06840). Needs --deepspeed."""

@@ -1,6 +1,7 @@
 """Number formats and loss scaling.
 
-Master weights, moments and gradient accumulation over microbatches are always fp32.
+Master weights and gradient accumulation over microbatches are always fp32. So are moments, unless
+--exp-avg-dtype or --exp-avg-sq-dtype says otherwise.
 """
 
 from dataclasses import dataclass

@@ -291,6 +291,29 @@ def check_kept_operators(settings: ConfigWithOrigin) -> Iterator[str]:
             )
 
 
+_LARGEST_BF16_DECAY = 1.0 - 2.0**-8
+"""Largest decay rate with which each step without a gradient makes any number in bf16 smaller.
+
+bf16 has 8 significant bits, so a step rounds away changes of less than 2^-8 of some numbers.
+"""
+
+
+def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that moments in bf16 can fall."""
+    optimizer = settings.config.optimizer
+    rates = {"adam_beta1": optimizer.exp_avg_dtype, "adam_beta2": optimizer.exp_avg_sq_dtype}
+    if optimizer.optimizer == "muon":
+        rates["muon_momentum"] = optimizer.exp_avg_dtype
+    for name, dtype in rates.items():
+        if dtype == "bf16" and getattr(optimizer, name) > _LARGEST_BF16_DECAY:
+            flag = "--exp-avg-sq-dtype" if name == "adam_beta2" else "--exp-avg-dtype"
+            yield (
+                f"{settings.describe(f'optimizer.{name}')} with {flag} bf16: a step would change "
+                "the moment by less than bf16 can hold, so it would never fall; the rate must be "
+                f"at most {_LARGEST_BF16_DECAY} (1 - 2^-8). Lower it, or give {flag} fp32."
+            )
+
+
 _DEEPSPEED_OPTIMIZERS = ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer")
 
 ERRORS: tuple[Rule, ...] = (
@@ -376,6 +399,7 @@ ERRORS: tuple[Rule, ...] = (
     OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
     check_spike_guard_can_roll_back,
     check_spike_guard_sizes,
+    check_bf16_moments,
     OneOf(_DEEPSPEED_OPTIMIZERS),
     # The native engine (FSDP2) supports neither of them.
     Requires(

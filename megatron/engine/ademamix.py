@@ -5,22 +5,27 @@ https://arxiv.org/abs/2409.03137.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import MasterParameter, Optimizer, choose_rate, group_masters
+from megatron.engine.optimizer import (
+    PIECE,
+    MasterParameter,
+    Optimizer,
+    choose_rate,
+    group_masters,
+    make_moment,
+    open_in_fp32,
+    scale_gradients,
+    split_batches,
+)
 from megatron.parallel import torch_private as private
 from megatron.parallel.shard import Kind
 
 _KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
-_BATCH = 1 << 24
-"""Number of elements that are updated together.
-
-It limits the memory of the intermediate results to 128 MiB, or to twice the largest parameter.
-"""
 
 
 class AdEMAMix(Optimizer):
@@ -33,7 +38,7 @@ class AdEMAMix(Optimizer):
         super().__init__(masters)
         self._config = config
         self._states: dict[Tensor, dict[Kind, Tensor]] = {
-            master.weight: {kind: torch.zeros_like(master.weight) for kind in _KINDS}
+            master.weight: {kind: make_moment(master.weight, kind, config) for kind in _KINDS}
             for master in masters
         }
 
@@ -46,20 +51,48 @@ class AdEMAMix(Optimizer):
         return self._states[master.weight][kind]
 
     @torch.no_grad()
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+    def step(
+        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
+    ) -> None:
         """Update the weights. See `Optimizer.step`."""
+        scale_gradients(self.masters, gradient_factor)
         self.step_count += 1
         config = self._config
         alpha = compute_alpha(config, self.step_count)
         beta3 = compute_beta3(config, self.step_count)
+        for group in group_masters(self.masters):
+            tensors = [
+                (m.weight, m.weight.grad, *self._states[m.weight].values())
+                for m in group
+                if m.weight.grad is not None
+            ]
+            rate = choose_rate(lr, decoupled_lr, decoupled=group[0].decoupled)
+            for batch in split_batches(tensors, PIECE):
+                self._update(batch, rate, alpha, beta3, decays=group[0].decays)
+
+    def _update(
+        self,
+        batch: Sequence[list[Tensor]],
+        rate: float,
+        alpha: float,
+        beta3: float,
+        *,
+        decays: bool,
+    ) -> None:
+        """Update weights that have the same learning rate and weight decay.
+
+        Args:
+            batch: Weights, their gradients, and their states in the order of `_KINDS`.
+            rate: The learning rate.
+            alpha: Weight of the slow average.
+            beta3: Decay rate of the slow average.
+            decays: Whether weight decay applies.
+        """
+        config = self._config
+        weights, gradients, fast_kept, squares_kept, slow = batch
         fast_correction = 1.0 - config.adam_beta1**self.step_count
         root_of_correction = math.sqrt(1.0 - config.adam_beta2**self.step_count)
-        for masters in self._split_masters():
-            weights: list[Tensor] = [m.weight for m in masters]
-            gradients = [m.weight.grad for m in masters if m.weight.grad is not None]
-            fast, squares, slow = (
-                [self._states[weight][kind] for weight in weights] for kind in _KINDS
-            )
+        with open_in_fp32(fast_kept) as fast, open_in_fp32(squares_kept) as squares:
             private.foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
             private.foreach_lerp_(slow, gradients, 1.0 - beta3)
             private.foreach_mul_(squares, config.adam_beta2)
@@ -68,33 +101,12 @@ class AdEMAMix(Optimizer):
             private.foreach_div_(denominators, root_of_correction)
             private.foreach_add_(denominators, config.adam_eps)
             updates = private.foreach_div(fast, fast_correction)
-            # As in the paper, the slow average has no bias correction. It is small at first.
-            private.foreach_add_(updates, slow, alpha=alpha)
-            private.foreach_div_(updates, denominators)
-            rate = choose_rate(lr, decoupled_lr, decoupled=masters[0].decoupled)
-            if masters[0].decays:
-                private.foreach_mul_(weights, 1.0 - rate * config.weight_decay)
-            private.foreach_add_(weights, updates, alpha=-rate)
-
-    def _split_masters(self) -> Iterator[list[MasterParameter]]:
-        """Yield the masters in batches of at most `_BATCH` elements, or of one master.
-
-        All masters of a batch have the same learning rate and weight decay.
-        """
-        for group in group_masters(self.masters):
-            batch: list[MasterParameter] = []
-            elements = 0
-            for master in group:
-                if master.weight.grad is None:
-                    continue
-                if batch and elements + master.weight.numel() > _BATCH:
-                    yield batch
-                    batch = []
-                    elements = 0
-                batch.append(master)
-                elements += master.weight.numel()
-            if batch:
-                yield batch
+        # As in the paper, the slow average has no bias correction. It is small at first.
+        private.foreach_add_(updates, slow, alpha=alpha)
+        private.foreach_div_(updates, denominators)
+        if decays:
+            private.foreach_mul_(weights, 1.0 - rate * config.weight_decay)
+        private.foreach_add_(weights, updates, alpha=-rate)
 
 
 def compute_alpha(config: OptimizerConfig, step: int) -> float:

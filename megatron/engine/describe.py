@@ -32,7 +32,7 @@ def list_kernels(
         ("attention", *_describe_attention(plan, mesh, execution)),
         ("norm", *describe_norm(plan.config.model, mesh.device.type)),
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
-        ("precision", *_describe_precision(execution, loss_scale)),
+        ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
     rows += _describe_operators(plan, execution)
     if execution.fused_gradients:
@@ -99,7 +99,9 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     return attention
 
 
-def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> tuple[str, str]:
+def _describe_precision(
+    plan: Plan, execution: Execution, loss_scale: LossScale | None
+) -> tuple[str, str]:
     if execution.fp32_residual:
         stream = ", residual stream fp32"
     else:
@@ -108,10 +110,12 @@ def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> t
         scale = f"; loss scale {loss_scale.describe()}"
     else:
         scale = ""
-    dtype = execution.dtype or torch.float32
-    return str(dtype).removeprefix(
-        "torch."
-    ) + stream, f"masters, moments and accumulation in fp32{scale}"
+    dtype = str(execution.dtype or torch.float32).removeprefix("torch.")
+    moments = (plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype)
+    in_fp32 = "masters, moments and accumulation in fp32"
+    if "bf16" in moments:
+        in_fp32 = f"masters and accumulation in fp32, moments in {' and '.join(moments)}"
+    return dtype + stream, f"{in_fp32}{scale}"
 
 
 def _describe_fused_gradients(mesh: Mesh) -> tuple[str, str]:

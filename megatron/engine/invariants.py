@@ -189,7 +189,7 @@ class InvariantChecker:
             first = part.clone()
             dist.broadcast(first, group_src=0, group=group)
             # Bits are compared, because nan differs from itself and -0.0 equals 0.0.
-            same = same and torch.equal(first.view(torch.int32), part.view(torch.int32))
+            same = same and torch.equal(_view_bits(first), _view_bits(part))
             apart = float((first - part).abs().max())
             # A nan stays, whatever later slices have. `max` would lose it, because it compares.
             if math.isnan(apart) or math.isnan(amount):
@@ -228,19 +228,24 @@ def _split_slices(tensor: Tensor, size: int = _SLICE) -> Iterator[Tensor]:
     return iter(())
 
 
+def _view_bits(tensor: Tensor) -> Tensor:
+    """Return the elements of an fp32 or bf16 tensor as integers of their bits."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
 def compute_checksum(tensor: Tensor, slice_size: int = _SLICE) -> Tensor:
-    """Return the sum of a tensor's fp32 bits and their sum weighted by position, [2] int64.
+    """Return the sum of a tensor's bits and their sum weighted by position, [2] int64.
 
     Both are modulo 2^64. One changed element changes the first sum. Two changes may cancel in the
     first sum. Their positions differ, so they do not cancel in the second.
 
     Args:
-        tensor: A contiguous fp32 tensor.
+        tensor: A contiguous tensor, fp32 or bf16.
         slice_size: Number of elements processed at a time. The result does not depend on it.
     """
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, part in enumerate(_split_slices(tensor, slice_size)):
-        bits = part.view(torch.int32).long()
+        bits = _view_bits(part).long()
         plain = bits.sum()
         positions = torch.arange(len(bits), device=bits.device)
         weighted = bits.mul_(positions).sum() + number * slice_size * plain

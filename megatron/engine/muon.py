@@ -27,7 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import AdamW, MasterParameter, Optimizer
+from megatron.engine.optimizer import (
+    AdamW,
+    MasterParameter,
+    Optimizer,
+    make_moment,
+    open_in_fp32,
+    scale_gradients,
+)
 from megatron.engine.parallelize import shard_offset
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import Mesh
@@ -160,11 +167,14 @@ class Muon(Optimizer):
         self._adamw.set_step_count(count)
 
     @torch.no_grad()
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+    def step(
+        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
+    ) -> None:
         """Update the weights. All ranks must call it. See `Optimizer.step`."""
         self.step_count += 1
         # No matrix of a layer is decoupled.
-        self._adamw.step(lr, decoupled_lr)
+        self._adamw.step(lr, decoupled_lr, gradient_factor)
+        scale_gradients([matrix.master for matrix in self._matrices], gradient_factor)
         for matrices in self._rounds:
             self._update(matrices, lr)
 
@@ -201,10 +211,11 @@ class Muon(Optimizer):
         gradient = matrix.master.weight.grad
         assert gradient is not None, f"{matrix.master.name} got no gradient"
         decay = self._config.muon_momentum
-        matrix.momentum.lerp_(gradient, 1.0 - decay)
+        with open_in_fp32([matrix.momentum]) as (momentum,):
+            momentum.lerp_(gradient, 1.0 - decay)
         if self._config.muon_nesterov:
-            return gradient.lerp(matrix.momentum, decay)
-        return matrix.momentum
+            return gradient.lerp(momentum, decay)
+        return momentum
 
     def _orthogonalise(self, matrix: _Matrix, received: Sequence[Tensor]) -> Tensor:
         """Return the orthogonal update of a whole matrix from the parts of all ranks."""
@@ -324,7 +335,7 @@ def _describe_matrix(
             scales[place] = scale
     return _Matrix(
         master,
-        torch.zeros_like(master.weight),
+        make_moment(master.weight, "momentum", config),
         parts,
         (rows, columns),
         blocks,

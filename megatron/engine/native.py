@@ -34,7 +34,7 @@ from megatron.engine.runner import build_runner
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
-from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
+from megatron.parallel.torch_private import foreach_copy_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -208,12 +208,8 @@ class NativeEngine(EngineBase):
                 clip_factor = self._clip / (norm + 1e-6)
             else:
                 clip_factor = 1.0
-            # One pass over the gradients does both, unscaling and clipping.
-            if clip_factor / scale != 1.0:
-                gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
-                foreach_mul_(gradients, clip_factor / scale)
             self._before_update()
-            self._optimizer.step(*rates)
+            self._optimizer.step(*rates, clip_factor / scale)
             self._refresh_model()
         # The masters hold references to the gradients. Without this, `zero_grad` would not free
         # their memory.

@@ -1,25 +1,38 @@
 """Optimizers over fp32 master weights, and two statistics of gradients: norm and number of zeros.
 
-The invariant: an optimizer sees plain local fp32 tensors. They may be a module's own parameters,
+The invariant: an optimizer sees plain local fp32 weights. They may be a module's own parameters,
 FSDP2's shards or masters of bf16 weights. Its numbers are therefore the same in every layout.
 AdamW: https://arxiv.org/abs/1711.05101.
+
+The moments may be in bf16 (docs/decisions/050). An update then reads them as fp32, uses the new
+values in fp32, and rounds them when it stores them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from megatron.base import apex
 from megatron.config.optimizer import OptimizerConfig
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import ADAM_KINDS, Kind
-from megatron.parallel.torch_private import foreach_norm
+from megatron.parallel.torch_private import (
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    fused_adamw_,
+)
+
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Value of --exp-avg-dtype and --exp-avg-sq-dtype -> the dtype."""
+PIECE = 1 << 24
+"""Number of elements that are updated together. Two intermediate results of them have 128 MiB."""
 
 
 @dataclass
@@ -77,12 +90,15 @@ class Optimizer(ABC):
         """Return a live state of a parameter, with the shape of its master."""
 
     @abstractmethod
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the weights with the gradients of the masters.
+    def step(
+        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
+    ) -> None:
+        """Update the weights with the gradients of the masters, which this may overwrite.
 
         Args:
             lr: The learning rate.
             decoupled_lr: The rate of the decoupled parameters. None: `lr`.
+            gradient_factor: The gradients are multiplied by it first. It is above 0.
         """
 
     def set_step_count(self, count: int) -> None:
@@ -112,6 +128,72 @@ def choose_rate(lr: float, decoupled_lr: float | None, *, decoupled: bool) -> fl
     return lr
 
 
+def make_moment(weight: Tensor, kind: Kind, config: OptimizerConfig) -> Tensor:
+    """Return a state of a parameter, filled with zeros, in the dtype of the configuration.
+
+    AdEMAMix's slow average is always fp32. A step changes it by less than bf16 can hold.
+    """
+    names = {"exp_avg_sq": config.exp_avg_sq_dtype, "exp_avg_slow": "fp32"}
+    return torch.zeros_like(weight, dtype=MOMENT_DTYPES[names.get(kind, config.exp_avg_dtype)])
+
+
+@contextmanager
+def open_in_fp32(stored: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Return a context with these tensors in fp32. At its end, changes are rounded and stored.
+
+    A tensor that is fp32 already is returned itself.
+    """
+    opened = [tensor.float() for tensor in stored]
+    yield opened
+    pairs = [pair for pair in zip(stored, opened, strict=True) if pair[0] is not pair[1]]
+    if pairs:
+        foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+
+
+def stores_bf16(config: OptimizerConfig) -> bool:
+    """Return whether a moment is in bf16."""
+    return "bf16" in (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+
+
+def split_batches(
+    tensors: Sequence[tuple[Tensor, ...]], limit: int | None
+) -> Iterator[list[list[Tensor]]]:
+    """Yield lists of what is updated together, to limit the memory of intermediate results.
+
+    Args:
+        tensors: Tensors of each parameter that have its shape, such as weight and gradient.
+        limit: Largest number of elements of a batch. The tensors are then flat, and large ones are
+            divided. None: all of them, as they are, are one batch.
+
+    Yields:
+        For each place in the tuples, the list of these tensors.
+    """
+    batch: list[tuple[Tensor, ...]] = []
+    elements = 0
+    for of_parameter in tensors:
+        pieces = [of_parameter]
+        if limit is not None:
+            flat = (tensor.view(-1).split(limit) for tensor in of_parameter)
+            pieces = list(zip(*flat, strict=True))
+        for piece in pieces:
+            if limit is not None and batch and elements + piece[0].numel() > limit:
+                yield [list(column) for column in zip(*batch, strict=True)]
+                batch = []
+                elements = 0
+            batch.append(piece)
+            elements += piece[0].numel()
+    if batch:
+        yield [list(column) for column in zip(*batch, strict=True)]
+
+
+def scale_gradients(masters: Sequence[MasterParameter], factor: float) -> None:
+    """Multiply the gradients of masters by a number."""
+    gradients = [m.weight.grad for m in masters if m.weight.grad is not None]
+    # One pass over the gradients does both, unscaling and clipping.
+    if factor != 1.0 and gradients:
+        foreach_mul_(gradients, factor)
+
+
 class AdamW(Optimizer):
     """Adam with decoupled weight decay on matrices only."""
 
@@ -128,27 +210,27 @@ class AdamW(Optimizer):
             }
             for group in group_masters(masters)
         ]
-        betas = (config.adam_beta1, config.adam_beta2)
-        on_gpu = any(m.weight.is_cuda for m in masters)
-        apex_adam, reason = (
-            apex.find("apex.optimizers", "FusedAdam") if on_gpu else (None, "apex is for GPUs")
-        )
+        apex_adam, reason = None, "apex is for GPUs"
+        if any(m.weight.is_cuda for m in masters):
+            reason = "apex keeps moments in fp32"
+            if not stores_bf16(config):
+                apex_adam, reason = apex.find("apex.optimizers", "FusedAdam")
         # apex keeps the step count in the parameter groups, torch in each parameter's state.
         self._step_in_groups = apex_adam is not None
         # The learning rate is 0 here, because `step` sets it.
         if apex_adam is not None:
+            betas = (config.adam_beta1, config.adam_beta2)
             self._optimizer: torch.optim.Optimizer | _TorchAdamW = apex_adam(
                 groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True
             )
             self.description = ("optimizer", "apex FusedAdam", reason)
         else:
-            self._optimizer = _TorchAdamW(groups, betas, config.adam_eps)
+            self._optimizer = _TorchAdamW(groups, config)
             self.description = ("optimizer", "torch AdamW, fused", reason)
         # The optimizer would create its state in the first step. A load needs it earlier.
         for master in masters:
             self._optimizer.state[master.weight] = {
-                "exp_avg": torch.zeros_like(master.weight),
-                "exp_avg_sq": torch.zeros_like(master.weight),
+                kind: make_moment(master.weight, kind, config) for kind in ADAM_KINDS
             }
         self.set_step_count(0)
 
@@ -158,11 +240,6 @@ class AdamW(Optimizer):
         if self._step_in_groups:
             for group in self._optimizer.param_groups:
                 group["step"] = count
-            return
-        # The fused AdamW needs the count as an fp32 tensor on the weight's device.
-        for master in self.masters:
-            step = torch.full((), float(count), dtype=torch.float32, device=master.weight.device)
-            self._optimizer.state[master.weight]["step"] = step
 
     def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
         """Return Adam's two moments. See `Optimizer.get_kinds`."""
@@ -172,52 +249,75 @@ class AdamW(Optimizer):
         """Return the live `exp_avg` or `exp_avg_sq` of a parameter."""
         return self._optimizer.state[master.weight][kind]
 
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+    def step(
+        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
+    ) -> None:
         """Update the weights. See `Optimizer.step`."""
         for group in self._optimizer.param_groups:
             group["lr"] = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
-        self._optimizer.step()
         self.step_count += 1
+        if isinstance(self._optimizer, _TorchAdamW):
+            self._optimizer.update(self.step_count, gradient_factor)
+        else:
+            scale_gradients(self.masters, gradient_factor)
+            self._optimizer.step()
 
 
 class _TorchAdamW:
     """torch's fused AdamW, with the attributes of `torch.optim.AdamW` that `AdamW` uses.
 
-    It calls the function that torch's class calls. The class itself imports torch's compiler when
+    It calls the operator that torch's class calls. The class itself imports torch's compiler when
     it is created, which takes seconds on every rank.
     """
 
-    def __init__(
-        self, groups: Sequence[dict[str, Any]], betas: tuple[float, float], eps: float
-    ) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
         """Keep the parameter groups, each with its weight decay. The state is empty."""
         self.param_groups = groups
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        self._betas = betas
-        self._eps = eps
+        self.state: dict[Tensor, dict[Kind, Tensor]] = {}
+        self._config = config
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update the parameters that have a gradient."""
+    def update(self, step_count: int, gradient_factor: float) -> None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            step_count: Number of this step, from 1.
+            gradient_factor: See `Optimizer.step`.
+        """
+        config = self._config
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            states = [self.state[weight] for weight in weights]
-            adamw(
-                weights,
-                [weight.grad for weight in weights],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=self._eps,
-                maximize=False,
-            )
+            tensors = [
+                (weight, weight.grad, *(self.state[weight][kind] for kind in ADAM_KINDS))
+                for weight in group["params"]
+                if weight.grad is not None
+            ]
+            if not tensors:
+                continue
+            device = tensors[0][0].device
+            # The operator needs the count on the device. A fill does not make the host wait.
+            step = torch.full((), float(step_count), dtype=torch.float32, device=device)
+            scale = None
+            if gradient_factor != 1.0 and device.type == "cpu":
+                # A division would give other bits than all earlier versions have given.
+                foreach_mul_([gradient for _, gradient, *_ in tensors], gradient_factor)
+            elif gradient_factor != 1.0:
+                # The operator divides, and saves a pass over the gradients.
+                scale = torch.full_like(step, 1.0 / gradient_factor)
+            # Without copies in fp32, no memory needs to be limited.
+            limit = PIECE if stores_bf16(config) else None
+            for weights, gradients, *moments in split_batches(tensors, limit):
+                with open_in_fp32(moments[0]) as first, open_in_fp32(moments[1]) as second:
+                    fused_adamw_(
+                        *(weights, gradients, first, second, [], [step] * len(weights)),
+                        amsgrad=False,
+                        beta1=config.adam_beta1,
+                        beta2=config.adam_beta2,
+                        lr=group["lr"],
+                        weight_decay=group["weight_decay"],
+                        eps=config.adam_eps,
+                        maximize=False,
+                        grad_scale=scale,
+                    )
 
 
 def compute_squared_norm(tensors: list[Tensor], device: torch.device | None = None) -> Tensor:

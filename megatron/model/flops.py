@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import assert_never
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.model.shape import ModelShape
 
 
@@ -363,22 +364,28 @@ class ParameterMemory:
         return self.master_weights + self.working_weights + self.optimizer_states + self.gradients
 
 
-def count_state_bytes(optimizer: str, parameters: int, layer_matrices: int) -> int:
-    """Return the bytes of an optimizer's states, which are fp32 tensors.
+MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+"""Value of --exp-avg-dtype and --exp-avg-sq-dtype -> bytes of a number."""
 
-    Adam has two for each parameter. AdEMAMix has three. Muon has one for the matrices of the layers
-    and Adam's for the rest.
+
+def count_state_bytes(config: OptimizerConfig, parameters: int, layer_matrices: int) -> int:
+    """Return the bytes of an optimizer's states.
+
+    Adam has two moments for each parameter. AdEMAMix has a third one in fp32. Muon has the first
+    one for the matrices of the layers and Adam's for the rest.
 
     Args:
-        optimizer: The value of --optimizer.
+        config: The optimizer and the precision of its moments.
         parameters: Number of parameters.
         layer_matrices: How many of them are in the matrices of the layers.
     """
+    second = MOMENT_BYTES[config.exp_avg_sq_dtype]
+    both = (MOMENT_BYTES[config.exp_avg_dtype] + second) * parameters
     return {
-        "adam": 8 * parameters,
-        "ademamix": 12 * parameters,
-        "muon": 8 * parameters - 4 * layer_matrices,
-    }[optimizer]
+        "adam": both,
+        "ademamix": both + 4 * parameters,
+        "muon": both - second * layer_matrices,
+    }[config.optimizer]
 
 
 def estimate_parameter_memory(

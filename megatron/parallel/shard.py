@@ -32,6 +32,6 @@ class TensorShard:
     offset: tuple[int, ...]
     """Offset of the slice in the global tensor."""
     tensor: Tensor
-    """The slice in fp32, on this rank's memory."""
+    """The slice on this rank's memory, in fp32 or, if it is a moment, in bf16."""
     owner: bool
     """Whether this rank stores the slice. Among replicas exactly one rank does."""

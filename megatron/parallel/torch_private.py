@@ -56,6 +56,7 @@ foreach_lerp_: Foreach = find(torch, "_foreach_lerp_")
 foreach_mul_: Foreach = find(torch, "_foreach_mul_")
 foreach_norm: Foreach = find(torch, "_foreach_norm")
 foreach_sqrt: Foreach = find(torch, "_foreach_sqrt")
+fused_adamw_: Foreach = find(torch, "_fused_adamw_")
 
 # torch 2.13 renamed two of these functions and logs a warning if the old names are used.
 _all_gather: Callable[..., Tensor] = find(functional, "all_gather_single", "all_gather_tensor")

@@ -43,5 +43,5 @@ def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
 def count_least_bytes(plan: Plan) -> int:
     """Return the bytes of the fp32 weights and of the optimizer's states, each of them once."""
     matrices = plan.config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape)
-    states = flops.count_state_bytes(plan.config.optimizer.optimizer, plan.parameters, matrices)
+    states = flops.count_state_bytes(plan.config.optimizer, plan.parameters, matrices)
     return _MASTER_BYTES * plan.parameters + states

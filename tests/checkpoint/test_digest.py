@@ -65,9 +65,8 @@ def test_flipped_bit_is_found_at_any_position(position: str, tmp_path: Path) -> 
     at = {"first": written.begins["t"], "middle": len(raw) // 2, "last": len(raw) - 1}[position]
     raw[at] ^= 1
     (tmp_path / "f").write_bytes(raw)
-    stored = [
-        {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
-    ]
+    box = {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
+    stored = {"shape": tuple(tensor.shape), "boxes": [box]}
     with (
         TensorReader(tmp_path, {"f": written.digest}) as reader,
         pytest.raises(DamagedError, match="f is not what was written"),
@@ -83,9 +82,8 @@ def test_blocks_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
     raw = bytearray((tmp_path / "f").read_bytes())
     raw[-1] ^= 1
     (tmp_path / "f").write_bytes(raw)
-    stored = [
-        {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
-    ]
+    box = {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
+    stored = {"shape": tuple(tensor.shape), "boxes": [box]}
     target = torch.empty(1000)
     with TensorReader(tmp_path, {"f": written.digest}) as reader:
         reader.read_into(target, ((500,), (1000,)), stored, "t")
@@ -144,3 +142,28 @@ def test_saving_and_loading_need_little_memory(tmp_path: Path) -> None:
         # The state was in memory when the measurement started.
         assert before > state
         assert after - before < 0.3 * state, act
+
+
+def test_values_of_two_sizes_are_aligned_and_read_in_slices(tmp_path: Path) -> None:
+    """An odd number of bf16 values would move the fp32 values behind them out of alignment."""
+    half = torch.randn(3, BLOCK // 4 + 7).bfloat16()
+    tensors = {"half": half, "odd": torch.randn(5).bfloat16(), "full": torch.randn(BLOCK // 2 + 3)}
+    written = write_tensors(tmp_path / "f", tensors)
+    with TensorReader(tmp_path, {"f": written.digest}) as reader:
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            assert written.begins[name] % tensor.itemsize == 0
+            box = {"file": "f", "begin": written.begins[name], "offset": (0,) * len(shape)}
+            stored = {"shape": shape, "boxes": [{**box, "shape": shape}]}
+            if tensor.dtype == torch.bfloat16:
+                stored["dtype"] = "BF16"
+            # The last column of a matrix, and the last elements of a vector.
+            part = tensor[..., -9:] if tensor.dim() == 2 else tensor[-4:]
+            offset = tuple(n - m for n, m in zip(shape, part.shape, strict=True))
+            for dtype in (torch.bfloat16, torch.float32):
+                target = torch.empty(part.shape, dtype=dtype)
+                reader.read_into(target, (offset, tuple(part.shape)), stored, name)
+                assert torch.equal(target, part.to(dtype))
+    stored["dtype"] = "F8_E4M3"
+    with pytest.raises(DamagedError, match="unknown dtype 'F8_E4M3'"):
+        TensorReader(tmp_path, {}).read_into(target, (offset, tuple(part.shape)), stored, "t")

@@ -13,7 +13,7 @@ from megatron.checkpoint.stages import StageOutcome, StageResult
 WRITTEN = WrittenFile(
     "rank_00001.safetensors",
     FileDigest(24, "ab", "cd"),
-    (StoredSlice("weight/w", (4, 2), 16, (2, 0), (2, 2)),),
+    (StoredSlice("weight/w", (4, 2), 16, (2, 0), (2, 2), "F32"),),
 )
 PUBLISHED = Published(3, (LineageEntry(2, "ab", True), LineageEntry(3, "cd", False, 3)), ["line"])
 

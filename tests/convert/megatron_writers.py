@@ -86,7 +86,7 @@ def read_saved(checkpoint: Checkpoint, **args: Any) -> Saved:
         for key, entry in index.tensors.items():
             tensor = torch.empty(entry["shape"])
             whole = ((0,) * tensor.dim(), tuple(entry["shape"]))
-            reader.read_into(tensor, whole, entry["boxes"], key)
+            reader.read_into(tensor, whole, entry, key)
             kind, _, name = key.partition("/")
             tensors[kind, name] = tensor
     vocab_size = len(tensors["weight", "embedding.word.weight"])

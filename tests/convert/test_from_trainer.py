@@ -50,7 +50,7 @@ def read_kind(checkpoint: Checkpoint, kind: str) -> dict[str, torch.Tensor]:
             if key.startswith(f"{kind}/"):
                 tensor = torch.empty(entry["shape"])
                 whole = ((0,) * tensor.dim(), tuple(entry["shape"]))
-                reader.read_into(tensor, whole, entry["boxes"], key)
+                reader.read_into(tensor, whole, entry, key)
                 found[key.removeprefix(f"{kind}/")] = tensor
     return found
 

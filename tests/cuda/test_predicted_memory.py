@@ -31,6 +31,7 @@ GROUPED = (
     RUN + "--preset llama3-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 "
     "--vocab-size 32000 "
 )
+BF16_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 KEPT = "--checkpoint-activations --checkpoint-keep-operators "
 FUSED = "--gradient-accumulation-fusion"
 
@@ -46,7 +47,7 @@ class Job:
 
 JOBS = {
     "one GPU": Job(LLAMA, 1),
-    "ZeRO 1": Job(LLAMA),
+    "ZeRO 1, moments in bf16": Job(f"{LLAMA} {BF16_MOMENTS}"),
     "ZeRO 3": Job(f"{LLAMA} --zero-stage 3"),
     "tensor parallelism 8": Job(f"{LLAMA} --tensor-model-parallel-size 8 --num-layers 8", 16),
     "interleaved": Job(

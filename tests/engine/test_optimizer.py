@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine import ademamix
+from megatron.engine import optimizer as optimizer_module
 from megatron.engine.ademamix import AdEMAMix, compute_alpha, compute_beta3
 from megatron.engine.muon import Muon
 from megatron.engine.optimizer import (
@@ -25,6 +27,7 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.mesh import build_mesh
+from megatron.parallel.torch_private import fused_adamw_
 
 
 def make_masters() -> list[MasterParameter]:
@@ -154,8 +157,12 @@ def test_a_decoupled_rate_is_a_parameter_group_of_torchs_adamw() -> None:
         torch.testing.assert_close(mine.weight, theirs[mine.name], rtol=1e-6, atol=1e-7)
 
 
-def build(masters: list[MasterParameter], name: str) -> Optimizer:
-    config = OptimizerConfig(weight_decay=0.1, muon_fp32_matmul_prec="high")
+FP32 = OptimizerConfig(weight_decay=0.1, muon_fp32_matmul_prec="high")
+
+
+def build(masters: list[MasterParameter], name: str, config: OptimizerConfig = FP32) -> Optimizer:
+    if name == "adam":
+        return AdamW(masters, config)
     if name == "ademamix":
         return AdEMAMix(masters, config)
     shape = ModelShape(
@@ -340,10 +347,87 @@ def test_ademamix_without_memory_and_without_warm_up() -> None:
 def test_ademamix_updates_in_batches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (1, 1 << 24):
-        monkeypatch.setattr(ademamix, "_BATCH", limit)
+        monkeypatch.setattr(ademamix, "PIECE", limit)
         masters = make_masters()
         optimizer = AdEMAMix(masters, ADEMAMIX)
         list(descend(optimizer, [nn.Parameter(m.weight.detach().clone()) for m in masters], 3))
         results.append([m.weight.detach() for m in masters])
     for small, large in zip(*results, strict=True):
         torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-7)
+
+
+BF16 = OptimizerConfig(
+    weight_decay=0.1,
+    adam_beta2=0.95,
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="bf16",
+    muon_fp32_matmul_prec="high",
+)
+
+
+@pytest.mark.parametrize("name", ["adam", "ademamix", "muon"])
+@pytest.mark.parametrize("dtypes", [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
+def test_moments_in_bf16_are_those_of_fp32_rounded_after_each_step(
+    name: str, dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is the fp32 optimizer, whose moments the test rounds after each step."""
+    # Some parameters are divided, and others are updated together.
+    for module in (ademamix, optimizer_module):
+        monkeypatch.setattr(module, "PIECE", 7)
+    changes: dict[str, Any] = {"exp_avg_dtype": dtypes[0], "exp_avg_sq_dtype": dtypes[1]}
+    masters, expected = make_model_masters(), make_model_masters()
+    rounded = build(masters, name, replace(BF16, **changes))
+    reference = build(expected, name, replace(BF16, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"))
+    kept_in_bf16 = {"exp_avg": dtypes[0], "momentum": dtypes[0], "exp_avg_sq": dtypes[1]}
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for one, two in zip(masters, expected, strict=True):
+            one.weight.grad = torch.randn(one.spec.shape, generator=generator)
+            two.weight.grad = one.weight.grad.clone()
+        rounded.step(RATE, DECOUPLED_RATE, 0.3)
+        reference.step(RATE, DECOUPLED_RATE, 0.3)
+        for one, two in zip(masters, expected, strict=True):
+            torch.testing.assert_close(one.weight, two.weight, rtol=1e-6, atol=1e-7)
+            two.weight.data.copy_(one.weight.data)
+            for kind in reference.get_kinds(two):
+                moment = reference.get_moment(two, kind)
+                stored = rounded.get_moment(one, kind)
+                if kept_in_bf16.get(kind) == "bf16":
+                    assert stored.dtype == torch.bfloat16
+                    moment.copy_(moment.bfloat16())
+                    # The last bit may differ where torch's code for single elements rounds
+                    # otherwise.
+                    torch.testing.assert_close(stored.float(), moment, rtol=2**-7, atol=0)
+                else:
+                    assert stored.dtype == torch.float32
+                    torch.testing.assert_close(stored, moment, rtol=1e-6, atol=1e-9)
+                moment.copy_(stored)
+
+
+def test_a_gradient_factor_is_the_grad_scale_of_torchs_operator() -> None:
+    """On a GPU the operator divides by it. On a CPU both ways can be compared."""
+    masters, divided = make_model_masters(), make_model_masters()
+    factor = 0.3 / 1024
+    ours = AdamW(masters, OptimizerConfig())
+    for one, two in zip(masters, divided, strict=True):
+        one.weight.grad = torch.randn(one.spec.shape, generator=torch.Generator().manual_seed(5))
+        two.weight.grad = one.weight.grad.clone()
+    ours.step(RATE, None, factor)
+    moments = [[torch.zeros_like(m.weight) for m in divided] for _ in range(2)]
+    fused_adamw_(
+        [m.weight.data for m in divided],
+        [m.weight.grad for m in divided],
+        *moments,
+        [],
+        [torch.ones(()) for _ in divided],
+        lr=RATE,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=torch.tensor(1.0 / factor),
+    )
+    for one, moment in zip(masters, moments[0], strict=True):
+        torch.testing.assert_close(ours.get_moment(one, "exp_avg"), moment, rtol=3e-7, atol=0)

@@ -40,16 +40,19 @@ def measure_states(argv: list[str]) -> tuple[int, int]:
     if mesh.control is not None:
         torch.distributed.barrier(mesh.control)
     states = [shard.tensor for shard in shards if shard.kind != "weight"]
-    return mesh.coordinate.pipeline, sum(4 * state.numel() for state in states)
+    return mesh.coordinate.pipeline, sum(state.nbytes for state in states)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", ["adam", "ademamix", "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam --exp-avg-dtype bf16", "ademamix", "muon --exp-avg-sq-dtype bf16 --adam-beta2 0.95"],
+)
 def test_the_estimate_is_the_size_of_the_states(
     optimizer: str, layout: str, pool: ProcessPool
 ) -> None:
     ranks, flags = LAYOUTS[layout]
-    argv = [*ARGV.split(), *flags.split(), "--optimizer", optimizer]
+    argv = [*ARGV.split(), *flags.split(), "--optimizer", *optimizer.split()]
     outcomes = pool.run(ranks, measure_states, argv)
     succeed(outcomes)
     memory = estimate_memory(resolve(load_config(argv).config, ranks))

@@ -161,13 +161,13 @@ def _read_rounded(
         CheckpointError: a number is too large for the dtype, or the checkpoint is damaged.
     """
     key = f"weight/{pair.ours}"
-    boxes = index.tensors[key]["boxes"]
     rounded = torch.empty(pair.our_shape, dtype=dtype)
     rows = max(1, PART_NUMBERS // math.prod(pair.our_shape[1:]))
     for begin in range(0, pair.our_shape[0], rows):
         into = rounded[begin : begin + rows]
         part = torch.empty(into.shape)
-        reader.read_into(part, ((begin, *(0,) * (part.dim() - 1)), tuple(part.shape)), boxes, key)
+        needed = ((begin, *(0,) * (part.dim() - 1)), tuple(part.shape))
+        reader.read_into(part, needed, index.tensors[key], key)
         into.copy_(part)
         if not torch.isfinite(into).all():
             raise CheckpointError(

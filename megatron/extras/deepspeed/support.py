@@ -19,6 +19,13 @@ def list_unsupported(plan: Plan) -> list[str]:
             f"--optimizer {config.optimizer.optimizer}: DeepSpeed's ZeRO runs AdamW here; use "
             "--optimizer adam, or remove --deepspeed"
         )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config.optimizer, name) != "fp32":
+            problems.append(
+                f"--{name.replace('_', '-')} {getattr(config.optimizer, name)}: DeepSpeed's ZeRO "
+                "keeps moments in fp32; leave it out, give --use-bnb-optimizer for moments in 8 "
+                "bits, or remove --deepspeed"
+            )
     if config.logging.log_num_zeros_in_grad:
         problems.append(
             "--log-num-zeros-in-grad: DeepSpeed does not expose its gradients; remove this flag"

@@ -20,12 +20,10 @@ from tqdm import tqdm
 from megatron.base.errors import DamagedError
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import collect_digests
-from megatron.checkpoint.tensor_file import TensorReader
+from megatron.checkpoint.tensor_file import TensorReader, count_bytes
 from megatron.config.compare import list_config_differences
 from megatron.parallel.shard import Kind
 
-_ITEM = 4
-"""Bytes of an fp32."""
 _PIECE = 1 << 20
 """Elements that are processed at a time. Their conversion to float64 needs twice their memory."""
 
@@ -124,7 +122,7 @@ def _open_tensors(
 
         def read(key: str) -> Tensor:
             tensor = torch.empty(index.tensors[key]["shape"])
-            stored = index.tensors[key]["boxes"]
+            stored = index.tensors[key]
             # The slice is the complete tensor, whatever slices are stored.
             with add_folder_to_errors(checkpoint.folder):
                 reader.read_into(tensor, ((0,) * tensor.dim(), tuple(tensor.shape)), stored, key)
@@ -135,7 +133,7 @@ def _open_tensors(
 
 def _show_progress(keys: list[str], tensors: Mapping[str, Any], what: str) -> Iterator[str]:
     """Yield the keys and show a progress bar in bytes on stderr, if it is a terminal."""
-    sizes = [_ITEM * math.prod(tensors[key]["shape"]) for key in keys]
+    sizes = [count_bytes(tensors[key]) for key in keys]
     with tqdm(
         total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None, dynamic_ncols=True
     ) as bar:

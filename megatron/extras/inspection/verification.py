@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -30,14 +31,12 @@ from megatron.checkpoint.manifest import (
     read_index,
     read_manifest,
 )
-from megatron.checkpoint.tensor_file import TensorSlice, intersect
+from megatron.checkpoint.tensor_file import TensorSlice, find_dtype, intersect
 
-_ITEM = 4
-"""Bytes of an fp32."""
 _SHOWN_TENSORS = 4
 """Number of tensors that a message names."""
-StoredTensor = tuple[int, str, tuple[int, ...]]
-"""(First byte in the file, name, shape)."""
+StoredTensor = tuple[int, str, str, tuple[int, ...]]
+"""(First byte in the file, name, dtype, shape)."""
 
 
 @dataclass(frozen=True)
@@ -163,32 +162,39 @@ class FiniteCounter:
 
     def __init__(self, index: TensorIndex | None) -> None:
         """Create a counter for the tensors of an index. Without an index, it counts nothing."""
-        self._spans: dict[str, list[tuple[int, int, str]]] = {}
-        """File -> (first byte, byte after the last, kind/name) of each stored slice."""
+        self._spans: dict[str, list[tuple[int, int, str, torch.dtype]]] = {}
+        """File -> (first byte, byte after the last, kind/name, dtype) of each stored slice."""
         self._counts: dict[str, dict[str, tuple[int, int]]] = {}
         """File -> kind/name -> (NaN, infinities)."""
         self._index = index
         for key, tensor in ({} if index is None else index.tensors).items():
+            dtype = find_dtype(tensor)
             for stored in tensor["boxes"]:
                 begin = stored["begin"]
-                end = begin + _ITEM * math.prod(stored["shape"])
-                self._spans.setdefault(stored["file"], []).append((begin, end, key))
+                end = begin + dtype.itemsize * math.prod(stored["shape"])
+                self._spans.setdefault(stored["file"], []).append((begin, end, key, dtype))
 
     def look_at(self, file: str, position: int, data: bytes) -> None:
         """Count the numbers in a part of a file that are not finite.
 
         `data` has the bytes of `file` from `position` on. `position` and, in a valid index, the
-        bounds of slices are multiples of 4 bytes, the size of an element.
+        bounds of slices are multiples of the size of an element.
         """
         end = position + len(data)
-        for first, last, key in self._spans.get(file, ()):
+        for first, last, key, dtype in self._spans.get(file, ()):
             low = max(first, position)
             high = min(last, end)
             # A slice that is not aligned has a wrong position in the index. `check_headers` reports
             # that. Its bytes cannot be read as numbers here.
-            if low >= high or (low - position) % _ITEM or (high - low) % _ITEM:
+            item = dtype.itemsize
+            if low >= high or (low - position) % item or (high - low) % item:
                 continue
-            values = np.frombuffer(data, "<f4", (high - low) // _ITEM, low - position)
+            if dtype == torch.bfloat16:
+                # NumPy has no bf16. These are the upper 16 bits of an fp32.
+                bits = np.frombuffer(data, "<u2", (high - low) // item, low - position)
+                values = (bits.astype("<u4") << 16).view("<f4")
+            else:
+                values = np.frombuffer(data, "<f4", (high - low) // item, low - position)
             finite = int(np.count_nonzero(np.isfinite(values)))
             if finite < len(values):
                 counts = self._counts.setdefault(file, {})
@@ -342,7 +348,7 @@ def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) 
     keys = []
     for key, tensor in index.tensors.items():
         spans = [
-            (stored["begin"], _ITEM * math.prod(stored["shape"]))
+            (stored["begin"], find_dtype(tensor).itemsize * math.prod(stored["shape"]))
             for stored in tensor["boxes"]
             if stored["file"] == file
         ]
@@ -451,7 +457,8 @@ def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Itera
     for key, tensor in index.tensors.items():
         for stored in tensor["boxes"]:
             name = f"{key}@{','.join(map(str, stored['offset']))}"
-            entry = (stored["begin"], name, tuple(stored["shape"]))
+            dtype = tensor.get("dtype", "F32")
+            entry = (stored["begin"], name, dtype, tuple(stored["shape"]))
             expected.setdefault(stored["file"], set()).add(entry)
     for file in sorted(expected.keys() - manifest.files.keys()):
         yield Damage(INDEX, f"it has tensors in {file}, which {MANIFEST} does not name")
@@ -464,16 +471,16 @@ def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Itera
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             yield Damage(file, f"safetensors cannot open {file}: {error}")
             continue
-        for begin, name, shape in sorted(expected[file] - found):
+        for begin, name, dtype, shape in sorted(expected[file] - found):
             what = (
-                f"{INDEX} has {name}, {format_shape(shape)}, at byte {begin} of {file}, "
+                f"{INDEX} has {name}, {dtype} {format_shape(shape)}, at byte {begin} of {file}, "
                 "and safetensors does not find it there"
             )
             yield Damage(file, what)
-        for begin, name, shape in sorted(found - expected[file]):
+        for begin, name, dtype, shape in sorted(found - expected[file]):
             what = (
-                f"safetensors finds {name}, {format_shape(shape)}, at byte {begin} of {file}, "
-                f"and {INDEX} does not have it there"
+                f"safetensors finds {name}, {dtype} {format_shape(shape)}, at byte {begin} of "
+                f"{file}, and {INDEX} does not have it there"
             )
             yield Damage(file, what)
 
@@ -491,14 +498,15 @@ def list_stored_tensors(path: Path) -> set[StoredTensor]:
     with safe_open(path, framework="pt") as opened:
         # `opened` is not a dict and cannot be iterated without `keys`.
         names = list(opened.keys())
-        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        slices = {name: opened.get_slice(name) for name in names}
+        found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     # The offsets of a header count from its end. It starts after the 8 bytes of its length.
     return {
-        (8 + length + header[name]["data_offsets"][0], name, shape)
-        for name, shape in shapes.items()
+        (8 + length + header[name]["data_offsets"][0], name, dtype, shape)
+        for name, (dtype, shape) in found.items()
     }
 
 

@@ -58,7 +58,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         fused_gradients=config.kernels.gradient_accumulation_fusion,
         fused_loss=config.kernels.cross_entropy_loss_fusion,
         logit_bytes=logit_bytes,
-        optimizer=config.optimizer.optimizer,
+        optimizer=config.optimizer,
     )
 
 

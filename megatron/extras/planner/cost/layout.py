@@ -1,8 +1,10 @@
 """What is predicted: a layout of ranks, and the software that runs on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
+
+from megatron.config.optimizer import OptimizerConfig
 
 Recompute = Literal["none", "selective", "operators", "full"]
 
@@ -147,8 +149,8 @@ class Software:
     """Whether the layers have dropout, which writes masks."""
     half: bool = True
     """Whether it computes in bf16 or fp16. Otherwise in fp32, at half the rate or less."""
-    optimizer: str = "adam"
-    """The value of --optimizer."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer and the precision of its moments."""
     held_outputs: bool = False
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
     counts_tensors: bool = False

@@ -41,6 +41,9 @@ from megatron.schedule.pipeline import PipelineSchedule
 _OPTIMIZER_BYTES = 32
 """Memory traffic of an update of Adam for each parameter: the gradient twice (norm and update), the
 master weight and two moments read and written. The half-precision weight is written as well."""
+_ROUNDED_BYTES = 12
+"""Further traffic for each moment in bf16, whose fp32 copy is written before the update and read
+after it."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,9 @@ class StepPrediction:
         if layout.zero_stage >= 1:
             parameters = -(-parameters // layout.shard_size)
         traffic = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
+        optimizer = self.job.software.optimizer
+        dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+        traffic += _ROUNDED_BYTES * dtypes.count("bf16")
         return estimate_memory_seconds(traffic * parameters, self.job.hardware, 20)
 
     @property
