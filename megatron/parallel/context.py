@@ -127,7 +127,7 @@ class _Message:
 
     def wait(self) -> Tensor:
         """Return what has arrived, and forget it."""
-        assert self.pending is not None, "the message has begun"
+        assert self.pending is not None, "the message was started"
         arrived = self.pending.wait()
         self.pending = None
         return arrived

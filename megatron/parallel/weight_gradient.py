@@ -33,7 +33,8 @@ def number_layer(layer: nn.Module) -> Tensor:
 
 def find_weight(number: Tensor) -> Tensor:
     """Return the leaf that is the weight of a layer now, from what `number_layer` returned."""
-    weight: Tensor = _layers[int(number)].weight
+    weight = _layers[int(number)].weight
+    assert isinstance(weight, Tensor), "a linear layer has a weight"
     return weight
 
 

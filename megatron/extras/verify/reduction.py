@@ -44,7 +44,8 @@ otherwise become an update of full size with the sign of a rounding error."""
 _TAKEN = re.compile(
     r"(model|curriculum|optimizer|loss|recompute)\..*|batch\.seed|checkpoint\.async_save|"
     r"data\.(mock_data|reset_.*|eod_mask_loss)|"
-    r"parallel\.(pp_partition_method|sequence_parallel|cp_comm_type|zero_stage|sharding_strategy|deepspeed)"
+    r"parallel\.(pp_partition_method|sequence_parallel|cp_comm_type|zero_stage|sharding_strategy|"
+    r"deepspeed)"
 )
 """Names of the settings that the copy takes from the run. The others have their defaults."""
 _NOT_TAKEN = ("optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler")
