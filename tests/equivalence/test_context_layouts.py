@@ -213,6 +213,8 @@ class Layout:
     models: tuple[str, ...] = tuple(MODELS)
     short: bool = False
     bound: float = BOUND
+    alone_micro_batch_size: int = 2
+    """That of the one process."""
 
 
 A2A = "--cp-comm-type a2a"
@@ -286,6 +288,16 @@ LAYOUTS = [
         common="--num-layers 4",
         models=WITHOUT_DROPOUT,
     ),
+    # Batches of 5 and 7 microbatches.
+    Layout(
+        "CP 2, looped BFS",
+        4,
+        f"--context-parallel-size 2 {PP2} --num-layers-per-virtual-pipeline-stage 1",
+        micro_batch_size=1,
+        common="--num-layers 4 --rampup-batch-size 1 2 12 --global-batch-size 7",
+        models=(DOCUMENTS,),
+        alone_micro_batch_size=1,
+    ),
     Layout(
         "CP 2, ZeRO 2, core recomputed, AdEMAMix",
         4,
@@ -335,7 +347,8 @@ LAYOUTS = [
     ],
 )
 def test_shared_sequences_equal_one_process(layout: Layout, train_world: Train) -> None:
-    alone = train_world(1, layout.models, f"{layout.common} --micro-batch-size 2")
+    flags = f"{layout.common} --micro-batch-size {layout.alone_micro_batch_size}"
+    alone = train_world(1, layout.models, flags)
     flags = f"{layout.common} --micro-batch-size {layout.micro_batch_size} {layout.flags}"
     together = train_world(layout.ranks, layout.models, flags)
     for model, found, expected in zip(layout.models, together, alone, strict=True):
