@@ -117,12 +117,20 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
         ("attention", busiest.attention),
         ("other kernels", busiest.pointwise),
         ("between kernels", busiest.gaps),
-        ("tensor-parallel", busiest.tensor),
+        (_name_layer_messages(prediction), busiest.tensor),
         ("pipeline", waiting),
         ("data-parallel", prediction.data_parallel.waited),
         ("optimizer", prediction.optimizer_seconds),
     ]
     return [(name, seconds) for name, seconds in parts if seconds > 0]
+
+
+def _name_layer_messages(prediction: StepPrediction) -> str:
+    """Return which ranks send the messages within a layer."""
+    layout = prediction.job.layout
+    if layout.context == 1:
+        return "tensor-parallel"
+    return "context-parallel" if layout.tensor == 1 else "tensor and context"
 
 
 def build_verdict_json(prediction: StepPrediction) -> dict[str, Any]:

@@ -95,3 +95,27 @@ def test_megatrons_own_test_with_shared_sequences() -> None:
     assert found.errors == ()
     assert str(found.grid) == "pipeline 1 x data 2 x context 2 x tensor 2"
     assert found.shape.config.max_position_embeddings == 1024
+
+
+def test_the_command_of_megatrons_parallelism_guide() -> None:
+    """Llama 3 70B on 64 GPUs (docs/user-guide/parallelism-guide.md of NVIDIA/Megatron-LM)."""
+    guide = (
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 "
+        "--context-parallel-size 2 --num-layers 80 --hidden-size 8192 --num-attention-heads 64 "
+        "--seq-length 8192 --micro-batch-size 1 --global-batch-size 512 --bf16"
+    )
+    loaded = load_config(guide.split())
+    bare = resolve(loaded.config, 64, loaded.origin)
+    length, rate = bare.errors
+    assert "use --train-iters or --train-samples" in length
+    assert "--lr is required" in rate
+    (vocabulary,) = bare.warnings
+    assert "give --vocab-size N for another size" in vocabulary
+    # Completed as these messages say.
+    loaded = load_config(
+        f"{guide} --train-iters 1000 --lr 6e-5 --vocab-size 128256 --mock-data".split()
+    )
+    found = resolve(loaded.config, 64, loaded.origin)
+    assert (found.errors, found.warnings) == ((), ())
+    assert str(found.grid) == "pipeline 4 x data 2 x context 2 x tensor 4"
+    assert found.layers_per_stage == (20, 20, 20, 20)

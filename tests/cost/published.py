@@ -306,6 +306,7 @@ LLAMAS = {
     "llama2-70b": (8192, 80, 64, 8, 28672),
     "llama3-8b": (4096, 32, 32, 8, 14336),
     "llama3-70b": (8192, 80, 64, 8, 28672),
+    "llama3-405b": (16384, 126, 128, 8, 53248),
 }
 """Model -> hidden size, layers, heads, groups and feed-forward size."""
 
@@ -406,6 +407,40 @@ def compare_llama3(row: dict[str, Any]) -> Iterator[Compared]:
         )
     )
     yield _compare_tflops(row, f"{row['gpus']} GPUs CP {row['cp']}", best, causal=True)
+
+
+def predict_long_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table of docs/context_parallelism.md, by rows with context parallelism.
+
+    The rows are with float8, and the predictions are for this trainer in bf16. So no error is
+    computed.
+    """
+    lines = [
+        "| model, GPUs, tokens of a sample | layout | published with float8 | predicted in bf16 |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["cp"] == 1:
+            continue
+        layout = RankLayout(
+            tensor=row["tp"],
+            sequence_parallel=row["tp"] > 1,
+            pipeline=row["pp"],
+            context=row["cp"],
+            data=row["fsdp"],
+            recompute="full",
+            zero_stage=3,
+        )
+        name = row["model"].replace("Llama 3.1 ", "llama3-").lower()
+        shape = make_llama(*LLAMAS[name], row["seq"], 128256)
+        batch = row["local_batch"] * row["fsdp"]
+        step = predict(shape, layout, batch, "trainer", load_hardware("h100-96g"))
+        lines.append(
+            f"| {row['model']}, {row['gpus']}, {row['seq']:,} | {layout.describe()} | "
+            f"{row['tokens_per_second_per_gpu']:,} tokens/s, {row['memory_gib']} GiB | "
+            f"{step.tokens_per_second:,.0f} tokens/s, {step.peak_bytes / 2**30:.1f} GiB |"
+        )
+    return lines
 
 
 COMPARISONS: dict[str, Callable[[dict[str, Any]], Iterator[Compared]]] = {

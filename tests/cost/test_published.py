@@ -16,6 +16,7 @@ from cost.published import (
     format_table,
     make_llama,
     predict,
+    predict_long_rows,
     read_rows,
     summarise,
 )
@@ -138,3 +139,10 @@ def test_the_page_has_the_tables(compared, name):
         PAGE.write_text(text.replace(found[0], found[1] + expected + found[2]))
         return
     assert found[0] == found[1] + expected + found[2]
+
+
+def test_the_page_has_the_predictions_of_long_contexts() -> None:
+    rows = read_rows(shared_dir("data", "published-runs", "long-float8-experts.json"))
+    table = predict_long_rows(rows)
+    assert len(table) == 4
+    assert "\n".join(table) in PAGE.with_name("context_parallelism.md").read_text()

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from equivalence.corpus import NO_DROPOUT as PLAIN
-from equivalence.corpus import command, curve, worst
 from equivalence.test_reshape import select
-from process_pool import ProcessPool, pretrain, succeed
-from tiny_corpus import JSONL
+from process_pool import ProcessPool, succeed
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
@@ -216,6 +213,8 @@ class Layout:
     models: tuple[str, ...] = tuple(MODELS)
     short: bool = False
     bound: float = BOUND
+    alone_micro_batch_size: int = 2
+    """That of the one process."""
 
 
 A2A = "--cp-comm-type a2a"
@@ -289,6 +288,16 @@ LAYOUTS = [
         common="--num-layers 4",
         models=WITHOUT_DROPOUT,
     ),
+    # Batches of 5 and 7 microbatches.
+    Layout(
+        "CP 2, looped BFS",
+        4,
+        f"--context-parallel-size 2 {PP2} --num-layers-per-virtual-pipeline-stage 1",
+        micro_batch_size=1,
+        common="--num-layers 4 --rampup-batch-size 1 2 12 --global-batch-size 7",
+        models=(DOCUMENTS,),
+        alone_micro_batch_size=1,
+    ),
     Layout(
         "CP 2, ZeRO 2, core recomputed, AdEMAMix",
         4,
@@ -338,7 +347,8 @@ LAYOUTS = [
     ],
 )
 def test_shared_sequences_equal_one_process(layout: Layout, train_world: Train) -> None:
-    alone = train_world(1, layout.models, f"{layout.common} --micro-batch-size 2")
+    flags = f"{layout.common} --micro-batch-size {layout.alone_micro_batch_size}"
+    alone = train_world(1, layout.models, flags)
     flags = f"{layout.common} --micro-batch-size {layout.micro_batch_size} {layout.flags}"
     together = train_world(layout.ranks, layout.models, flags)
     for model, found, expected in zip(layout.models, together, alone, strict=True):
@@ -357,50 +367,3 @@ def test_masks_do_not_depend_on_the_ranks_of_a_sequence(kind: str, train_world: 
     for model, found, expected in zip(models, train_world(6, models, flags), alone, strict=True):
         for name, difference in find_worst(found, expected).items():
             assert difference < BOUND, f"{model}: {name}"
-
-
-@pytest.mark.full
-def test_a_run_resumes_with_other_ranks_of_a_sequence(
-    pool: ProcessPool, corpus: str, tmp_path: Path
-) -> None:
-    """Checkpoints do not know how many ranks share a sequence, also after a second resume."""
-    worlds = (
-        (4, "--context-parallel-size 4 --exit-interval 3"),
-        (1, "--exit-interval 6 --require-load"),
-        (4, f"--context-parallel-size 2 {TP2} {A2A} --require-load"),
-    )
-    for ranks, flags in worlds:
-        model = f"--num-layers 2 --micro-batch-size 2 {flags} {PLAIN}"
-        argv = command(tmp_path / "parts", corpus, "llama", "ramp", model)
-        succeed(pool.run(ranks, pretrain, argv))
-    argv = command(
-        tmp_path / "once", corpus, "llama", "ramp", f"--num-layers 2 --micro-batch-size 2 {PLAIN}"
-    )
-    succeed(pool.run(1, pretrain, argv))
-    assert len(curve(tmp_path / "once")) >= 10
-    assert worst(curve(tmp_path / "parts"), curve(tmp_path / "once")) < BOUND
-
-
-@pytest.mark.full
-def test_streamed_text_and_its_position(pool: ProcessPool, tmp_path: Path) -> None:
-    """Ranks of a sequence read the same texts, and a resume with other ranks continues there."""
-    text = " ".join(
-        (
-            "--dataset-format jsonl --logical-shards 4 --seq-length 48 --num-layers 2",
-            f"--hidden-size 48 --num-attention-heads 4 --data-path {JSONL} {PLAIN} {EOD}",
-            f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --micro-batch-size 2 --lr 1e-3",
-            f"--merge-file {FIXTURES}/gpt2-tiny-merges.txt --global-batch-size 8 --train-iters 8",
-            "--log-interval 1 --eval-iters 0 --split 100,0,0 --spike-guard skip-step",
-            f"--hang-timeout 100 --data-cache-path {tmp_path}/cache",
-        )
-    )
-    worlds = (
-        ("once", 1, ""),
-        ("parts", 4, "--context-parallel-size 2 --exit-interval 3"),
-        ("parts", 3, "--context-parallel-size 3 --require-load"),
-    )
-    for name, ranks, flags in worlds:
-        paths = f"--save {tmp_path}/{name} --load {tmp_path}/{name}"
-        succeed(pool.run(ranks, pretrain, f"{text} {paths} {flags}".split()))
-    assert len(curve(tmp_path / "once")) == 8
-    assert worst(curve(tmp_path / "parts"), curve(tmp_path / "once")) < BOUND

@@ -226,6 +226,11 @@ MORE_LAYOUTS = {
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
         2,
     ),
+    "CP 2 x TP 2": (
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        4,
+    ),
+    "CP 4, a2a": ("--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 4", 4),
     "ZeRO 3 x TP 2": ("--zero-stage 3 --tensor-model-parallel-size 2", 4),
     "DeepSpeed ZeRO 3": ("--deepspeed --zero-stage 3", 2),
     "DeepSpeed ZeRO 1 x TP 2": ("--deepspeed --zero-stage 1 --tensor-model-parallel-size 2", 4),
