@@ -414,14 +414,14 @@ def _compute_grad_weight(
         dtype: That of the result. It is the dtype of `weight`, or fp32.
     """
     real = grad_logits.shape[1]
+    if hidden.is_cuda and dtype != weight.dtype and real == weight.shape[0]:
+        # The tensor cores add up in fp32 anyway. Only the result is not rounded.
+        return torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32)
     make = torch.zeros_like if real < weight.shape[0] else torch.empty_like
     grad_weight = make(weight, dtype=dtype)
     rows = grad_weight[:real]
     if dtype == weight.dtype:
         torch.mm(grad_logits.t(), hidden, out=rows)
-    elif hidden.is_cuda:
-        # The tensor cores add up in fp32 anyway. Only the result is not rounded.
-        rows.copy_(torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32))
     else:
         torch.mm(grad_logits.t().float(), hidden.float(), out=rows)
     return grad_weight

@@ -532,9 +532,7 @@ class _Tensors:
         if not self._half or self._fused_loss:
             # In fp32 and for kernels they are in the place of their gradient.
             computed = last = 0
-        # The product makes an fp32 matrix in fp16 and with fused gradients, and this is copied.
-        gradient = self.output_gradient * (2 if self._fp16 or self._fused else 1)
-        return held + max(computed, last + gradient)
+        return held + max(computed, last + self.output_gradient)
 
     @cached_property
     def loss_backward(self) -> float:
