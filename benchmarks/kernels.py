@@ -12,6 +12,7 @@ time, for each element of the part's largest tensor. The products of the loss ar
 """
 
 import dataclasses
+import importlib.util
 import statistics
 import sys
 import time
@@ -29,8 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
 from megatron.commands.calibrate import format_hardware
+from megatron.extras.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.planner.cost.calibration import Measured, build_measured_hardware
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware, load_hardware
+from megatron.model.fused_operators import LossKernels
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import RMSNorm
 from megatron.model.positions import rotate
@@ -320,7 +323,14 @@ def differentiate(out: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
     torch.autograd.grad(out, leaves, torch.ones_like(out))
 
 
-def build_loss(name: str, rows: int, hidden: int, vocab: int, device: torch.device) -> ModelPart:
+def build_loss(
+    name: str,
+    rows: int,
+    hidden: int,
+    vocab: int,
+    device: torch.device,
+    kernels: LossKernels | None = None,
+) -> ModelPart:
     """Return the trainer's loss with its output projection."""
     states = torch.randn(rows, 1, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -329,7 +339,9 @@ def build_loss(name: str, rows: int, hidden: int, vocab: int, device: torch.devi
     vocab_slice = VocabSlice(0, vocab)
 
     def loss() -> None:
-        value = cross_entropy(states, weight, labels, vocab_slice, TensorParallel())
+        value = cross_entropy(
+            states, weight, labels, vocab_slice, TensorParallel(), kernels=kernels
+        )
         differentiate(value, (states, weight))
 
     def products() -> None:
@@ -362,7 +374,13 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     master = torch.randn(parameters, device=device, requires_grad=True)
     master.grad = torch.randn_like(master)
     optimizer = torch.optim.AdamW([master], fused=True)
+    fused: list[ModelPart] = []
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        fused = [
+            build_loss("loss, 177M, kernels", rows, 1024, vocab, device, CrossEntropyKernels())
+        ]
     return [
+        *fused,
         build_loss("loss, 125M", rows, 64 if quick else 768, vocab, device),
         build_loss("loss, 177M", rows, 64 if quick else 1024, vocab, device),
         ModelPart(

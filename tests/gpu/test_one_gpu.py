@@ -466,3 +466,21 @@ def test_generated_text_equals_that_of_the_cpu(corpus: str, tmp_path: Path) -> N
     report("generated text", note=f"equal: {texts[0] == texts[1]}")
     assert texts[0] == texts[1]
     assert len(texts[0]) > len("The city of")
+
+
+@needs_gpu
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_the_loss_equal_the_operators_of_torch(dtype: torch.dtype) -> None:
+    from model.loss_comparisons import LogitCase, compare_logits
+
+    for name, case in {
+        "50,257 ids": LogitCase(1021, 50_304, 50_257),
+        "odd": LogitCase(77, 4097, 4097, further=3),
+        "equal logits": LogitCase(64, 32_000, 32_000, scale=100.0, ties=True),
+        "padding only": LogitCase(16, 128, 0),
+    }.items():
+        units = compare_logits(case, dtype, "cuda")
+        report(f"loss kernels, {name}, {dtype}", note=f"in units of rounding: {units}")
+        assert units["hit"] == units["maximum"] == 0
+        assert max(units.values()) <= 1, units
