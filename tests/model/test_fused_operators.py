@@ -117,7 +117,7 @@ def test_compiled_blocks_contain_the_kernels(interpreters: ProcessPoolExecutor) 
 
 
 FLAGS = (
-    "--train-iters 3 --seq-length 8 --num-layers 2 --num-attention-heads 4 --num-query-groups 2 "
+    "--train-iters 3 --seq-length 8 --micro-batch-size 1 --global-batch-size 2 --num-layers 2 --num-attention-heads 4 --num-query-groups 2 "
     "--position-embedding-type rotary --rotary-percent 0.5 --normalization RMSNorm --swiglu "
     "--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations"
 )
@@ -137,7 +137,7 @@ def train_curve(
 def test_training_with_kernels_equals_training_without(
     interpreters: ProcessPoolExecutor, corpus: str, tmp_path: Path
 ) -> None:
-    kernels = "--rope-fusion --bias-swiglu-fusion"
+    kernels = "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion"
     plain, log = train_curve(interpreters, corpus, tmp_path / "plain", FLAGS)
     assert "Triton" not in log
     fused, log = train_curve(interpreters, corpus, tmp_path / "fused", f"{FLAGS} {kernels}")
