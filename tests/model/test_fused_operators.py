@@ -117,9 +117,10 @@ def test_compiled_blocks_contain_the_kernels(interpreters: ProcessPoolExecutor) 
 
 
 FLAGS = (
-    "--train-iters 3 --seq-length 8 --micro-batch-size 1 --global-batch-size 2 --num-layers 2 --num-attention-heads 4 --num-query-groups 2 "
-    "--position-embedding-type rotary --rotary-percent 0.5 --normalization RMSNorm --swiglu "
-    "--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations"
+    "--train-iters 3 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 --num-layers 2 "
+    "--num-attention-heads 4 --num-query-groups 2 --position-embedding-type rotary "
+    "--rotary-percent 0.5 --normalization RMSNorm --swiglu --tensor-model-parallel-size 2 "
+    "--sequence-parallel --checkpoint-activations"
 )
 
 
