@@ -259,7 +259,7 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     config = plan.config
     kernels = config.kernels
     half = config.precision.bf16 or config.precision.fp16
-    accumulates = half and not config.parallel.deepspeed and not kernels.use_torch_compile
+    accumulates = half and not config.parallel.deepspeed
     possible = {
         "rope_fusion": config.model.position_embedding_type == "rotary",
         "bias_swiglu_fusion": config.model.glu_activation is not None,

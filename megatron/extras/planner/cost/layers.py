@@ -266,7 +266,9 @@ class LayerTimes:
                 flash=self._software.flash,
                 windowed=windowed,
             )
-        return "flash" if self._software.flash else "none"
+        if self._software.flash:
+            return "flash"
+        return "none"
 
     def _estimate_scores(self, heads: int, width: int) -> Passes:
         """Estimate attention without a fused kernel, on this rank's heads of this width."""
@@ -324,8 +326,9 @@ class LayerTimes:
             activation_backward += self._q + h
         factor = self._software.pointwise
         # A kernel of `megatron.extras.kernels` reads and writes each number once.
-        gate = 1.0 if self._software.fused_gate and config.glu_activation else factor
-        turn = factor
+        gate = turn = factor
+        if self._software.fused_gate and config.glu_activation is not None:
+            gate = 1.0
         if self._software.fused_rotation and config.position_embedding_type == "rotary":
             turn = 1.0
             copies = 2 * (self._q + 2 * self._k)

@@ -258,8 +258,9 @@ class _Tensors:
             size += self._q + self._k
         # Queries of several heads of a group are not in one piece, so they are copied. The norms of
         # heads write them to a tensor of their own.
-        copied = grouped and self._config.qk_norm is None
-        return size + (self._q if copied else 0.0)
+        if grouped and self._config.qk_norm is None:
+            size += self._q
+        return size
 
     @property
     def _received(self) -> float:
@@ -284,7 +285,9 @@ class _Tensors:
         if self._shape.query_groups < self._config.num_attention_heads:
             return self._q + self._received
         # The queries are a view of what the rotation wrote, or of the projection.
-        others = 1 if self._config.position_embedding_type == "rotary" else 2
+        others = 2
+        if self._config.position_embedding_type == "rotary":
+            others = 1
         if self._fused_rotation:
             others = 0
         return self._q + others * self._k + self._received
@@ -319,8 +322,10 @@ class _Tensors:
 
     @cached_property
     def _attention(self) -> float:
-        core = 0.0 if self._selective else self._core
-        return self._projected + core + self._context_copies
+        kept = self._projected + self._context_copies
+        if self._selective:
+            return kept
+        return kept + self._core
 
     @cached_property
     def _mlp(self) -> float:
@@ -507,8 +512,8 @@ class _Tensors:
         # The gradients of queries, keys and values are joined to that of the projection. This takes
         # at most two more tensors of its size: the gradients before the rotation, and the result.
         # A kernel writes the result only.
-        more = projected if self._fused_rotation else 2 * projected
-        yield more, more
+        tensors = 2 - self._fused_rotation
+        yield tensors * projected, tensors * projected
 
     def _list_entry_steps(
         self, matrices: int, gradients: float, weights: tuple[float, float]
