@@ -1,5 +1,6 @@
 """The kernels of `megatron.extras.kernels` equal PyTorch's operators, in Triton's interpreter."""
 
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
@@ -62,6 +63,56 @@ def test_gated_activations(
 ) -> None:
     units = interpreters.submit(compare_gate, activation, (3, 2, 777), dtype, "cpu").result()
     assert max(units.values()) <= 1, units
+
+
+def list_accesses(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> set[str]:
+    """Return the kinds of accesses to memory that a kernel has on a GPU of capability 9.0.
+
+    Args:
+        kernel: The kernel.
+        pointers: Argument -> the type of its elements.
+        constants: Argument -> its value. All others are whole numbers.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= {name: f"*{dtype}" for name, dtype in pointers.items()}
+    # As a launch finds it out: addresses and strides are multiples of 16, and counts are not.
+    counts = ("batch", "groups", "slots", "queries")
+    divisible = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(kernel.arg_names)
+        if types[name] != "constexpr" and name not in counts
+    }
+    source = ASTSource(kernel, types, constants, divisible)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return set(re.findall(r"(?:ld|st)\.global[.\w]*", compiled.asm["ptx"]))
+
+
+def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter accepts more than the compiler, which needs no GPU."""
+    pytest.importorskip("triton")
+    from megatron.extras.kernels import gate_kernel, rotary_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    wide = {"ld.global.v4.b32", "st.global.v4.b32"}
+    heads = dict.fromkeys(("whole", "query", "key", "value"), "bf16") | {
+        "cos": "fp32",
+        "sin": "fp32",
+    }
+    for join, rest in ((False, 64), (True, 0)):
+        blocks = {"join": join, "block_heads": 16, "block_half": 64, "block_rest": rest}
+        assert list_accesses(rotary_kernel._move, heads, blocks) == wide
+    tensors = dict.fromkeys(("grad", "gate", "up", "out", "grad_gate", "grad_up"), "bf16")
+    for kernel, activation in ((gate_kernel._forward, "geglu"), (gate_kernel._backward, "swiglu")):
+        pointers = {name: tensors[name] for name in kernel.arg_names if name in tensors}
+        blocks = {"activation": activation, "block": gate_kernel._BLOCK}
+        assert list_accesses(kernel, pointers, blocks) == wide
 
 
 def check_registration() -> None:

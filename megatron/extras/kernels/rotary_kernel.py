@@ -86,7 +86,7 @@ def _move(
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
     present = head < groups * slots
     group = (head // slots).to(tl.int64)
-    slot = head % slots
+    slot = (head % slots).to(tl.int64)
     owner = tl.where(slot < queries, 0, slot - queries + 1)
     whole += s * whole_s + b * whole_b + group * whole_g + slot * whole_n
     query += s * query_s + b * query_b + group * query_g + slot * query_n
