@@ -357,9 +357,11 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     """Return the parts at the sizes of 125M, 177M and 7B, or at tiny ones."""
     rows, length, heads, width = (16384, 4096, 32, 128)
     vocab, channels, parameters = (50304, 11008, 250_000_000)
+    small, large = (768, 1024)
     if quick:
         rows, length, heads, width = (64, 32, 2, 16)
         vocab, channels, parameters = (256, 64, 1000)
+        small, large = (64, 64)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -377,12 +379,12 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     fused: list[ModelPart] = []
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         fused = [
-            build_loss("loss, 177M, kernels", rows, 1024, vocab, device, CrossEntropyKernels())
+            build_loss("loss, 177M, kernels", rows, large, vocab, device, CrossEntropyKernels())
         ]
     return [
         *fused,
-        build_loss("loss, 125M", rows, 64 if quick else 768, vocab, device),
-        build_loss("loss, 177M", rows, 64 if quick else 1024, vocab, device),
+        build_loss("loss, 125M", rows, small, vocab, device),
+        build_loss("loss, 177M", rows, large, vocab, device),
         ModelPart(
             "rotary positions, 7B",
             lambda: differentiate(rotate(query, cosines, sines), (query,)),
@@ -441,12 +443,16 @@ def write_hardware(
     product, copy = rates["product"], rates["copy"]
     if product is None or copy is None:
         raise ConfigError("--hardware needs the parts copy and products.")
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    gib, multiprocessors = 1.0, 1
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        gib = properties.total_memory / 2**30
+        multiprocessors = properties.multi_processor_count
     measured = Measured(
         tflops=product,
         memory_tb_per_second=copy,
-        memory_gib=properties.total_memory / 2**30 if properties else 1.0,
-        multiprocessors=properties.multi_processor_count if properties else 1,
+        memory_gib=gib,
+        multiprocessors=multiprocessors,
         ring_gb_per_second=None,
         ranks=1,
     )
