@@ -122,7 +122,9 @@ def print_table(preset: Preset, counts: Counts, arguments: Arguments) -> None:
         seconds = estimate_seconds(part, work, arguments)
         if part in (ATTENTION, ATTENTION_BACKWARD):
             attention += seconds
-        name = f"{part}: {operator}" if arguments.operators else part
+        name = part
+        if arguments.operators:
+            name = f"{part}: {operator}"
         before, earlier = rows.get(name, (0.0, Work()))
         rows[name] = (before + seconds, earlier + work)
     total = sum(seconds for seconds, _ in rows.values())

@@ -12,6 +12,7 @@ time, for each element of the part's largest tensor. The products of the loss ar
 """
 
 import dataclasses
+import importlib.util
 import statistics
 import sys
 import time
@@ -29,8 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
 from megatron.commands.calibrate import format_hardware
+from megatron.extras.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.planner.cost.calibration import Measured, build_measured_hardware
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware, load_hardware
+from megatron.model.fused_operators import LossKernels
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import RMSNorm
 from megatron.model.positions import rotate
@@ -320,7 +323,14 @@ def differentiate(out: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
     torch.autograd.grad(out, leaves, torch.ones_like(out))
 
 
-def build_loss(name: str, rows: int, hidden: int, vocab: int, device: torch.device) -> ModelPart:
+def build_loss(
+    name: str,
+    rows: int,
+    hidden: int,
+    vocab: int,
+    device: torch.device,
+    kernels: LossKernels | None = None,
+) -> ModelPart:
     """Return the trainer's loss with its output projection."""
     states = torch.randn(rows, 1, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -329,7 +339,9 @@ def build_loss(name: str, rows: int, hidden: int, vocab: int, device: torch.devi
     vocab_slice = VocabSlice(0, vocab)
 
     def loss() -> None:
-        value = cross_entropy(states, weight, labels, vocab_slice, TensorParallel())
+        value = cross_entropy(
+            states, weight, labels, vocab_slice, TensorParallel(), kernels=kernels
+        )
         differentiate(value, (states, weight))
 
     def products() -> None:
@@ -345,9 +357,11 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     """Return the parts at the sizes of 125M, 177M and 7B, or at tiny ones."""
     rows, length, heads, width = (16384, 4096, 32, 128)
     vocab, channels, parameters = (50304, 11008, 250_000_000)
+    small, large = (768, 1024)
     if quick:
         rows, length, heads, width = (64, 32, 2, 16)
         vocab, channels, parameters = (256, 64, 1000)
+        small, large = (64, 64)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -362,9 +376,15 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     master = torch.randn(parameters, device=device, requires_grad=True)
     master.grad = torch.randn_like(master)
     optimizer = torch.optim.AdamW([master], fused=True)
+    fused: list[ModelPart] = []
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        fused = [
+            build_loss("loss, 177M, kernels", rows, large, vocab, device, CrossEntropyKernels())
+        ]
     return [
-        build_loss("loss, 125M", rows, 64 if quick else 768, vocab, device),
-        build_loss("loss, 177M", rows, 64 if quick else 1024, vocab, device),
+        *fused,
+        build_loss("loss, 125M", rows, small, vocab, device),
+        build_loss("loss, 177M", rows, large, vocab, device),
         ModelPart(
             "rotary positions, 7B",
             lambda: differentiate(rotate(query, cosines, sines), (query,)),
@@ -423,12 +443,16 @@ def write_hardware(
     product, copy = rates["product"], rates["copy"]
     if product is None or copy is None:
         raise ConfigError("--hardware needs the parts copy and products.")
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    gib, multiprocessors = 1.0, 1
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        gib = properties.total_memory / 2**30
+        multiprocessors = properties.multi_processor_count
     measured = Measured(
         tflops=product,
         memory_tb_per_second=copy,
-        memory_gib=properties.total_memory / 2**30 if properties else 1.0,
-        multiprocessors=properties.multi_processor_count if properties else 1,
+        memory_gib=gib,
+        multiprocessors=multiprocessors,
         ring_gb_per_second=None,
         ranks=1,
     )

@@ -33,12 +33,13 @@ from megatron.observe.throughput import find_peak_tflops
 from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 
-Variant = Literal["eager", "fused", "cudnn", "fused-cudnn", "compiled", "recompute"]
+Variant = Literal["eager", "fused", "cudnn", "kernels", "compiled", "recompute"]
 FLAGS: dict[Variant, str] = {
     "eager": "",
     "fused": "--gradient-accumulation-fusion",
     "cudnn": "--attention-backend fused flash unfused",
-    "fused-cudnn": "--gradient-accumulation-fusion --attention-backend fused flash unfused",
+    "kernels": "--gradient-accumulation-fusion --attention-backend fused flash unfused "
+    "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion",
     "compiled": "--use-torch-compile",
     "recompute": "--checkpoint-activations",
 }
@@ -60,7 +61,7 @@ class Arguments:
     variant: tuple[Variant, ...] = (
         "fused",
         "eager",
-        "fused-cudnn",
+        "kernels",
         "recompute",
         "cudnn",
         "compiled",

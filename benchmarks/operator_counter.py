@@ -122,7 +122,9 @@ class OperatorCounter:
         """Return the part of the step that an operator belongs to."""
         name = func._opname
         if "dot_product" in name or "flash_attention" in name or "varlen_attn" in name:
-            return ATTENTION_BACKWARD if "backward" in name else ATTENTION
+            if "backward" in name:
+                return ATTENTION_BACKWARD
+            return ATTENTION
         if name in _PRODUCT_NAMES:
             return PRODUCTS
         node = torch._C._current_autograd_node()
@@ -172,7 +174,9 @@ def _find_caller(files: Iterable[str]) -> str:
         part = _PARTS.get(file)
         if part is not None:
             # The table of the embedding is such a layer too.
-            return _LINEAR if in_layer and part != "embedding" else part
+            if in_layer and part != "embedding":
+                return _LINEAR
+            return part
     return "other"
 
 
@@ -229,9 +233,7 @@ def _count_bytes(value: Any) -> int:
         return 0
     pairs = zip(value.shape, value.stride(), strict=True)
     # A dimension with stride 0 is read from the same memory again and again.
-    return value.element_size() * math.prod(
-        size if stride or size == 0 else 1 for size, stride in pairs
-    )
+    return value.element_size() * math.prod(size for size, stride in pairs if stride or size == 0)
 
 
 def _count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -244,4 +246,6 @@ def _count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return 0
     flops: int = count(*args, **kwargs, out_val=out)
     given = {argument.name: value for argument, value in _list_arguments(func, args, kwargs)}
-    return flops // 2 if given.get("is_causal") else flops
+    if given.get("is_causal"):
+        flops //= 2
+    return flops

@@ -111,6 +111,9 @@ KERNEL_FLAGS = [
     "fused",
     "flash",
     "unfused",
+    "--rope-fusion",
+    "--bias-swiglu-fusion",
+    "--cross-entropy-loss-fusion",
 ]
 _SHAPES_OF = {"plain": ("gpt2",), "nanochat": ("nanochat",), "hf": ("gpt2", "llama")}
 """Contestant -> the shapes that its model has. Our own model has all of them."""

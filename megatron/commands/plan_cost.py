@@ -6,7 +6,7 @@ formats what it predicts.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,7 @@ def format_cost(
             f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
         ),
         *_format_memory(prediction),
+        *_format_fusions(plan, hardware, prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
     return lines
@@ -258,6 +259,44 @@ def _format_precision(plan: Plan, hardware: Hardware) -> list[str]:
             "  precision",
             f"{hardware.name} does not compute in bf16. The times are those of --fp16. Use --fp16",
         )
+    ]
+
+
+def list_possible_fusions(plan: Plan) -> dict[str, str]:
+    """Return the fused kernels that the plan could use and does not: field -> flag."""
+    config = plan.config
+    kernels = config.kernels
+    half = config.precision.bf16 or config.precision.fp16
+    accumulates = half and not config.parallel.deepspeed
+    possible = {
+        "rope_fusion": config.model.position_embedding_type == "rotary",
+        "bias_swiglu_fusion": config.model.glu_activation is not None,
+        "cross_entropy_loss_fusion": True,
+        "gradient_accumulation_fusion": accumulates,
+    }
+    return {
+        field: f"--{field.replace('_', '-')}"
+        for field, can_be_used in possible.items()
+        if can_be_used and not getattr(kernels, field)
+    }
+
+
+def _format_fusions(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
+    """Return rows about kernels that are off because they have not run on a GPU yet."""
+    flags = list_possible_fusions(plan)
+    if not hardware.has_gpu or not flags:
+        return []
+    kernels = replace(plan.config.kernels, **dict.fromkeys(flags, True))
+    fused = predict_plan(replace(plan, config=replace(plan.config, kernels=kernels)), hardware)
+    saved = 100 * (1 - fused.seconds / prediction.seconds)
+    less = (prediction.peak_bytes - fused.peak_bytes) / 2**30
+    return [
+        _format_row(
+            "  fused kernels",
+            f"not used. They would save about {saved:.0f} % of the step and {less:.1f} GiB "
+            "(docs/kernels.md):",
+        ),
+        _format_row("", " ".join(flags.values())),
     ]
 
 

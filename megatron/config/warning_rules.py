@@ -287,10 +287,15 @@ WARNINGS: tuple[Callable[[ConfigWithOrigin], Iterator[str]], ...] = (
     NoEffect(
         "without --position-embedding-type rotary",
         lambda config: config.model.position_embedding_type != "rotary",
-        tuple(
-            f"model.{it}"
-            for it in ("rotary_percent", "rotary_base", "rope_scaling", "no_rope_layers")
+        (
+            *("model.rotary_percent", "model.rotary_base", "model.rope_scaling"),
+            *("model.no_rope_layers", "kernels.rope_fusion"),
         ),
+    ),
+    NoEffect(
+        "without --glu-activation",
+        lambda config: config.model.glu_activation is None,
+        ("kernels.bias_swiglu_fusion",),
     ),
     warn_size_of_missing_position_table,
     warn_rope_settings_without_scaling,

@@ -8,6 +8,7 @@ import torch
 from megatron.base.plural import format_count
 from megatron.engine.loss_scale import LossScale
 from megatron.model.execution import Execution
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.norm import describe_norm
 from megatron.parallel.mesh import Mesh
 from megatron.plan.plan import Plan
@@ -34,7 +35,8 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
-    rows += _describe_operators(plan, execution)
+    if plan.config.kernels.fusion_flags:
+        rows.append(("fused kernels", *_describe_operators(plan, execution)))
     if execution.fused_gradients:
         rows.append(("weight gradients", *_describe_fused_gradients(mesh)))
     if mesh.grid.context > 1:
@@ -124,23 +126,11 @@ def _describe_fused_gradients(mesh: Mesh) -> tuple[str, str]:
     return "products add to fp32", "--gradient-accumulation-fusion"
 
 
-def _describe_operators(plan: Plan, execution: Execution) -> list[Row]:
-    """Return a row for each kernel that a flag asks for."""
-    given = plan.config.kernels
-    chosen = execution.operators
-    asked = (
-        ("rotary positions", "--rope-fusion", given.rope_fusion, chosen.rotate),
-        ("gated MLP", "--bias-swiglu-fusion", given.bias_swiglu_fusion, chosen.apply_gate),
-    )
-    return [
-        (
-            what,
-            "PyTorch's operators" if kernel is None else "a Triton kernel",
-            flag if kernel is not None else f"{flag} needs a GPU",
-        )
-        for what, flag, is_asked, kernel in asked
-        if is_asked
-    ]
+def _describe_operators(plan: Plan, execution: Execution) -> tuple[str, str]:
+    flags = " ".join(plan.config.kernels.fusion_flags)
+    if execution.operators == FusedOperators():
+        return "PyTorch's operators", f"a CPU has no kernels for {flags}"
+    return "Triton", flags
 
 
 def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:

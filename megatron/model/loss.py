@@ -229,6 +229,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Kernels convert no logits, so all rows are one chunk, with one message.
         columns = 0 if kernels is not None and keep_gradients else _count_columns(weight, rows, tp)
         for part in split_rows(n, columns, on_gpu=hidden.is_cuda):
+            of_part = None if mask is None else mask[part]
             place = grad_logits[part] if in_place else None
             logits = _compute_logits(hidden[part], used, place)
             if kernels is None:
@@ -242,11 +243,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             highest, total, target, hit = _combine(top, total, target, tp, hit)
             losses = total.log() - (target - highest)
             if tally is not None and hit is not None:
-                tally.add(losses, hit, None if mask is None else mask[part])
+                tally.add(losses, hit, of_part)
             if z_loss:
                 log_z = highest + total.log()
                 losses += z_loss * log_z.square()
-            loss += losses.sum() if mask is None else torch.dot(losses, mask[part])
+            loss += losses.sum() if of_part is None else torch.dot(losses, of_part)
             if not keep_gradients:
                 continue
             # This turns exp(logit - top) into the softmax over the complete vocabulary.
@@ -254,7 +255,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if z_loss:
                 # The gradient of log(Z) is the softmax.
                 to_softmax *= 1 + 2 * z_loss * log_z
-            of_part = None if mask is None else mask[part]
             if kernels is None:
                 _write_gradient(logits, local[part], here[part], to_softmax, of_part)
                 if not in_place:
@@ -414,14 +414,14 @@ def _compute_grad_weight(
         dtype: That of the result. It is the dtype of `weight`, or fp32.
     """
     real = grad_logits.shape[1]
-    make = torch.zeros_like if real < weight.shape[0] else torch.empty_like
-    grad_weight = make(weight, dtype=dtype)
+    if hidden.is_cuda and dtype != weight.dtype and real == weight.shape[0]:
+        # The tensor cores add up in fp32 anyway. Only the result is not rounded.
+        return torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32)
+    grad_weight = torch.empty_like(weight, dtype=dtype)
+    grad_weight[real:] = 0
     rows = grad_weight[:real]
     if dtype == weight.dtype:
         torch.mm(grad_logits.t(), hidden, out=rows)
-    elif hidden.is_cuda:
-        # The tensor cores add up in fp32 anyway. Only the result is not rounded.
-        rows.copy_(torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32))
     else:
         torch.mm(grad_logits.t().float(), hidden.float(), out=rows)
     return grad_weight

@@ -369,6 +369,14 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
     (
+        {"rope_fusion": True},
+        "--rope-fusion has no effect without --position-embedding-type rotary.",
+    ),
+    (
+        {"bias_swiglu_fusion": True},
+        "--bias-swiglu-fusion has no effect without --glu-activation.",
+    ),
+    (
         {
             "gradient_accumulation_fusion": True,
             "bf16": True,

@@ -33,6 +33,7 @@ GROUPED = (
 )
 BF16_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 KEPT = "--checkpoint-activations --checkpoint-keep-operators "
+BLOCKS = "--rope-fusion --bias-swiglu-fusion"
 FUSED = "--gradient-accumulation-fusion"
 
 
@@ -74,6 +75,7 @@ JOBS = {
         f"{LLAMA} --vocab-size 128256 --hidden-size 2048 --num-attention-heads 16 "
         "--num-query-groups 16 --micro-batch-size 4 --cross-entropy-loss-fusion"
     ),
+    "kernels of blocks, grouped queries": Job(f"{GROUPED} --bf16 {BLOCKS}", 1),
     "long sequence, small hidden size": Job(
         f"{LLAMA} --hidden-size 512 --num-attention-heads 8 --num-query-groups 8 "
         "--seq-length 65536 --checkpoint-activations"
@@ -99,6 +101,18 @@ JOBS = {
     ),
 }
 MORE = {
+    "kernels of blocks": Job(f"{LLAMA} {BLOCKS}"),
+    "kernels of blocks, recomputation of the core": Job(
+        f"{LLAMA} {BLOCKS} --micro-batch-size 2 --recompute-attention-core"
+    ),
+    "kernels of blocks, norms of heads": Job(f"{GROUPED} --bf16 {BLOCKS} --qk-norm head"),
+    "norms of heads, grouped queries": Job(f"{GROUPED} --bf16 --qk-norm head"),
+    "kernels of blocks, shared sequences": Job(
+        f"{LLAMA} {BLOCKS} --seq-length 16384 --context-parallel-size 4"
+    ),
+    "kernels of blocks, shared sequences, exchanged heads": Job(
+        f"{GROUPED} --bf16 {BLOCKS} --seq-length 16384 --context-parallel-size 4 --cp-comm-type a2a"
+    ),
     "one GPU, one microbatch": Job(f"{LLAMA} --global-batch-size 1", 1),
     "ZeRO 2": Job(f"{LLAMA} --zero-stage 2"),
     "ZeRO 3, one microbatch": Job(f"{LLAMA} --zero-stage 3 --global-batch-size 8"),

@@ -76,6 +76,12 @@ IN_FP32 = {
     "async-save": "--async-save --save-interval 5",
 }
 """Name -> flags of a run whose losses on the GPU must equal those on the CPU."""
+KERNELS = "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion"
+"""The kernels of `megatron.extras.kernels`. A CPU uses PyTorch's operators."""
+IN_FP32 |= {
+    "kernels": f"{LLAMA} {KERNELS} --rotary-percent 0.5 --z-loss-coefficient 1e-4",
+    "wide-kernels": f"{WIDE} {KERNELS}",
+}
 BOUND = 1e-4
 IN_16_BITS = {
     # Muon's products have fewer bits on a GPU.
@@ -100,6 +106,9 @@ IN_16_BITS = {
     "wide-cudnn-bf16": f"{WIDE} --bf16 --attention-backend fused unfused",
     "wide-fusion-bf16": f"{WIDE} --bf16 --gradient-accumulation-fusion",
     "wide-varlen-bf16": f"{WIDE} --bf16 {DOCUMENTS} --use-varlen-attention",
+    "kernels-bf16": f"{LLAMA} --bf16 {KERNELS} --checkpoint-activations",
+    "wide-kernels-bf16": f"{WIDE} --bf16 {KERNELS} {DOCUMENTS}",
+    "kernels-fp16": f"{LLAMA} {KERNELS} --fp16 --initial-loss-scale 4096 --qk-norm head",
     "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
     "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
 }
@@ -108,11 +117,13 @@ COMPILED = {
     "compiled": f"{LLAMA} --use-torch-compile",
     "compiled-bf16": "--bf16 --use-torch-compile",
     "wide-compiled-bf16": f"{WIDE} --bf16 --use-torch-compile",
+    "kernels-compiled-bf16": f"{LLAMA} --bf16 --use-torch-compile {KERNELS}",
 }
 EAGER = {
     "compiled": "llama",
     "compiled-bf16": "gpt2-bf16",
     "wide-compiled-bf16": "wide-bf16",
+    "kernels-compiled-bf16": "llama-bf16",
 }
 """Compiled run -> the same run without compilation."""
 WITH_DROPOUT = {
@@ -127,6 +138,7 @@ CORE = {
     *("gpt2", "llama", "bloom", "wide", "wide-documents", "llama-bf16", "fusion-bf16"),
     *("wide-bf16", "wide-cudnn-bf16", "wide-fusion-bf16", "wide-varlen-bf16"),
     *("compiled-bf16", "wide-compiled-bf16"),
+    *("kernels", "wide-kernels-bf16"),
 }
 """The runs of the most important tests."""
 
@@ -363,6 +375,27 @@ def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
     assert found < ((rounded - exact).norm() / exact.norm()).item() / 10
 
 
+@needs_gpu
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_blocks_equal_the_operators_of_torch(dtype: torch.dtype) -> None:
+    from model.kernel_comparisons import ACTIVATIONS, compare_gate, compare_rotary
+
+    for name, sizes, channels, by_sample in (
+        ("heads of 128", (1024, 2, 8, 4, 128), 128, True),
+        ("32 groups", (512, 1, 32, 1, 128), 128, False),
+        ("partial", (77, 2, 3, 2, 80), 20, True),
+    ):
+        units = compare_rotary(sizes, channels, dtype, "cuda", by_sample=by_sample)
+        report(f"rotary kernel, {name}, {dtype}", note=f"in units of rounding: {units}")
+        assert max(units.values()) <= 1, units
+    for activation in ACTIVATIONS:
+        units = compare_gate(activation, (1021, 2, 2731), dtype, "cuda")
+        report(f"{activation} kernel, {dtype}", note=f"in units of rounding: {units}")
+        # Two results are rounded one after the other, and exp may differ in the last bit of fp32.
+        assert max(units.values()) <= 2, units
+
+
 @needs_runs
 @pytest.mark.parametrize("name", mark_core(IN_FP32))
 def test_fp32_equals_the_cpu(name: str, runs: Runs) -> None:
@@ -466,3 +499,21 @@ def test_generated_text_equals_that_of_the_cpu(corpus: str, tmp_path: Path) -> N
     report("generated text", note=f"equal: {texts[0] == texts[1]}")
     assert texts[0] == texts[1]
     assert len(texts[0]) > len("The city of")
+
+
+@needs_gpu
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_the_loss_equal_the_operators_of_torch(dtype: torch.dtype) -> None:
+    from model.loss_comparisons import LogitCase, compare_logits
+
+    for name, case in {
+        "50,257 ids": LogitCase(1021, 50_304, 50_257),
+        "odd": LogitCase(77, 4097, 4097, further=3),
+        "equal logits": LogitCase(64, 32_000, 32_000, scale=100.0, ties=True),
+        "padding only": LogitCase(16, 128, 0),
+    }.items():
+        units = compare_logits(case, dtype, "cuda")
+        report(f"loss kernels, {name}, {dtype}", note=f"in units of rounding: {units}")
+        assert units["hit"] == units["maximum"] == 0
+        assert max(units.values()) <= 1, units

@@ -1,5 +1,6 @@
 """The kernels of `megatron.extras.kernels` equal PyTorch's operators, in Triton's interpreter."""
 
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
@@ -64,6 +65,56 @@ def test_gated_activations(
     assert max(units.values()) <= 1, units
 
 
+def list_accesses(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> set[str]:
+    """Return the kinds of accesses to memory that a kernel has on a GPU of capability 9.0.
+
+    Args:
+        kernel: The kernel.
+        pointers: Argument -> the type of its elements.
+        constants: Argument -> its value. All others are whole numbers.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= {name: f"*{dtype}" for name, dtype in pointers.items()}
+    # As a launch finds it out: addresses and strides are multiples of 16, and counts are not.
+    counts = ("batch", "groups", "slots", "queries")
+    divisible = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(kernel.arg_names)
+        if types[name] != "constexpr" and name not in counts
+    }
+    source = ASTSource(kernel, types, constants, divisible)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return set(re.findall(r"(?:ld|st)\.global[.\w]*", compiled.asm["ptx"]))
+
+
+def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter accepts more than the compiler, which needs no GPU."""
+    pytest.importorskip("triton")
+    from megatron.extras.kernels import gate_kernel, rotary_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    wide = {"ld.global.v4.b32", "st.global.v4.b32"}
+    heads = dict.fromkeys(("whole", "query", "key", "value"), "bf16") | {
+        "cos": "fp32",
+        "sin": "fp32",
+    }
+    for join, rest in ((False, 64), (True, 0)):
+        blocks = {"join": join, "block_heads": 16, "block_half": 64, "block_rest": rest}
+        assert list_accesses(rotary_kernel._move, heads, blocks) == wide
+    tensors = dict.fromkeys(("grad", "gate", "up", "out", "grad_gate", "grad_up"), "bf16")
+    for kernel, activation in ((gate_kernel._forward, "geglu"), (gate_kernel._backward, "swiglu")):
+        pointers = {name: tensors[name] for name in kernel.arg_names if name in tensors}
+        blocks = {"activation": activation, "block": gate_kernel._BLOCK}
+        assert list_accesses(kernel, pointers, blocks) == wide
+
+
 def check_registration() -> None:
     """Check that fake results and gradients of the operators fit their kernels."""
     check = partial(
@@ -117,9 +168,10 @@ def test_compiled_blocks_contain_the_kernels(interpreters: ProcessPoolExecutor) 
 
 
 FLAGS = (
-    "--train-iters 3 --seq-length 8 --num-layers 2 --num-attention-heads 4 --num-query-groups 2 "
-    "--position-embedding-type rotary --rotary-percent 0.5 --normalization RMSNorm --swiglu "
-    "--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations"
+    "--train-iters 3 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 --num-layers 2 "
+    "--num-attention-heads 4 --num-query-groups 2 --position-embedding-type rotary "
+    "--rotary-percent 0.5 --normalization RMSNorm --swiglu --tensor-model-parallel-size 2 "
+    "--sequence-parallel --checkpoint-activations"
 )
 
 
@@ -137,7 +189,7 @@ def train_curve(
 def test_training_with_kernels_equals_training_without(
     interpreters: ProcessPoolExecutor, corpus: str, tmp_path: Path
 ) -> None:
-    kernels = "--rope-fusion --bias-swiglu-fusion"
+    kernels = "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion"
     plain, log = train_curve(interpreters, corpus, tmp_path / "plain", FLAGS)
     assert "Triton" not in log
     fused, log = train_curve(interpreters, corpus, tmp_path / "fused", f"{FLAGS} {kernels}")

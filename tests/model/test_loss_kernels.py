@@ -90,7 +90,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
             if types[name].startswith("*") or name in ("stride", "columns")
         }
         source = ASTSource(kernel, types, own, divisible)
-        options = {"num_warps": kernels._WARPS}
+        options = {"num_warps": kernels._WARPS, "enable_fp_fusion": True}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         # 4,096 logits of 2 bytes are two loads of 16 bytes for each of 256 threads.
         assert len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"])) == 2

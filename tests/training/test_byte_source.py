@@ -83,3 +83,9 @@ def test_a_format_without_its_package_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--dataset-format needs megatron\.extras\.sources"):
         check_parts(config, NO_PARTS)
     check_parts(config, Parts(load_source=lambda name: ByteText()))
+
+
+def test_kernels_without_their_package_are_refused() -> None:
+    config = load_config(f"{SIZES} --bias-swiglu-fusion --data-path words.txt".split()).config
+    with pytest.raises(ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.kernels"):
+        check_parts(config, NO_PARTS)

@@ -37,7 +37,7 @@ def _write_gradient(
 
 
 def _make_results(logits: Tensor, find_hits: bool) -> Tensor:
-    return logits.new_empty((4 if find_hits else 3, logits.shape[0]), dtype=torch.float32)
+    return logits.new_empty((3 + find_hits, logits.shape[0]), dtype=torch.float32)
 
 
 @_reduce.register_fake
@@ -65,8 +65,8 @@ class CrossEntropyKernels:
         self, logits: Tensor, real: int, local: Tensor, here: Tensor, *, find_hits: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return this rank's maximum, sum, target and hit of each row."""
-        top, total, target, *hit = _reduce(logits, real, local, here, find_hits).unbind(0)
-        return top, total, target, hit[0] if hit else None
+        top, total, target, hit, *_ = (*_reduce(logits, real, local, here, find_hits), None)
+        return top, total, target, hit
 
     def write_gradient(
         self,

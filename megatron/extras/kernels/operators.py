@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
@@ -40,9 +41,11 @@ def build_operators(config: KernelsConfig) -> FusedOperators:
     Args:
         config: The settings of kernels.
     """
-    return FusedOperators(
-        rotate=rotate if config.rope_fusion else None,
-        rotate_projection=rotate_projection if config.rope_fusion else None,
-        apply_gate=apply_gate if config.bias_swiglu_fusion else None,
-        loss=CrossEntropyKernels() if config.cross_entropy_loss_fusion else None,
-    )
+    operators = FusedOperators()
+    if config.rope_fusion:
+        operators = replace(operators, rotate=rotate, rotate_projection=rotate_projection)
+    if config.bias_swiglu_fusion:
+        operators = replace(operators, apply_gate=apply_gate)
+    if config.cross_entropy_loss_fusion:
+        operators = replace(operators, loss=CrossEntropyKernels())
+    return operators

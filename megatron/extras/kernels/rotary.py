@@ -47,7 +47,9 @@ def _make_whole(parts: list[Tensor]) -> Tensor:
 
 def _align(x: Tensor) -> Tensor:
     """Return a tensor whose channels are adjacent, as the kernel needs them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 @_rotate.register_fake

@@ -86,7 +86,7 @@ def _move(
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
     present = head < groups * slots
     group = (head // slots).to(tl.int64)
-    slot = head % slots
+    slot = (head % slots).to(tl.int64)
     owner = tl.where(slot < queries, 0, slot - queries + 1)
     whole += s * whole_s + b * whole_b + group * whole_g + slot * whole_n
     query += s * query_s + b * query_b + group * query_g + slot * query_n
@@ -125,14 +125,17 @@ def launch(whole: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, *, 
         join: Write `whole`, and rotate by the opposite angle. Otherwise the parts are written.
     """
     query = parts[0]
-    key, value = parts[1:] if len(parts) > 1 else (query, query)
+    # With one part, no head belongs to a key or a value.
+    key, value = parts[1:] or (query, query)
     s, b, g, slots, width = whole.shape
     half = cos.shape[-1]
     block_half = triton.next_power_of_2(half)
     block_heads = min(triton.next_power_of_2(g * slots), max(1, _BLOCK_PAIRS // block_half))
-    rest = width - 2 * half
+    block_rest = 0
+    if width > 2 * half:
+        block_rest = triton.next_power_of_2(width - 2 * half)
     # With one sample in the tables, all samples read the same rows.
-    table_b = cos.stride(1) if cos.shape[1] > 1 else 0
+    table_s, table_b = cos.expand(-1, b, -1, -1, -1).stride()[:2]
     _move[(s * b, triton.cdiv(g * slots, block_heads))](
         whole,
         query,
@@ -150,10 +153,10 @@ def launch(whole: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, *, 
         *query.stride()[:4],
         *key.stride()[:3],
         *value.stride()[:3],
-        cos.stride(0),
+        table_s,
         table_b,
         join,
         block_heads,
         block_half,
-        triton.next_power_of_2(rest) if rest else 0,
+        block_rest,
     )

@@ -56,6 +56,8 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         fp32_residual=config.precision.fp32_residual_connection,
         kept_operators=config.recompute.checkpoint_keep_operators,
         fused_gradients=config.kernels.gradient_accumulation_fusion,
+        fused_rotation=config.kernels.rope_fusion,
+        fused_gate=config.kernels.bias_swiglu_fusion,
         fused_loss=config.kernels.cross_entropy_loss_fusion,
         logit_bytes=logit_bytes,
         optimizer=config.optimizer,

@@ -266,7 +266,9 @@ class LayerTimes:
                 flash=self._software.flash,
                 windowed=windowed,
             )
-        return "flash" if self._software.flash else "none"
+        if self._software.flash:
+            return "flash"
+        return "none"
 
     def _estimate_scores(self, heads: int, width: int) -> Passes:
         """Estimate attention without a fused kernel, on this rank's heads of this width."""
@@ -322,18 +324,20 @@ class LayerTimes:
             activation_backward += self._mlp_in + h
         if self._shape.has_attention_bias:
             activation_backward += self._q + h
-        scale = self._value * self._tokens * self._software.pointwise
+        factor = self._software.pointwise
+        # A kernel of `megatron.extras.kernels` reads and writes each number once.
+        gate = turn = factor
+        if self._software.fused_gate and config.glu_activation is not None:
+            gate = 1.0
+        if self._software.fused_rotation and config.position_embedding_type == "rotary":
+            turn = 1.0
+            copies = 2 * (self._q + 2 * self._k)
+        scale = self._value * self._tokens
+        forward = factor * replicated + gate * activation + turn * copies
+        backward = factor * replicated_backward + gate * activation_backward + turn * copies
         return Passes(
-            Seconds(
-                pointwise=estimate_memory_seconds(
-                    scale * (replicated + activation + copies), self._hardware, 7
-                )
-            ),
-            Seconds(
-                pointwise=estimate_memory_seconds(
-                    scale * (replicated_backward + activation_backward + copies), self._hardware, 12
-                )
-            ),
+            Seconds(pointwise=estimate_memory_seconds(scale * forward, self._hardware, 7)),
+            Seconds(pointwise=estimate_memory_seconds(scale * backward, self._hardware, 12)),
         )
 
     def _estimate_tensor_parallel(self) -> Passes:

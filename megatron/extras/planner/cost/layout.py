@@ -165,6 +165,10 @@ class Software:
     model of this trainer uses it."""
     fused_gradients: bool = False
     """Whether matrix products add to the weights' gradients in fp32. Only this trainer uses it."""
+    fused_rotation: bool = False
+    """Whether one kernel rotates and divides the projection. Only this trainer uses it."""
+    fused_gate: bool = False
+    """Whether one kernel computes the product in a gated MLP. Only this trainer uses it."""
     fused_loss: bool = False
     """Whether the loss has kernels of its own. Only this trainer uses it."""
     logit_bytes: int = 56

@@ -97,8 +97,7 @@ def measure_tensors(
     Args:
         shape: Sizes of the model.
         layout: The layout.
-        software: The trainer. Only its precision, `kept_operators`, `fused_gradients` and
-            `fused_loss` are used.
+        software: The trainer. Only its precision, `kept_operators` and what is fused are used.
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
     """
@@ -177,6 +176,13 @@ class _Tensors:
         self._kept_operators = software.kept_operators
         self._fused = software.fused_gradients
         self._fused_loss = software.fused_loss
+        self._fused_gate = software.fused_gate
+        # The norms of heads are between the projection and the rotation.
+        self._fused_rotation = (
+            software.fused_rotation
+            and config.position_embedding_type == "rotary"
+            and config.qk_norm is None
+        )
         # The projection to queries, keys and values has two weights if ranks share query groups.
         self._fused_projection = self._fused and shape.query_groups >= layout.tensor
         self._sequence_parallel = layout.sequence_parallel
@@ -237,6 +243,9 @@ class _Tensors:
             # The core keeps copies of all three.
             return 0.0
         size: float = self._q + 2 * self._k
+        if self._fused_rotation:
+            # The kernel writes all three, and the projection is not kept.
+            return size
         grouped = self._shape.query_groups < self._config.num_attention_heads
         # "full" is computed in fp32: the input in fp32, and the input times the reciprocal of its
         # norm.
@@ -247,8 +256,11 @@ class _Tensors:
         # The rotation and the norms of heads write queries and keys to a new tensor.
         if self._config.position_embedding_type == "rotary" or self._config.qk_norm is not None:
             size += self._q + self._k
-        # Queries of several heads of a group are not in one piece, so they are copied.
-        return size + (self._q if grouped else 0.0)
+        # Queries of several heads of a group are not in one piece, so they are copied. The norms of
+        # heads write them to a tensor of their own.
+        if grouped and self._config.qk_norm is None:
+            size += self._q
+        return size
 
     @property
     def _received(self) -> float:
@@ -273,7 +285,11 @@ class _Tensors:
         if self._shape.query_groups < self._config.num_attention_heads:
             return self._q + self._received
         # The queries are a view of what the rotation wrote, or of the projection.
-        others = 1 if self._config.position_embedding_type == "rotary" else 2
+        others = 2
+        if self._config.position_embedding_type == "rotary":
+            others = 1
+        if self._fused_rotation:
+            others = 0
         return self._q + others * self._k + self._received
 
     @cached_property
@@ -306,15 +322,19 @@ class _Tensors:
 
     @cached_property
     def _attention(self) -> float:
-        core = 0.0 if self._selective else self._core
-        return self._projected + core + self._context_copies
+        kept = self._projected + self._context_copies
+        if self._selective:
+            return kept
+        return kept + self._core
 
     @cached_property
     def _mlp(self) -> float:
         """The inner activations of the MLP."""
         if self._config.glu_activation is not None:
             # The gate, its activation, the other half and their product. ReLU keeps only its
-            # result, and no activation keeps nothing.
+            # result, and no activation keeps nothing. A kernel computes the activation again.
+            if self._fused_gate:
+                return 3 * self._f
             kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3}
             return kept[self._config.glu_activation] * self._f
         match self._config.activation:
@@ -448,9 +468,11 @@ class _Tensors:
         yield self._gathered, 0.0
         yield self._f + down[0], self._f + down[1] + dropped + self._gathered
         if gated:
-            # Gradients of both factors. Then the one of the gate passes its activation function.
+            # Gradients of both factors. Then the one of the gate passes its activation function,
+            # unless a kernel computes both.
             yield 2 * self._f, self._mlp - self._f
-            yield self._f, 2 * self._f
+            if not self._fused_gate:
+                yield self._f, 2 * self._f
             yield from self._list_entry_steps(2, 2 * self._f, up)
         else:
             yield self._f, self._mlp
@@ -489,7 +511,9 @@ class _Tensors:
         yield projected, self._projected + self._core + 2 * self._q + again
         # The gradients of queries, keys and values are joined to that of the projection. This takes
         # at most two more tensors of its size: the gradients before the rotation, and the result.
-        yield 2 * projected, 2 * projected
+        # A kernel writes the result only.
+        tensors = 2 - self._fused_rotation
+        yield tensors * projected, tensors * projected
 
     def _list_entry_steps(
         self, matrices: int, gradients: float, weights: tuple[float, float]
@@ -532,9 +556,7 @@ class _Tensors:
         if not self._half or self._fused_loss:
             # In fp32 and for kernels they are in the place of their gradient.
             computed = last = 0
-        # The product makes an fp32 matrix in fp16 and with fused gradients, and this is copied.
-        gradient = self.output_gradient * (2 if self._fp16 or self._fused else 1)
-        return held + max(computed, last + gradient)
+        return held + max(computed, last + self.output_gradient)
 
     @cached_property
     def loss_backward(self) -> float:
