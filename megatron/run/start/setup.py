@@ -408,7 +408,7 @@ def build_run(
     )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.
-    timers.take()
+    timers.forget()
     return run
 
 
