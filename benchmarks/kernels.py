@@ -16,7 +16,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,8 @@ _BUSY_CYCLES = 2_000_000
 """About a millisecond."""
 _SQUARE_SECONDS = 5.0
 """Time for the product of the hardware file. A GPU slows down when it gets warm."""
+_REPEATS = 5
+"""How often a backward pass is repeated to compare its bits."""
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -241,8 +243,11 @@ def measure_products(device: torch.device, arguments: Arguments) -> float:
 
 def measure_attention(
     attention: Attention, backend: SDPBackend, device: torch.device, seconds: float
-) -> tuple[float, float]:
-    """Return the TFLOPs of the forward pass and of the backward pass in bf16.
+) -> tuple[float, float, int]:
+    """Return the TFLOPs of the forward pass and of the backward pass in bf16, and differences.
+
+    The last number is how many of `_REPEATS` repeated backward passes have other bits than the
+    first one.
 
     Raises:
         RuntimeError: The backend cannot compute it.
@@ -270,10 +275,40 @@ def measure_attention(
             [lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)],
             seconds,
         )
+        differing = count_differing(
+            lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
+        )
     # Two products of s x s x d in the forward pass and five in the backward pass, half of them
     # masked.
     product = attention.batch * attention.heads * attention.length**2 * attention.width
-    return 2 * product / forward_seconds / 1e12, 5 * product / backward_seconds / 1e12
+    return 2 * product / forward_seconds / 1e12, 5 * product / backward_seconds / 1e12, differing
+
+
+def count_differing(compute: Callable[[], Sequence[torch.Tensor]]) -> int:
+    """Return how many of several repetitions have other bits than the first computation."""
+    first = compute()
+    return sum(
+        not all(torch.equal(one, two) for one, two in zip(first, compute(), strict=True))
+        for _ in range(_REPEATS)
+    )
+
+
+def compare_kernels(rates: Mapping[str, Sequence[tuple[float, int]]]) -> str:
+    """Return whether cuDNN's kernel should come first in attention on this GPU, and why.
+
+    Args:
+        rates: Name of a kernel -> (TFLOPs of both passes, differing repetitions) of each shape.
+            The shapes have the same order for each kernel, and a rate of 0 means that the kernel
+            cannot compute the shape.
+    """
+    flash, cudnn = rates["flash"], rates["cudnn"]
+    faster = sum(new > old for (old, _), (new, _) in zip(flash, cudnn, strict=True))
+    same = sum(rate > 0 and differing == 0 for rate, differing in cudnn)
+    verdict = "yes" if faster == same == len(flash) else "no"
+    return (
+        f"cuDNN first: {verdict}. It is faster than flash at {faster} of {len(flash)} shapes, and "
+        f"its backward pass repeats with the same bits at {same} of {len(cudnn)}"
+    )
 
 
 def measure_attentions(device: torch.device, arguments: Arguments) -> float | None:
@@ -282,28 +317,41 @@ def measure_attentions(device: torch.device, arguments: Arguments) -> float | No
     The rate is that of forward and backward pass together.
     """
     rate = None
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in _BACKENDS}
     for attention in ATTENTIONS:
         if arguments.quick:
             attention = Attention(4, attention.groups * 4 // attention.heads, 16, 64, 1)
         for name, backend in _BACKENDS.items():
             described = dataclasses.asdict(attention)
             try:
-                forward, backward = measure_attention(
+                forward, backward, differing = measure_attention(
                     attention, backend, device, arguments.seconds / 2
                 )
             except RuntimeError as error:
                 print(f"attention {described} {name}: {str(error).splitlines()[0]}", flush=True)
                 add_row("attention", kernel=name, error=str(error)[:200], **described)
+                found[name].append((0.0, 0))
                 continue
             print(
                 f"attention {described} {name}, TFLOPs: forward {forward:.4g}, backward "
-                f"{backward:.4g}",
+                f"{backward:.4g}; {differing} of {_REPEATS} backward passes differ",
                 flush=True,
             )
-            add_row("attention", kernel=name, forward=forward, backward=backward, **described)
+            add_row(
+                "attention",
+                kernel=name,
+                forward=forward,
+                backward=backward,
+                differing=differing,
+                **described,
+            )
+            # 2 parts of the FLOPs are in the forward pass, and 5 in the backward pass.
+            found[name].append((7 / (2 / forward + 5 / backward), differing))
             if rate is None and name == "flash":
-                # 2 parts of the FLOPs are in the forward pass, and 5 in the backward pass.
-                rate = 7 / (2 / forward + 5 / backward)
+                rate = found[name][-1][0]
+    verdict = compare_kernels(found)
+    print(verdict, flush=True)
+    add_row("attention order", device=str(device), verdict=verdict)
     return rate
 
 

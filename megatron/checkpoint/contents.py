@@ -8,15 +8,7 @@ from typing import Any
 from megatron.base.durable import sync_folder, write_file
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import (
-    CONFIG,
-    FORMAT,
-    FP32_FORMAT,
-    INDEX,
-    MANIFEST,
-    Manifest,
-    TensorIndex,
-)
+from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, TensorIndex
 from megatron.checkpoint.shard_file import WrittenFile
 
 
@@ -66,8 +58,6 @@ def write_small_files(
         write_file(folder / name, text)
         digests[name] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
     entries = [[entry.iteration, entry.digest, entry.keep, entry.applied] for entry in lineage]
-    # An older version would read values of bf16 as fp32. It refuses this number.
-    only_fp32 = not any("dtype" in tensor for tensor in index.tensors.values())
     manifest = Manifest(
         contents.iteration,
         contents.version,
@@ -77,7 +67,7 @@ def write_small_files(
         digests,
         entries,
         keep,
-        format=FP32_FORMAT if only_fp32 else FORMAT,
+        format=index.format,
     )
     write_file(folder / MANIFEST, manifest.dump_json())
     sync_folder(folder)
@@ -92,7 +82,7 @@ def make_index(files: Sequence[WrittenFile]) -> TensorIndex:
             entry = index.tensors.setdefault(
                 stored.tensor, {"shape": stored.global_shape, "boxes": []}
             )
-            # Without the key it is F32, which every version can read.
+            # Without the key it is F32, as in all formats before 4.
             if stored.dtype != "F32":
                 entry["dtype"] = stored.dtype
             entry["boxes"].append(

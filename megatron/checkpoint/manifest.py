@@ -204,6 +204,12 @@ class TensorIndex:
         """Return the text of the file."""
         return json.dumps(asdict(self))
 
+    @property
+    def format(self) -> int:
+        """The format of a checkpoint with these tensors."""
+        # An older version would read values of bf16 as fp32. It refuses the higher number.
+        return FORMAT if any("dtype" in tensor for tensor in self.tensors.values()) else FP32_FORMAT
+
 
 def read_index(folder: Path, manifest: Manifest) -> TensorIndex:
     """Read the index of a checkpoint and check it against the manifest's digest.

@@ -18,8 +18,9 @@ def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[str]:
         yield f"{asked} needs at least one kernel, or auto."
     if len(set(names)) < len(names):
         yield f"{asked} names a kernel twice; name each kernel once."
-    if "auto" in names and len(names) > 1:
-        yield f"{asked}: with auto, PyTorch chooses; leave out auto or the others."
+    for alone in ("auto", "by-gpu"):
+        if alone in names and len(names) > 1:
+            yield f"{asked}: {alone} is a choice of its own; leave out {alone} or the others."
     if "unfused" in names[:-1]:
         yield (
             f"{asked}: unfused computes everything, so the kernels after it would never be used; "

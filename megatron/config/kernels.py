@@ -6,7 +6,7 @@ None of these settings changes the mathematics.
 from dataclasses import dataclass
 from typing import Literal
 
-AttentionBackend = Literal["auto", "flash", "fused", "efficient", "unfused"]
+AttentionBackend = Literal["auto", "by-gpu", "flash", "fused", "efficient", "unfused"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class KernelsConfig:
     apex, DeepSpeed and torch.compile choose kernels of their own. A CPU needs no such flag."""
     attention_backend: tuple[AttentionBackend, ...] = ("auto",)
     """Kernels that attention may use, the preferred one first, as in: fused flash unfused. Each
-    layer takes the first that can compute it. auto: PyTorch chooses. flash: FlashAttention
+    layer takes the first that can compute it. auto: PyTorch chooses. by-gpu: cuDNN's first on GPUs
+    of compute capability 9.0 (H100, H200), and PyTorch chooses elsewhere. flash: FlashAttention
     (https://arxiv.org/abs/2307.08691). fused: cuDNN. efficient: memory-efficient attention
     (https://arxiv.org/abs/2112.05682). unfused: matrix products and a softmax, which compute
     everything. flash and unfused exist on CPUs too. A run that none of them can compute is refused

@@ -5,7 +5,6 @@ https://arxiv.org/abs/2409.03137.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,15 +50,15 @@ class AdEMAMix(Optimizer):
         return self._states[master.weight][kind]
 
     @torch.no_grad()
-    def step(
-        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
-    ) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. See `Optimizer.step`."""
-        scale_gradients(self.masters, gradient_factor)
+        scale_gradients(self.masters, factor)
         self.step_count += 1
         config = self._config
         alpha = compute_alpha(config, self.step_count)
         beta3 = compute_beta3(config, self.step_count)
+        fast_correction = 1.0 - config.adam_beta1**self.step_count
+        root_of_correction = math.sqrt(1.0 - config.adam_beta2**self.step_count)
         for group in group_masters(self.masters):
             tensors = [
                 (m.weight, m.weight.grad, *self._states[m.weight].values())
@@ -67,46 +66,24 @@ class AdEMAMix(Optimizer):
                 if m.weight.grad is not None
             ]
             rate = choose_rate(lr, decoupled_lr, decoupled=group[0].decoupled)
-            for batch in split_batches(tensors, PIECE):
-                self._update(batch, rate, alpha, beta3, decays=group[0].decays)
-
-    def _update(
-        self,
-        batch: Sequence[list[Tensor]],
-        rate: float,
-        alpha: float,
-        beta3: float,
-        *,
-        decays: bool,
-    ) -> None:
-        """Update weights that have the same learning rate and weight decay.
-
-        Args:
-            batch: Weights, their gradients, and their states in the order of `_KINDS`.
-            rate: The learning rate.
-            alpha: Weight of the slow average.
-            beta3: Decay rate of the slow average.
-            decays: Whether weight decay applies.
-        """
-        config = self._config
-        weights, gradients, fast_kept, squares_kept, slow = batch
-        fast_correction = 1.0 - config.adam_beta1**self.step_count
-        root_of_correction = math.sqrt(1.0 - config.adam_beta2**self.step_count)
-        with open_in_fp32(fast_kept) as fast, open_in_fp32(squares_kept) as squares:
-            private.foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
-            private.foreach_lerp_(slow, gradients, 1.0 - beta3)
-            private.foreach_mul_(squares, config.adam_beta2)
-            private.foreach_addcmul_(squares, gradients, gradients, value=1.0 - config.adam_beta2)
-            denominators = private.foreach_sqrt(squares)
-            private.foreach_div_(denominators, root_of_correction)
-            private.foreach_add_(denominators, config.adam_eps)
-            updates = private.foreach_div(fast, fast_correction)
-        # As in the paper, the slow average has no bias correction. It is small at first.
-        private.foreach_add_(updates, slow, alpha=alpha)
-        private.foreach_div_(updates, denominators)
-        if decays:
-            private.foreach_mul_(weights, 1.0 - rate * config.weight_decay)
-        private.foreach_add_(weights, updates, alpha=-rate)
+            for weights, gradients, fast_kept, squares_kept, slow in split_batches(tensors, PIECE):
+                with open_in_fp32(fast_kept) as fast, open_in_fp32(squares_kept) as squares:
+                    private.foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
+                    private.foreach_lerp_(slow, gradients, 1.0 - beta3)
+                    private.foreach_mul_(squares, config.adam_beta2)
+                    private.foreach_addcmul_(
+                        squares, gradients, gradients, value=1.0 - config.adam_beta2
+                    )
+                    denominators = private.foreach_sqrt(squares)
+                    private.foreach_div_(denominators, root_of_correction)
+                    private.foreach_add_(denominators, config.adam_eps)
+                    updates = private.foreach_div(fast, fast_correction)
+                # As in the paper, the slow average has no bias correction. It is small at first.
+                private.foreach_add_(updates, slow, alpha=alpha)
+                private.foreach_div_(updates, denominators)
+                if group[0].decays:
+                    private.foreach_mul_(weights, 1.0 - rate * config.weight_decay)
+                private.foreach_add_(weights, updates, alpha=-rate)
 
 
 def compute_alpha(config: OptimizerConfig, step: int) -> float:

@@ -167,14 +167,12 @@ class Muon(Optimizer):
         self._adamw.set_step_count(count)
 
     @torch.no_grad()
-    def step(
-        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
-    ) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. All ranks must call it. See `Optimizer.step`."""
         self.step_count += 1
         # No matrix of a layer is decoupled.
-        self._adamw.step(lr, decoupled_lr, gradient_factor)
-        scale_gradients([matrix.master for matrix in self._matrices], gradient_factor)
+        self._adamw.step(lr, decoupled_lr, factor)
+        scale_gradients([matrix.master for matrix in self._matrices], factor)
         for matrices in self._rounds:
             self._update(matrices, lr)
 

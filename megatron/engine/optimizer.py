@@ -90,15 +90,13 @@ class Optimizer(ABC):
         """Return a live state of a parameter, with the shape of its master."""
 
     @abstractmethod
-    def step(
-        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
-    ) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights with the gradients of the masters, which this may overwrite.
 
         Args:
             lr: The learning rate.
             decoupled_lr: The rate of the decoupled parameters. None: `lr`.
-            gradient_factor: The gradients are multiplied by it first. It is above 0.
+            factor: The gradients are multiplied by it first. It is above 0.
         """
 
     def set_step_count(self, count: int) -> None:
@@ -249,17 +247,15 @@ class AdamW(Optimizer):
         """Return the live `exp_avg` or `exp_avg_sq` of a parameter."""
         return self._optimizer.state[master.weight][kind]
 
-    def step(
-        self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0
-    ) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. See `Optimizer.step`."""
         for group in self._optimizer.param_groups:
             group["lr"] = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
         self.step_count += 1
         if isinstance(self._optimizer, _TorchAdamW):
-            self._optimizer.update(self.step_count, gradient_factor)
+            self._optimizer.update(self.step_count, factor)
         else:
-            scale_gradients(self.masters, gradient_factor)
+            scale_gradients(self.masters, factor)
             self._optimizer.step()
 
 
@@ -277,12 +273,12 @@ class _TorchAdamW:
         self._config = config
 
     @torch.no_grad()
-    def update(self, step_count: int, gradient_factor: float) -> None:
+    def update(self, step_count: int, factor: float) -> None:
         """Update the parameters that have a gradient.
 
         Args:
             step_count: Number of this step, from 1.
-            gradient_factor: See `Optimizer.step`.
+            factor: See `Optimizer.step`.
         """
         config = self._config
         for group in self.param_groups:
@@ -297,12 +293,12 @@ class _TorchAdamW:
             # The operator needs the count on the device. A fill does not make the host wait.
             step = torch.full((), float(step_count), dtype=torch.float32, device=device)
             scale = None
-            if gradient_factor != 1.0 and device.type == "cpu":
+            if factor != 1.0 and device.type == "cpu":
                 # A division would give other bits than all earlier versions have given.
-                foreach_mul_([gradient for _, gradient, *_ in tensors], gradient_factor)
-            elif gradient_factor != 1.0:
+                foreach_mul_([gradient for _, gradient, *_ in tensors], factor)
+            elif factor != 1.0:
                 # The operator divides, and saves a pass over the gradients.
-                scale = torch.full_like(step, 1.0 / gradient_factor)
+                scale = torch.full_like(step, 1.0 / factor)
             # Without copies in fp32, no memory needs to be limited.
             limit = PIECE if stores_bf16(config) else None
             for weights, gradients, *moments in split_batches(tensors, limit):

@@ -33,7 +33,8 @@ class Execution:
     recompute_attention_core: bool = False
     fp32_residual: bool = False
     attention_kernels: tuple[str, ...] = ()
-    """The kernels that attention may use, the preferred one first. Empty: PyTorch chooses."""
+    """The kernels that attention may use, the preferred one first. Empty: PyTorch chooses. by-gpu
+    is replaced at the start of a run."""
     pack_documents: bool = False
     """Compute the attention of all documents of a microbatch in one call."""
     fused_gradients: bool = False
@@ -69,7 +70,7 @@ class Execution:
             # In fp32 the stream has full precision anyway, and the flag has no effect.
             fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
             attention_kernels=tuple(
-                name for name in config.kernels.attention_backend if name != "auto"
+                name for name in config.kernels.attention_backend if name not in ("auto", "by-gpu")
             ),
             pack_documents=config.kernels.use_varlen_attention,
             fused_gradients=config.kernels.gradient_accumulation_fusion,

@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron.base.plain_text import print_line
 from megatron.observe.report import IterationReport
-from megatron.observe.timers import compute_seconds
+from megatron.observe.timers import FORWARD_BACKWARD, compute_seconds
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RESULTS = {
@@ -80,7 +80,8 @@ class MetricsFile:
 
         The statistics of layers are fields of the iterations that have them. Phases appear as
         `<phase>_seconds`. The field `compute_seconds` is the time of forward pass, backward pass
-        and optimizer, without their communication.
+        and optimizer, without their communication. On a GPU, the first iteration of a launch does
+        not have these. See `Timers.take`.
         """
         record: dict[str, Any] = {"kind": "train", **vars(report)}
         record |= record.pop("layer_statistics")
@@ -88,7 +89,8 @@ class MetricsFile:
         record |= {
             f"{phase.replace('-', '_')}_seconds": seconds for phase, seconds in phases.items()
         }
-        record["compute_seconds"] = compute_seconds(phases)
+        if FORWARD_BACKWARD in phases:
+            record["compute_seconds"] = compute_seconds(phases)
         self._append(record)
 
     def write_validation(

@@ -71,7 +71,8 @@ class IterationReport:
     gigaflops_without_embeddings: float = 0.0
     """See `Axes`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of this iteration by phase, as returned by `Timers.take`."""
+    """Seconds by phase, as returned by `Timers.take`. On a GPU, those of forward pass, backward
+    pass, optimizer and communication are of the iteration before."""
     layer_statistics: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
     """Numbers of an iteration that is due by --log-layer-stats-interval, by their key in the
     metrics file. A sequence has a number for each layer."""

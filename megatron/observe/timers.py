@@ -1,9 +1,10 @@
 """Seconds of an iteration for each named phase.
 
 Invariant: measuring never waits for the device. On a GPU, phases that queue work are measured with
-CUDA events, which are read only in `take`. Phases that block the host (data wait, evaluation, save)
-and all phases on a CPU are measured with the wall clock. Phases may nest. `communication` is inside
-of `forward-backward` and `optimizer`, so a sum over phases counts it twice.
+CUDA events. `Timers.take` reads those of the iteration before, because the device may still work on
+the last ones. Phases that block the host (data wait, evaluation, save) and all phases on a CPU are
+measured with the wall clock. Phases may nest. `communication` is inside of `forward-backward` and
+`optimizer`, so a sum over phases counts it twice.
 """
 
 import time
@@ -51,15 +52,19 @@ class _WallTimer:
         self._seconds = 0.0
         return seconds
 
+    take_earlier = take
+
 
 class _EventTimer:
-    """Context that records a pair of events on the current stream. `take` reads and reuses them."""
+    """Context that records a pair of events on the current stream, which are used again later."""
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
         self._make_event = make_event
         self._free: list[Any] = []
         self._open: list[Any] = []
         self._pairs: list[tuple[Any, Any]] = []
+        self._earlier: list[tuple[Any, Any]] | None = None
+        """Pairs from before the last `take_earlier`. None if there was none yet."""
         self._seconds = 0.0
 
     def _record(self) -> Any:
@@ -86,10 +91,17 @@ class _EventTimer:
         self._seconds += seconds
 
     def take(self) -> float:
-        pairs = self._pairs
+        return (self.take_earlier() or 0.0) + (self.take_earlier() or 0.0)
+
+    def take_earlier(self) -> float | None:
+        """Return the seconds that were complete at the last call. None: this is the first one."""
+        pairs = self._earlier
+        self._earlier = self._pairs
         self._pairs = []
         seconds = self._seconds
         self._seconds = 0.0
+        if pairs is None:
+            return seconds or None
         for start, end in pairs:
             # Streams may differ from pair to pair, so each end must be waited for.
             end.synchronize()
@@ -145,11 +157,17 @@ class Timers:
         self(phase).add(seconds)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call. On a GPU, wait for the phases to end.
+        """Return the seconds by phase, in the order of their first use. Call it each iteration.
 
-        The phases are in the order of their first use.
+        They are those since the last call. For phases that are measured with events, they are those
+        of the time between the two calls before. The first call does not have them.
         """
-        return {phase: timer.take() for phase, timer in self._timers.items()}
+        taken = {phase: timer.take_earlier() for phase, timer in self._timers.items()}
+        return {phase: seconds for phase, seconds in taken.items() if seconds is not None}
+
+    def forget(self) -> None:
+        """Drop all seconds until now."""
+        self._timers.clear()
 
 
 def _make_cuda_event() -> Any:

@@ -22,6 +22,7 @@ from megatron.parallel.messages import gather_json
 from megatron.parallel.progress import RankProgress
 from megatron.parallel.rendezvous import build_control_group
 from megatron.parallel.time_limit import TimeLimit
+from megatron.parallel.torch_private import make_priority_options
 
 CommTimer = Callable[[], AbstractContextManager[None]]
 """A function that returns a context manager, which is entered around a collective to time it."""
@@ -309,10 +310,12 @@ def _make_device_mesh(
     for axis in range(ranks.dim()):
         # A group's ranks differ only in the coordinate along this axis.
         members_of_groups = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+        # Tensor-parallel layers wait for their messages while products of others are queued.
+        first = axis == 2 and grid.tensor > 1 and dist.get_backend() == "nccl"
         # A single group contains all ranks, and the world's group has the right time-out already.
         group = dist.group.WORLD
-        if len(members_of_groups) > 1:
-            group = _own_group(members_of_groups, rank, time_out)
+        if len(members_of_groups) > 1 or first:
+            group = _own_group(members_of_groups, rank, time_out, first=first)
         assert group is not None, "every rank is in one group of each axis"
         groups.append(group)
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp"))
@@ -359,14 +362,22 @@ def _build_context_group(grid: Grid, rank: int, time_out: timedelta) -> dist.Pro
 
 
 def _own_group(
-    members_of_groups: list[list[int]], rank: int, time_out: timedelta
+    members_of_groups: list[list[int]], rank: int, time_out: timedelta, *, first: bool = False
 ) -> dist.ProcessGroup | None:
-    """Return the group that this rank is in, if any."""
+    """Return the group that this rank is in, if any.
+
+    Args:
+        members_of_groups: The ranks of each group.
+        rank: This rank.
+        time_out: Time-out of the groups.
+        first: Whether its messages have priority on the GPU. Only NCCL has that.
+    """
+    options = make_priority_options(time_out) if first else None
     own = None
     # `new_group` is a collective over the world. A rank must create every group, also those that it
     # is not in.
     for members in members_of_groups:
-        group = dist.new_group(members, timeout=time_out)
+        group = dist.new_group(members, timeout=time_out, pg_options=options)
         if rank in members:
             own = group
     return own

@@ -11,6 +11,7 @@ trace.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -80,6 +81,14 @@ def reduce_scatter_in_graph(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_in_graph(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the ranks' sum as a new tensor, in a compiled graph."""
     return _wait(_all_reduce(x, "sum", group))
+
+
+def make_priority_options(time_out: timedelta) -> Any:
+    """Return options of an NCCL group whose messages start before computation that is queued."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # torch warns if it differs from the time-out that the group is given.
+    options._timeout = time_out
+    return options
 
 
 def find_fsdp_collectives() -> tuple[type, type]:

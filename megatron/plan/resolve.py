@@ -33,6 +33,7 @@ from megatron.plan.rules import (
     warn_of_pipeline,
     warn_of_shape,
 )
+from megatron.plan.width_rules import warn_of_widths
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,
     ConstantBatchSize,
@@ -163,6 +164,7 @@ def resolve(
         data_phases = report.attempt(lambda: _plan_data_phases(config, steps, position), no_phases)
         warn_of_phases(data_phases, train_iters, report)
     warn_of_shape(shape, report)
+    warn_of_widths(shape, report)
     warn_of_pipeline(stages, batch_size, data_parallel_size, report)
     if vocab_size is None:
         warn_of_files(report, data_phases)

@@ -20,6 +20,7 @@ _ADDED_LATER = {
     "used_train_time",
     "costs",
     "spike_guard",
+    "attention",
     "validated_at",
 }
 """Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
@@ -72,6 +73,10 @@ class TrainState:
     spike_guard: dict[str, Any] = field(default_factory=dict)
     """State of the spike guard. Empty while it is off, and it is then left out of a checkpoint."""
 
+    attention: dict[str, Any] = field(default_factory=dict)
+    """With --attention-backend by-gpu, the type of the GPUs and the kernels that were chosen for
+    it. Otherwise it is left out of a checkpoint."""
+
     def keep_guard_windows(self, windows: list[Any]) -> None:
         """Store the ranges that the rollbacks of the spike guard skip, if there are any."""
         if windows:
@@ -119,8 +124,9 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""
         values = asdict(self)
-        if not self.spike_guard:
-            del values["spike_guard"]
+        for name in ("spike_guard", "attention"):
+            if not values[name]:
+                del values[name]
         return values
 
     @classmethod

@@ -234,6 +234,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"cpu_optimizer": True}, "--cpu-optimizer needs --deepspeed; without it, --zero-stage shards"),
     (
+        {"exp_avg_sq_dtype": "bf16", "adam_beta2": 0.997},
+        "--adam-beta2 0.997 with --exp-avg-sq-dtype bf16: a step would change",
+    ),
+    (
         {"use_bnb_optimizer": True},
         "--use-bnb-optimizer needs --deepspeed; without it, --zero-stage shards",
     ),
@@ -277,7 +281,8 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
     ({"attention_backend": ("flash", "flash")}, "--attention-backend flash flash names a kernel"),
     ({"attention_backend": ()}, "--attention-backend  needs at least one kernel, or auto"),
-    ({"attention_backend": ("flash", "auto")}, "flash auto: with auto, PyTorch chooses"),
+    ({"attention_backend": ("flash", "auto")}, "flash auto: auto is a choice of its own"),
+    ({"attention_backend": ("by-gpu", "flash")}, "by-gpu flash: by-gpu is a choice of its own"),
     ({"attention_backend": ("unfused", "flash")}, "the kernels after it would never be used"),
     (
         {"use_torch_compile": True, "attention_backend": ("flash",)},

@@ -174,8 +174,10 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
         "name", "shape", "forward", "input", "weight", "weight + sum", "weight, fused sum"
     ),
     "attention": make_columns(
-        "heads", "groups", "width", "length", "batch", "kernel", "forward", "backward"
+        *("heads", "groups", "width", "length", "batch", "kernel", "forward", "differing"),
+        "backward",
     ),
+    "attention order": make_columns("device", "verdict"),
     "model parts": make_columns("name", "ms", "products_ms", "bytes_of_a_copy"),
     "steps": make_steps,
     "large model": make_large_model,
@@ -210,7 +212,8 @@ TITLES = {
     "machine": "Machine",
     "copy": "Copies",
     "products": "Matrix products, TFLOPs",
-    "attention": "Attention, TFLOPs",
+    "attention": "Attention, TFLOPs, and repeated backward passes with other bits",
+    "attention order": "Order of the kernels of attention",
     "model parts": "Model parts",
     "steps": "Training steps",
     "large model": "7B on one GPU",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,32 @@ def test_speed_above_the_nominal_one_keeps_the_rows(
     assert found[-1]["table"] == "hardware"
     assert "nominal" in found[-1]["error"]
     assert not (tmp_path / "new.yaml").exists()
+
+
+def test_the_verdict_about_cudnn_needs_speed_and_equal_bits(modules: dict[str, Any]) -> None:
+    kernels = modules["kernels"]
+    flash = [(300.0, 5), (310.0, 5)]
+    verdicts = [
+        kernels.compare_kernels({"flash": flash, "cudnn": cudnn})
+        for cudnn in (
+            [(600.0, 0), (610.0, 0)],
+            [(600.0, 0), (610.0, 1)],
+            [(600.0, 0), (309.0, 0)],
+            [(600.0, 0), (0.0, 0)],
+        )
+    ]
+    assert [verdict.partition(".")[0] for verdict in verdicts] == [
+        "cuDNN first: yes",
+        *["cuDNN first: no"] * 3,
+    ]
+    assert verdicts[1].endswith("repeats with the same bits at 1 of 2")
+    assert "faster than flash at 1 of 2 shapes" in verdicts[2]
+    numbers = iter(range(100))
+
+    def compute() -> list[torch.Tensor]:
+        return [torch.zeros(2), torch.full((2,), float(next(numbers) // 4))]
+
+    assert kernels.count_differing(compute) == 2
 
 
 def test_rows_of_layouts_have_the_cells_of_the_table(

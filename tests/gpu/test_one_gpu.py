@@ -86,6 +86,7 @@ BOUND = 1e-4
 IN_16_BITS = {
     # Muon's products have fewer bits on a GPU.
     "muon": f"{LLAMA} --optimizer muon",
+    "moments-bf16": f"{LLAMA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
     "gpt2-bf16": "--bf16",
     "llama-bf16": f"{LLAMA} --bf16",
     "bloom-bf16": f"{BLOOM} --bf16",

@@ -63,24 +63,41 @@ def test_phase_that_raises_is_counted_and_closed() -> None:
     assert timers.take()["save"] < 0.01
 
 
-def test_device_events_are_read_in_take_and_reused() -> None:
+def test_device_events_are_read_an_iteration_later_and_reused() -> None:
     FakeEvent.made = 0
     timers = Timers(make_event=FakeEvent)
-    for _ in range(3):
+    with timers("communication"):
+        pass
+    timers.forget()
+    for iteration in range(4):
         with timers("forward-backward"), timers("communication"):
             pass
         with timers("optimizer"), timers("optimizer"):
             pass
         with timers("data-wait"):
             pass
+        if iteration == 2:
+            with timers("communication"):
+                pass
         taken = timers.take()
+        assert taken.pop("data-wait") < 0.005  # the host's clock
+        if iteration == 0:
+            assert taken == {}
+            continue
         assert taken["forward-backward"] == pytest.approx(0.030)
-        assert taken["communication"] == pytest.approx(0.010)
+        assert taken["communication"] == pytest.approx(0.020 if iteration == 3 else 0.010)
         assert taken["optimizer"] == pytest.approx(0.020)
-        assert taken["data-wait"] < 0.005  # the host's clock
-    assert FakeEvent.made == 6
+    assert FakeEvent.made == 2 + 2 * 6 + 2
     timers.add("communication", 1.0)
-    assert timers.take()["communication"] == 1.0
+    assert timers.take()["communication"] == pytest.approx(1.010)
+
+
+def test_the_timer_of_blocks_waits_for_its_events() -> None:
+    timer = Timers(make_event=FakeEvent)._make_timer()
+    for _ in range(2):
+        with timer:
+            pass
+        assert timer.take() == pytest.approx(0.010)
 
 
 def test_entering_a_phase_is_cheap() -> None:

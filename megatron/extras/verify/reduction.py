@@ -350,6 +350,8 @@ def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Value
         "optimizer.adam_eps": ENLARGED_EPSILON,
         # The products of the default precision are in bf16.
         "optimizer.muon_fp32_matmul_prec": "high",
+        "optimizer.exp_avg_dtype": "fp32",
+        "optimizer.exp_avg_sq_dtype": "fp32",
     }
 
 
@@ -475,6 +477,7 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
         return None
     names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
     names.append("optimizer.muon_fp32_matmul_prec")
+    names += ["optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"]
     run = flatten(original)
     # The format, the residual stream and the loss scale.
     names += [name for name in run if name.startswith("precision.")]

@@ -61,6 +61,7 @@ from megatron.run.loop import check_invariants
 from megatron.run.parts import Exporter, Guard, Profiling, RankComparison
 from megatron.run.report import Reporter
 from megatron.run.run import Run
+from megatron.run.start.attention_order import choose_attention_order
 from megatron.run.start.data_files import DataFiles, check_small_files, open_same
 from megatron.run.start.job import Job, confirm_job
 from megatron.run.start.join import make_printer
@@ -196,7 +197,8 @@ def start_run(
         if saver is not None:
             before_update = saver.wait_for_copy
         kind = job.parts.engine or NATIVE
-        engine = build_engine(job.plan, mesh, timers, before_update, kind)
+        plan = choose_attention_order(job.plan, job.state, ranks, mesh.device, say)
+        engine = build_engine(plan, mesh, timers, before_update, kind)
         if job.checkpoint is None:
             wrong = None
         else:
@@ -408,7 +410,7 @@ def build_run(
     )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.
-    timers.take()
+    timers.forget()
     return run
 
 

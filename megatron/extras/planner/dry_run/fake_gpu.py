@@ -107,6 +107,8 @@ class FakeGpu(TorchDispatchMode):
         self._fake = _ThreadedFakeMode(allow_non_fake_inputs=True)
         self._collectives: Counter[Collective] = Counter()
         self._synchronisations: Counter[Synchronisation] = Counter()
+        self._waits = 0
+        """How often the host has waited, in all steps."""
         self._copies: Counter[HostCopy] = Counter()
         self._operators = 0
         self._lock = threading.RLock()
@@ -126,7 +128,7 @@ class FakeGpu(TorchDispatchMode):
             _ATEN.is_pinned.default: self._is_pinned,
             _ATEN._pin_memory.default: self._pin,
         }
-        install_stand_ins(self._wait, self._note_resized, self._runtime)
+        install_stand_ins(self._wait, lambda: self._waits, self._note_resized, self._runtime)
         self._enter_in_threads()
 
     @classmethod
@@ -246,6 +248,7 @@ class FakeGpu(TorchDispatchMode):
 
     def _wait(self, cause: str) -> None:
         self._synchronisations[Synchronisation(cause, _find_line())] += 1
+        self._waits += 1
 
     def _read_number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the value of a tensor with one element."""

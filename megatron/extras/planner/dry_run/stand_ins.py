@@ -74,8 +74,10 @@ class FakeStream(torch.Stream):
         """Order nothing."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Return an event."""
-        return event or FakeEvent()
+        """Record an event and return it."""
+        event = event or FakeEvent()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         """Report that the host waits."""
@@ -87,15 +89,18 @@ class FakeStream(torch.Stream):
 
 
 class FakeEvent:
-    """An event that is over as soon as it is recorded."""
+    """An event that is over when the host has waited for the GPU since it was recorded."""
 
     wait_for: Wait = staticmethod(lambda cause: None)
+    count_waits: Callable[[], int] = staticmethod(lambda: 0)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Accept the options of a CUDA event."""
+        self._recorded_at = -1
 
     def record(self, stream: Any = None) -> None:
-        """Record nothing."""
+        """Remember how often the host has waited."""
+        self._recorded_at = self.count_waits()
 
     def wait(self, stream: Any = None) -> None:
         """Order nothing."""
@@ -105,8 +110,9 @@ class FakeEvent:
         return True
 
     def synchronize(self) -> None:
-        """Report that the host waits."""
-        self.wait_for("event.synchronize")
+        """Report that the host waits, unless the event is over."""
+        if self._recorded_at == self.count_waits():
+            self.wait_for("event.synchronize")
 
     def elapsed_time(self, end: "FakeEvent") -> float:
         """Return a millisecond."""
@@ -204,17 +210,22 @@ class FakeDevice(contextlib.nullcontext[None]):
 
 
 def install_stand_ins(
-    wait_for: Wait, note_storage: Callable[[torch.UntypedStorage], None], runtime: FakeRuntime
+    wait_for: Wait,
+    count_waits: Callable[[], int],
+    note_storage: Callable[[torch.UntypedStorage], None],
+    runtime: FakeRuntime,
 ) -> None:
     """Let this process use fake CUDA tensors. Call it once.
 
     Args:
         wait_for: Called when the host waits for the GPU.
+        count_waits: Returns how often the host has waited.
         note_storage: Called with a storage after it was resized.
         runtime: What `torch.cuda.cudart` returns.
     """
     FakeStream.wait_for = staticmethod(wait_for)
     FakeEvent.wait_for = staticmethod(wait_for)
+    FakeEvent.count_waits = staticmethod(count_waits)
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

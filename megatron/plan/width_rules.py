@@ -1,0 +1,35 @@
+"""Warnings about widths of matrices that GPUs multiply slowly."""
+
+from megatron.model.shape import ModelShape
+from megatron.plan.rules import PlanReport
+
+_MULTIPLE = 8
+"""Products of 16 bits use the fastest kernels if the rows of the matrices have a multiple of 16
+bytes (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication)."""
+
+
+def warn_of_widths(shape: ModelShape, report: PlanReport) -> None:
+    """Warn of the widths of a tensor-parallel rank that are no multiple of 8, in bf16 and fp16."""
+    precision = report.config.precision
+    if not (precision.bf16 or precision.fp16):
+        return
+    model = report.config.model
+    ranks = report.config.parallel.tensor_model_parallel_size
+    heads = shape.head_dim * model.num_attention_heads
+    for name, flag, width, parts in (
+        ("hidden size", "--hidden-size", model.hidden_size, 1),
+        ("width of the MLP", "--ffn-hidden-size", shape.ffn_hidden_size, ranks),
+        ("width of all heads", "--kv-channels x --num-attention-heads", heads, ranks),
+        # Padding by --make-vocab-size-divisible-by has added rows already.
+        ("padded vocabulary", "--make-vocab-size-divisible-by", shape.padded_vocab_size, ranks),
+    ):
+        # What cannot be divided is an error of another rule.
+        if width % parts or width // parts % _MULTIPLE == 0:
+            continue
+        share = f" / {ranks} tensor-parallel ranks = {width // parts}" if parts > 1 else ""
+        step = _MULTIPLE * parts
+        report.warnings.append(
+            f"{name} {width:,}{share} ({flag}) is not a multiple of {_MULTIPLE}: on GPUs, its "
+            f"matrix products in 16 bits take up to twice the time. {-(-width // step) * step:,} "
+            "is the next width that does not."
+        )
