@@ -186,18 +186,23 @@ class ShardedModel:
             # FSDP2 would cast the rotary tables, which must stay in fp32.
             cast_forward_inputs=False,
         )
-        # The blocks must come before the model. FSDP2 gives a module only the parameters that no
-        # module inside it has. The model gets the embedding, the final norm and the head.
+        # The model must come last. FSDP2 gives a module only the parameters that no module inside
+        # it has. The model gets the embedding. Its gradients come last, so they are sent last. A
+        # head with a matrix of its own is gathered during the last block, and its gradients are
+        # sent during the backward pass of the blocks. A tied head belongs to the embedding.
         modules: list[nn.Module] = [*model.blocks.values(), model]
+        if model.head is not None and model.head.weight is not None:
+            modules.insert(-1, model.head)
         self._sharded: list[FSDPModule] = []
         self._copy_reductions: list[_CopyReduction] = []
         for module in modules:
             sharded = fully_shard(
                 module,
                 mesh=sharding.mesh,
-                # The backward pass begins with the parameters outside of the blocks. Otherwise they
-                # would be dropped and immediately gathered again.
-                reshard_after_forward=self._drops_always and module is not model,
+                # The backward pass begins with the head. It would be dropped and immediately
+                # gathered again. That of the embedding reads no weights, but FSDP2 would gather
+                # them.
+                reshard_after_forward=self._drops_always and module not in (model, model.head),
                 mp_policy=policy,
             )
             sharded.set_custom_all_gather(_TimedAllGather(comm_timer))

@@ -5,6 +5,8 @@ Parameter names are global: a block is named by its number in the complete model
 are [b, s], activations [s, b, h].
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -86,6 +88,15 @@ class Head(nn.Module):
             )
             self.weight = make_parameter((rows, config.hidden_size), spec)
 
+    def forward(self, x: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return use(norm(x)). FSDP2 has gathered the output matrix while `use` runs.
+
+        Args:
+            x: The residual stream after the last block.
+            use: A function that multiplies by the output matrix.
+        """
+        return use(self.norm(x))
+
 
 class GPT(nn.Module):
     """One stage of the model, by default all of it. A part that the stage lacks is None."""
@@ -160,10 +171,20 @@ class GPT(nn.Module):
         x = self.run_blocks(x, own)
         if self.head is None:
             return x
+        return cast(Tensor, self.head(x, partial(self._compute_loss, inputs, own)))
+
+    def _compute_loss(self, inputs: Inputs, own: Inputs, normalised: Tensor) -> Tensor:
+        """Return the mean loss as `forward` does it.
+
+        Args:
+            inputs: The microbatch, with all positions of its samples.
+            own: The positions of this rank.
+            normalised: The output of the final norm, as `forward` gets the residual stream.
+        """
         assert own.labels is not None, "the loss needs labels"
         # Which tokens count depends on all labels of a sample.
         mask = find_loss_mask(inputs, self._loss, training=self.training)
-        hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
+        hidden = enter_tensor_parallel(normalised, self.tp)
         if inputs.likelihoods is not None:
             return self._fill_likelihoods(inputs.likelihoods, hidden, own)
         divisor = inputs.loss_divisor

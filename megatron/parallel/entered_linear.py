@@ -182,7 +182,9 @@ def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
 
 def offer_to_graphs(tp: TensorParallel) -> None:
     """Let operators of compiled graphs communicate with these tensor-parallel ranks."""
-    _regions[_name_region(tp)] = tp
+    # A rank that is alone has the same name as `ALONE`, which stays for the whole run.
+    if tp.size > 1:
+        _regions[_name_region(tp)] = tp
 
 
 def _name_region(tp: TensorParallel) -> str:
@@ -292,4 +294,4 @@ def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 
 _entered_linears.register_autograd(_call_backward, setup_context=_save)
-offer_to_graphs(ALONE)
+_regions[_name_region(ALONE)] = ALONE

@@ -30,18 +30,36 @@ def reduces_each_microbatch(layout: RankLayout, microbatches: int) -> bool:
     return uses_fsdp(layout) and (layout.zero_stage >= 2 or microbatches == 1)
 
 
-def count_outside_parameters(shape: ModelShape, tensor: int, stage: Stage) -> int:
-    """Return the parameters of a stage outside of its layers on one tensor-parallel rank."""
-    words = flops.count_word_embedding_parameters(shape, tensor)
+def count_head_parameters(shape: ModelShape, tensor: int, stage: Stage) -> int:
+    """Return the parameters of a final norm and an output matrix that FSDP2 shards by themselves.
+
+    There are none if the stage has no output matrix of its own.
+    """
+    # On one stage, a tied output matrix is the embedding.
+    if not stage.last or (stage.first and not shape.config.untie_embeddings_and_output_weights):
+        return 0
+    return flops.count_norm_parameters(shape) + flops.count_word_embedding_parameters(shape, tensor)
+
+
+def count_root_parameters(shape: ModelShape, tensor: int, stage: Stage) -> int:
+    """Return the parameters of a stage outside of its layers that FSDP2 shards with the embedding.
+
+    A tied output matrix is one of them, and the final norm before it.
+    """
     size = 0
     if stage.first:
-        size += words + flops.count_first_stage_extra_parameters(shape)
-    if stage.last:
+        size += flops.count_word_embedding_parameters(shape, tensor)
+        size += flops.count_first_stage_extra_parameters(shape)
+    if stage.last and not count_head_parameters(shape, tensor, stage):
         size += flops.count_norm_parameters(shape)
-        # On one stage, a tied output matrix is the embedding.
-        if shape.config.untie_embeddings_and_output_weights or not stage.first:
-            size += words
     return size
+
+
+def count_outside_parameters(shape: ModelShape, tensor: int, stage: Stage) -> int:
+    """Return the parameters of a stage outside of its layers on one tensor-parallel rank."""
+    return sum(
+        count(shape, tensor, stage) for count in (count_head_parameters, count_root_parameters)
+    )
 
 
 def count_product_bytes(layout: RankLayout, software: Software, microbatches: int) -> float:

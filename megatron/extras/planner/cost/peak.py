@@ -14,7 +14,8 @@ from functools import lru_cache
 
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.parameter_traffic import (
-    count_outside_parameters,
+    count_head_parameters,
+    count_root_parameters,
     reduces_each_microbatch,
     uses_fsdp,
 )
@@ -161,15 +162,20 @@ class _RankPeak:
         # torch's schedule holds the output until its gradient arrives.
         return size + self._tensors.stream
 
-    def _count_outside(self, stage: Stage) -> int:
-        """Return the parameters of a stage outside of its layers."""
-        return count_outside_parameters(self._shape, self._layout.tensor, stage)
+    def _count_head(self, stage: Stage) -> int:
+        """Return the parameters of a head that FSDP2 shards apart from the embedding."""
+        return count_head_parameters(self._shape, self._layout.tensor, stage)
+
+    def _count_root(self, stage: Stage) -> int:
+        """Return the other parameters of a stage outside of its layers."""
+        return count_root_parameters(self._shape, self._layout.tensor, stage)
+
+    def _count_outside(self) -> int:
+        return sum(self._count_head(stage) + self._count_root(stage) for stage in self._stages)
 
     def _count_parameters(self) -> int:
-        return sum(
-            len(stage.layers) * self._of_layer + self._count_outside(stage)
-            for stage in self._stages
-        )
+        layers = sum(len(stage.layers) for stage in self._stages)
+        return layers * self._of_layer + self._count_outside()
 
     def _sum_in_flight(self, number: int) -> float:
         """Return what is kept during backward pass `number`, from 1, apart from its own visit."""
@@ -199,7 +205,7 @@ class _RankPeak:
             for stage in self._stages[:: max(1, len(self._stages) - 1)]:
                 yield from self._list_backward(_Pass(stage, later, accumulated=True))
         if self._fsdp and not self._reduces_each:
-            yield self._reduce_outside()
+            yield self._reduce_root()
 
     def _list_backward(self, each: _Pass) -> Iterator[StepPoint]:
         """Yield the points of a backward pass."""
@@ -230,12 +236,11 @@ class _RankPeak:
 
     def _list_loss(self, each: _Pass, kept: float) -> Iterator[StepPoint]:
         """Yield the points of the loss."""
-        point = self._start_point(each, 0)
-        # The gradient of the output matrix is among what the loss needs.
-        point = replace(point, gradients=point.gradients - self._tensors.loss_gradient)
+        point = self._start_point(each, None)
         if self._fsdp and (self._gathers or not each.accumulated) and self._s > 1:
             # FSDP2 frees what it gathered into when it gathers the next time.
-            point = replace(point, buffers=point.buffers + self._value * self._of_layer)
+            last = self._count_head(each.stage) or self._of_layer
+            point = replace(point, buffers=point.buffers + self._value * last)
         yield replace(point, activations=kept, working=self._tensors.loss_forward)
         yield replace(point, activations=kept, working=self._tensors.loss_backward)
 
@@ -245,6 +250,9 @@ class _RankPeak:
         point = self._start_point(each, done)
         gathered = self._value * self._of_layer if self._gathers else 0
         reduced = 4 * self._of_layer if self._reduces_each else 0
+        reduced_before = reduced
+        if not done:
+            reduced_before = 4 * self._count_head(stage) if self._reduces_each else 0
         layer = stage.layers[-1 - done]
         # The input of a recomputed layer is among what its backward pass needs.
         left = kept - self._sum_layers(stage.layers[len(stage.layers) - 1 - done :])
@@ -258,8 +266,8 @@ class _RankPeak:
             activations=left,
             working=tensors.in_backward + unread,
             # The weights of this layer, those of the next one as they arrive, and the gradients of
-            # the layer before as they are sent.
-            buffers=point.buffers + 2 * gathered + (reduced if done else 0),
+            # the layer or the head before as they are sent.
+            buffers=point.buffers + 2 * gathered + reduced_before,
         )
         # What is dropped after the backward pass is dropped before the gradients are sent.
         yield replace(
@@ -271,16 +279,20 @@ class _RankPeak:
         )
 
     def _list_end(self, each: _Pass, before: float) -> Iterator[StepPoint]:
-        """Yield the points at which only the parameters outside of the layers are left."""
+        """Yield the points at which only the parameters of FSDP2's root are left."""
         stage = each.stage
         point = self._start_point(each, len(stage.layers))
-        outside = self._count_outside(stage)
-        gradients = point.gradients - (self._tensors.loss_gradient if stage.last else 0)
+        root = self._count_root(stage)
+        gradients = point.gradients - self._get_loss_gradient(stage)
+        buffers = point.buffers
         if self._holds:
-            gradients += self._gradient_value * outside
+            gradients += self._gradient_value * root
         if not each.accumulated and not self._reduces_each:
             # The sum over microbatches starts here.
-            gradients += 4 * outside
+            gradients += 4 * root
+        if self._reduces_each:
+            # Those of the last layer are still sent.
+            buffers += 4 * self._of_layer
         working = 2 * self._tensors.stream
         if stage.first:
             before += self._tensors.embedding
@@ -294,39 +306,54 @@ class _RankPeak:
             if not self._holds and self._half and each.accumulated:
                 # Autograd converts the gradient to fp32, which has twice the bytes.
                 working += 2 * self._tensors.table_gradient
-        yield replace(point, gradients=gradients, activations=before, working=working)
+        yield replace(
+            point, gradients=gradients, activations=before, working=working, buffers=buffers
+        )
         if self._reduces_each:
-            yield replace(point, gradients=gradients, activations=before, buffers=4 * outside)
+            yield replace(point, gradients=gradients, activations=before, buffers=4 * root)
 
-    def _start_point(self, each: _Pass, done: int) -> StepPoint:
-        """Return weights, gradients and gathered weights when `done` layers have finished."""
+    def _get_loss_gradient(self, stage: Stage) -> float:
+        """Return the bytes of a gradient of the output matrix that stays during the layers."""
+        if not stage.last or not self._fsdp or self._count_head(stage):
+            return 0.0
+        return self._tensors.loss_gradient
+
+    def _start_point(self, each: _Pass, done: int | None) -> StepPoint:
+        """Return weights, gradients and gathered weights when `done` layers have finished.
+
+        Before the end of the loss, `done` is None.
+        """
         parameters = self._count_parameters()
-        finished = done * self._of_layer
+        finished = 0 if done is None else done * self._of_layer
+        if done is not None and self._fsdp:
+            finished += self._count_head(each.stage)
         gradients: float = 4 * (parameters if each.accumulated else finished)
         if not self._fsdp:
             return StepPoint(2 * parameters if self._half else 0, gradients)
         if self._reduces_each:
             gradients /= self._s
-        # Gradients of the parameters outside of the layers stay as autograd computed them.
-        if each.stage.last:
-            gradients += self._tensors.loss_gradient
+        # The gradient of a tied output matrix stays as autograd computed it.
+        if done is not None:
+            gradients += self._get_loss_gradient(each.stage)
         if self._gathers:
-            outside = sum(map(self._count_outside, self._stages))
+            outside = self._count_outside()
+            if done is not None:
+                outside -= self._count_head(each.stage)
             return StepPoint(0.0, gradients, buffers=self._value * outside)
-        # The last backward pass drops the weights of a layer that it has finished.
+        # The last backward pass drops the weights of a layer or head that it has finished.
         dropped = finished if each.number == self._passes else 0
         return StepPoint(self._value * (parameters - dropped), gradients)
 
-    def _reduce_outside(self) -> StepPoint:
-        """Return the end of a step that reduces the gradients outside of the layers.
+    def _reduce_root(self) -> StepPoint:
+        """Return the end of a step that reduces the gradients of FSDP2's root.
 
         They exist in fp32 twice: as the sum over microbatches, and in the order in which they are
-        sent. Those of all layers are reduced already.
+        sent. Those of all layers and of the head are reduced already.
         """
-        outside = sum(map(self._count_outside, self._stages))
-        layers = self._count_parameters() - outside
+        root = sum(map(self._count_root, self._stages))
+        others = self._count_parameters() - root
         return StepPoint(
-            gradients=(4 + self._value) * outside + 4 * layers / self._s,
+            gradients=(4 + self._value) * root + 4 * others / self._s,
             working=2 * self._tensors.stream,
-            buffers=4 * outside,
+            buffers=4 * root,
         )
