@@ -135,8 +135,6 @@ class MLP(nn.Module):
             numbers=list_numbers(self.up, self.gate),
             # Those of both matrices, because their input is the same.
             products=self.up.products,
-            # Those of both matrices, because their input is the same.
-            products=self.up.products,
         )
         if self.operators.apply_gate is not None and self.glu_activation is not None:
             return self.down(self.operators.apply_gate(gate, up, self.glu_activation))
