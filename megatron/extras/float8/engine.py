@@ -8,7 +8,7 @@ import torch
 
 from megatron.base.errors import ConfigError
 from megatron.engine.native import NativeEngine
-from megatron.extras.float8.products import Float8Products
+from megatron.extras.float8.products import Float8Products, SharedPair
 from megatron.extras.float8.recipe import MULTIPLE, Recipe, fits_float8, list_float8_layers
 from megatron.extras.float8.weight_scales import WeightMaxima, WeightScale
 from megatron.model.block import Block
@@ -89,16 +89,16 @@ class Float8Engine(NativeEngine):
         # A token is on one context-parallel rank.
         shared: tuple[ParallelGroup, ...] = () if self._recipe.rowwise else (context,)
         sharded: tuple[ParallelGroup, ...] = (tensor, *shared)
+        scales = [
+            WeightScale(self._maxima.find(it.name), it.pieces if self._recipe.rowwise else ())
+            for it in group
+        ]
         return Float8Products(
             self._recipe,
-            tuple(
-                WeightScale(
-                    self._maxima.find(weight.name), weight.pieces if self._recipe.rowwise else ()
-                )
-                for weight in group
-            ),
+            tuple(scales),
             input_groups=sharded if row_parallel else shared,
             gradient_groups=shared if row_parallel else sharded,
+            shared_pair=_find_shared_pair(group[0].layer),
         )
 
     def _prepare_step(self, iteration: int | None) -> None:
@@ -158,6 +158,15 @@ def _read_weight(
     else:
         pieces = (Piece(0, 0, spec.shape[0]),)
     return _Weight(layer, path, name, spec.shape, pieces)
+
+
+def _find_shared_pair(layer: Linear) -> SharedPair | None:
+    """Return what the tensor-parallel ranks share of a layer's outputs, if anything."""
+    if not isinstance(layer, SharedGroupsLinear):
+        return None
+    width = layer.own_pair.stop - layer.own_pair.start
+    groups = len(layer.shared_weight) // width
+    return SharedPair(layer.tp, layer.own_pair.start // width, groups, width)
 
 
 def _check_device(device: torch.device, recipe: Recipe) -> None:

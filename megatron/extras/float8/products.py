@@ -11,6 +11,9 @@ each rank rounds its part as one process would round the complete tensor.
 | output gradient, column-parallel | tensor-parallel ranks | tensor-parallel ranks |
 | output gradient, row-parallel    | no message            | no message            |
 
+If ranks share query groups, each has the gradients of keys and values from its own queries. They
+are added up before they are rounded (`SharedPair`).
+
 Context-parallel ranks hold parts of every activation, so `tensorwise` has a message among them for
 each. A row of `rowwise` is a token, which one context-parallel rank has.
 
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.extras.float8.recipe import Recipe
+from megatron.extras.float8.recipe import GRADIENTS, Recipe
 from megatron.extras.float8.rounding import (
     Rounded,
     find_largest,
@@ -35,12 +38,36 @@ from megatron.extras.float8.rounding import (
 )
 from megatron.extras.float8.weight_scales import WeightScale
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import ParallelGroup
+from megatron.parallel.mesh import ParallelGroup, TensorParallel
 from megatron.parallel.products import GradientProducts
 
 _FORWARD = torch.float8_e4m3fn
-_GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
-"""Value of --fp8-format -> the format of gradients. It has fewer digits and a larger range."""
+
+
+@dataclass(frozen=True)
+class SharedPair:
+    """A key and a value that several tensor-parallel ranks compute, for their own queries."""
+
+    tp: TensorParallel
+    group: int
+    """The number of the query group."""
+    groups: int
+    width: int
+    """Width of a key and a value together."""
+
+    def add_up(self, rows: Tensor) -> Tensor:
+        """Return the gradients of queries, key and value, [n, out/t], complete on one rank only.
+
+        The first of the ranks that share the group gets the sum of key and value, and the others
+        get zeros. So the sum over the ranks stays the same, and the rounded values are those of
+        one process.
+        """
+        every = rows.new_zeros(len(rows), self.groups, self.width)
+        every[:, self.group] = rows[:, -self.width :]
+        all_reduce(every, self.tp)
+        if self.tp.rank % (self.tp.size // self.groups):
+            every.zero_()
+        return torch.cat((rows[:, : -self.width], every[:, self.group]), dim=1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +81,7 @@ class Float8Products:
     """Groups whose ranks hold parts of what shares a scale in the input."""
     gradient_groups: tuple[ParallelGroup, ...]
     """The same for the outputs' gradients."""
+    shared_pair: SharedPair | None = None
 
     def multiply(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -79,9 +107,11 @@ class Float8Products:
     ) -> GradientProducts:
         """Return the products of the backward pass. See `Products.begin_backward`."""
         rowwise = self.recipe.rowwise
+        if self.shared_pair is not None:
+            rows = [self.shared_pair.add_up(row) for row in rows]
         largest = torch.stack([find_largest(row, by_row=rowwise) for row in rows])
         _share_largest(largest, self.gradient_groups)
-        dtype = _GRADIENTS[self.recipe.format]
+        dtype = getattr(torch, GRADIENTS[self.recipe.format])
         rounded = [
             round_to_float8(row, number, dtype)
             for row, number in zip(rows, largest.unbind(), strict=True)

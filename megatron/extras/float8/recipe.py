@@ -8,6 +8,10 @@ from megatron.config.tree import Config
 
 MULTIPLE = 16
 """Both sizes of a weight in float8 are multiples of this, in the complete model."""
+GRADIENTS = {"e4m3": "float8_e4m3fn", "hybrid": "float8_e5m2"}
+"""Value of --fp8-format -> torch's dtype of gradients. e5m2 has fewer digits and a larger range."""
+ROWWISE = {"tensorwise": False, "rowwise": True}
+"""Value of --fp8-recipe -> whether each token and each row of a weight has its own scale."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Recipe:
     def from_config(cls, precision: PrecisionConfig) -> "Recipe":
         """Return the recipe of a configuration with --fp8-format."""
         assert precision.fp8_format is not None, "only a run with float8 has a recipe"
-        return cls(precision.fp8_format, precision.fp8_recipe == "rowwise", precision.fp8_emulate)
+        assert precision.fp8_recipe is not None, "the rules refuse a format without a recipe"
+        return cls(precision.fp8_format, ROWWISE[precision.fp8_recipe], precision.fp8_emulate)
 
 
 def list_float8_layers(config: Config) -> range:
