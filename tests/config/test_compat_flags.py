@@ -630,9 +630,7 @@ def test_a_family_covers_flags_without_a_row():
 
 
 def test_refusals_with_one_reason_are_one_message_and_come_first():
-    error = error_of(
-        "--unknown-flag", "--fp4-format", "e2m1", "--num-experts", "8", "--fp4-wgrad"
-    )
+    error = error_of("--unknown-flag", "--fp4-format", "e2m1", "--num-experts", "8", "--fp4-wgrad")
     first, second, third = error.splitlines()[1:]
     assert "--fp4-format e2m1, --fp4-wgrad are not possible here: fp4 is" in first
     assert "--num-experts 8 is not possible here" in second

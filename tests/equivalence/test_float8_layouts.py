@@ -7,7 +7,7 @@ float8 values. The flipped ones of the first microbatch are counted.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -23,8 +23,8 @@ LOSS_BOUND = 1e-5
 NORM_BOUND = 1e-4
 FLIPPED = 1e-5
 STEPS = 10
-RATE = 1e-4
-"""A flipped rounding changes the direction of an update, and so later losses in proportion to it."""
+RATE = 1e-5
+"""Learning rate. A flipped rounding turns an update, so later losses differ in proportion to it."""
 LENGTH = 64
 MODEL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 5000 "
@@ -58,7 +58,13 @@ LAYOUTS = [
     Layout("TP 2", 2, TP2),
     Layout("TP 2, sequence parallelism", 2, f"{TP2} {SP}"),
     # Two ranks share a query group.
-    Layout("TP 4, shared query groups", 4, f"--tensor-model-parallel-size 4 {SP}", short=True),
+    Layout(
+        "TP 4, shared query groups",
+        4,
+        f"--tensor-model-parallel-size 4 {SP} --micro-batch-size 1",
+        "--micro-batch-size 1",
+        short=True,
+    ),
     Layout("TP 4", 4, "--tensor-model-parallel-size 4", "--num-query-groups 4"),
     Layout("PP 3", 3, "--pipeline-model-parallel-size 3"),
     Layout("ZeRO 1", 2, "--zero-stage 1"),
@@ -88,8 +94,7 @@ LAYOUTS = [
         "CP 2, TP 2, Muon, half recomputed",
         4,
         f"{CP2} {TP2} {SP} --checkpoint-activations --checkpoint-fraction 1/2",
-        "--optimizer muon",
-        short=True,
+        "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
     ),
 ]
 
@@ -110,8 +115,19 @@ class Part:
     """The positions of the rank's rows in the sequence."""
 
 
-def train_cases(cases: Sequence[str]) -> Any:
-    """Train every case on this rank. Return its steps, and what the first microbatch rounded."""
+def train_cases(cases: Sequence[str], shared: bool) -> Any:
+    """Train every case on this rank. Return its steps, and what the first microbatch rounded.
+
+    Without `shared`, each rank takes the largest values from its own parts.
+    """
+    from megatron.extras.float8 import products
+
+    with nullcontext() if shared else mock.patch.object(products, "_share_largest"):
+        return [train_case(case) for case in cases]
+
+
+def train_case(case: str) -> Any:
+    """Train one case. See `train_cases`."""
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
@@ -120,19 +136,16 @@ def train_cases(cases: Sequence[str]) -> Any:
     from megatron.run.start.setup import build_timers, divide_ranks, start_run
 
     world = read_launcher_world()
-    ranks = None
-    results = []
-    for case in cases:
-        loaded = load_config(case.split())
-        ranks = ranks or join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
-        timers = build_timers(world)
-        mesh = divide_ranks(job.plan, ranks, world, timers)
-        run = start_run(loaded, job, mesh, timers, None)
-        results.append(train(run))
-        run.reporter.close()
-        run.sources.close()
-    return results
+    loaded = load_config(case.split())
+    ranks = join_ranks(loaded, world)
+    job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+    timers = build_timers(world)
+    mesh = divide_ranks(job.plan, ranks, world, timers)
+    run = start_run(loaded, job, mesh, timers, None)
+    result = train(run)
+    run.reporter.close()
+    run.sources.close()
+    return result
 
 
 def train(run: "Run") -> Any:
@@ -260,7 +273,7 @@ def join(of_ranks: Sequence[Any]) -> Result:
     return Result(steps, loss, largest, values, weights)
 
 
-Train = Callable[[int, str], list[Result]]
+Train = Callable[..., list[Result]]
 
 
 @pytest.fixture(scope="module")
@@ -269,17 +282,17 @@ def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPat
     cache = tmp_path_factory.mktemp("cache")
     alone: dict[str, list[Result]] = {}
 
-    def run(ranks: int, flags: str) -> list[Result]:
+    def run(ranks: int, flags: str, *, shared: bool = True) -> list[Result]:
         if ranks > 1:
-            return launch(ranks, flags)
+            return launch(ranks, flags, shared)
         if flags not in alone:
-            alone[flags] = launch(ranks, flags)
+            alone[flags] = launch(ranks, flags, shared)
         return alone[flags]
 
-    def launch(ranks: int, flags: str) -> list[Result]:
+    def launch(ranks: int, flags: str, shared: bool) -> list[Result]:
         paths = f"--data-path {corpus} --data-cache-path {cache}"
         cases = [f"{MODEL} {paths} {recipe} {flags}" for recipe in RECIPES.values()]
-        outcomes = pool.run(ranks, train_cases, cases)
+        outcomes = pool.run(ranks, train_cases, cases, shared)
         succeed(outcomes)
         return [join([each.value[case] for each in outcomes]) for case in range(len(cases))]
 
@@ -300,8 +313,18 @@ def test_layouts_equal_one_process(layout: Layout, train_world: Train) -> None:
         compare(found, expected, recipe)
 
 
+@pytest.mark.full
+def test_ranks_that_do_not_share_the_largest_values_differ(train_world: Train) -> None:
+    """The comparison finds what this design prevents."""
+    expected = train_world(1, "")
+    found = train_world(2, TP2, shared=False)
+    for recipe, ours, theirs in zip(RECIPES, found, expected, strict=True):
+        with pytest.raises(AssertionError):
+            compare(ours, theirs, recipe)
+
+
 def compare(found: Result, expected: Result, recipe: str) -> None:
-    """Check that scales are equal, roundings are, and losses and norms are close."""
+    """Check that scales are equal, few roundings flip, and losses and norms are close."""
     assert found.weights == expected.weights
     assert found.largest.keys() == expected.largest.keys()
     values = flipped = 0

@@ -1,5 +1,6 @@
 """The engine of the core, with linear layers of the transformer layers in float8."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -12,6 +13,7 @@ from megatron.extras.float8.products import Float8Products, SharedPair
 from megatron.extras.float8.recipe import MULTIPLE, Recipe, fits_float8, list_float8_layers
 from megatron.extras.float8.weight_scales import WeightMaxima, WeightScale
 from megatron.model.block import Block
+from megatron.parallel.grid import Grid
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     ParameterSpec,
@@ -52,6 +54,7 @@ class Float8Engine(NativeEngine):
         self._start = precision.fp8_start_iteration
         self._iteration = 0
         """The latest iteration of this launch."""
+        self._scale = 1.0
         groups = list(self._list_groups())
         self._skipped = {
             weight.path: weight.shape
@@ -101,7 +104,10 @@ class Float8Engine(NativeEngine):
             shared_pair=_find_shared_pair(group[0].layer),
         )
 
-    def _prepare_step(self, iteration: int | None) -> None:
+    def _get_scale(self) -> float:
+        return self._scale
+
+    def _prepare_step(self, iteration: int | None, microbatches: int) -> None:
         if iteration is None:
             # Before the first step of a launch, the updates tell how far the run is.
             iteration = max(self._iteration, self._get_step_count())
@@ -109,7 +115,9 @@ class Float8Engine(NativeEngine):
         on = iteration >= self._start
         for layer, products in self._products:
             layer.products = products if on else None
+        self._scale = 1.0
         if on:
+            self._scale = _choose_loss_scale(microbatches, self._mesh.grid)
             self._maxima.refresh()
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
@@ -128,6 +136,21 @@ class Float8Engine(NativeEngine):
             names = ", ".join(f"{path} {list(shape)}" for path, shape in self._skipped.items())
             why += f"; not in float8, because a size is no multiple of {MULTIPLE}: {names}"
         return f"{recipe.format}, {scales}, {how}", why
+
+
+def _choose_loss_scale(microbatches: int, grid: Grid) -> float:
+    """Return the loss scale with which the gradients of activations do not depend on the layout.
+
+    Without a scale, the gradients that a rank rounds have the factor 1 / its microbatches, and the
+    average over data-parallel ranks supplies the rest. With three ranks they would be three times
+    as large, and rounded in another way. With this scale, the factor is a power of two that depends
+    on the microbatches of all ranks.
+
+    A context-parallel rank's loss is the mean over its own tokens. It is divided by the number of
+    such ranks, so that each token has the weight that it has in one process.
+    """
+    factor = 2.0 ** -math.ceil(math.log2(microbatches * grid.data)) / grid.context
+    return factor * microbatches
 
 
 def _list_paths(block: Block) -> list[tuple[str, ...]]:
