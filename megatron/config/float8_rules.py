@@ -25,6 +25,11 @@ def check_float8(settings: ConfigWithOrigin) -> Iterator[str]:
             f"{settings.describe('kernels.gradient_accumulation_fusion')} needs --fp8-recipe "
             "rowwise: a float8 product has no result in fp32 to add; use it, or leave out the flag."
         )
+    if settings.config.parallel.deepspeed:
+        yield (
+            f"{flag} cannot be combined with --deepspeed: float8 runs in the native engine only; "
+            "give one of them."
+        )
     left_out = precision.num_layers_at_start_in_bf16 + precision.num_layers_at_end_in_bf16
     layers = settings.config.model.num_layers
     if precision.first_last_layers_bf16 and left_out >= layers:

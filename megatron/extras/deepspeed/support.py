@@ -45,11 +45,6 @@ def list_unsupported(plan: Plan) -> list[str]:
         problems.append(
             "--use-torch-compile is not tested with DeepSpeed; remove this flag or --deepspeed"
         )
-    if config.precision.fp8_format is not None:
-        problems.append(
-            f"--fp8-format {config.precision.fp8_format}: float8 runs in the native engine only; "
-            "remove this flag or --deepspeed"
-        )
     path = parallel.deepspeed_config
     # The engine sets the accumulation steps itself. A different number in the file would be ignored
     # without a message.
