@@ -66,6 +66,7 @@ MISSING = {
     "--dataset-format parquet": "sources",
     "--deepspeed": "deepspeed",
     "--eval-tasks lambada": "scoring",
+    "--fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate": "float8",
     "--hf-export-interval 10": "convert",
     "--memory-snapshot": "profiling",
     "--profile-iterations 2-3": "profiling",

@@ -23,6 +23,7 @@ from megatron.engine import muon
 from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.optimizer import MOMENT_DTYPES
 from megatron.engine.sharding import STAGES
+from megatron.extras.float8.recipe import GRADIENTS, ROWWISE
 from megatron.extras.generate.token_positions import TokenPositions
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.tensors import measure_tensors
@@ -213,6 +214,8 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         lambda value: STRATEGY_STAGES[value],
         lambda value: resolve(with_changes(parallel={"sharding_strategy": value}), 1),
     ],
+    "precision.fp8_format": [lambda value: GRADIENTS[value]],
+    "precision.fp8_recipe": [lambda value: ROWWISE[value]],
     "logging.log_format": [lambda value: LINE_FORMATS[value]],
     "logging.tracker": [lambda value: TRACKERS[value]],
     "loss.loss_mean": [

@@ -65,6 +65,10 @@ def choose_engine(config: Config) -> EngineKind:
         from megatron.extras.deepspeed.kind import DEEPSPEED
 
         kind = DEEPSPEED
+    elif config.precision.fp8_format is not None:
+        from megatron.extras.float8.kind import FLOAT8
+
+        kind = FLOAT8
     return add_kernels(kind, config.kernels)
 
 

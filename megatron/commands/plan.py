@@ -245,6 +245,17 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
             return _report_failure(ConfigError(show(str(failure))), options, source)
 
 
+def _warn_of_float8(plan: Plan) -> list[str]:
+    """Warn that a run with float8 is planned as one in bf16."""
+    kind = plan.config.precision.fp8_format
+    if kind is None:
+        return []
+    return [
+        f"--fp8-format {kind}: times, memory and the dry run are those of bf16, because float8 is "
+        "not predicted yet."
+    ]
+
+
 def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[str], str]) -> int:
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
@@ -290,6 +301,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         warnings.append(
             f"planned here, but {kind.flag or kind.name} does not support it: {'; '.join(refused)}."
         )
+    warnings += _warn_of_float8(plan)
     uses = find_training_data(plan)
     # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.

@@ -5,9 +5,9 @@ Master weights and gradient accumulation over microbatches are always fp32. So a
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from megatron.config.interval import POSITIVE
+from megatron.config.interval import NOT_NEGATIVE, POSITIVE
 
 
 @dataclass(frozen=True)
@@ -31,3 +31,23 @@ class PrecisionConfig:
     hysteresis: int = 2
     """Number of the overflow, counted since the scale last doubled, at which the dynamic scale
     starts to halve. With 2, the first overflow leaves the scale as it is."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Multiply in float8 in the linear layers of transformer layers: in e4m3 only, or with
+    gradients in e5m2 (hybrid). It needs --bf16, --fp8-recipe, torchao, and GPUs of the Ada or
+    Hopper generation or later. Weights, sums, norms, embedding and output layer stay as they are.
+    The numbers do not depend on the layout. It has not run on a GPU yet."""
+    fp8_recipe: Literal["tensorwise", "rowwise"] | None = None
+    """What shares a scale of --fp8-format: a tensor, or a token and a row of a weight. Scales are
+    powers of two. With tensorwise all three products of a layer are in float8. With rowwise the
+    gradients of weights are not, which costs time and keeps digits."""
+    fp8_start_iteration: int = 1
+    """The first iteration in float8. Those before it are in bf16."""
+    fp8_emulate: bool = False
+    """Multiply the values of float8 in the dtype of the computation. It needs no GPU with float8,
+    and is slower than a run without --fp8-format."""
+    first_last_layers_bf16: bool = False
+    """Leave the first and the last transformer layers out of float8."""
+    num_layers_at_start_in_bf16: Annotated[int, NOT_NEGATIVE] = 1
+    """Number of first layers that --first-last-layers-bf16 leaves out of float8."""
+    num_layers_at_end_in_bf16: Annotated[int, NOT_NEGATIVE] = 1
+    """Number of last layers that --first-last-layers-bf16 leaves out of float8."""

@@ -28,6 +28,7 @@ from megatron.config.data_rules import (
 )
 from megatron.config.declared_rules import OneOf, Requires
 from megatron.config.fields import all_fields
+from megatron.config.float8_rules import check_float8
 from megatron.config.kernel_rules import (
     check_attention_backend,
     check_gradient_accumulation_fusion,
@@ -418,6 +419,7 @@ ERRORS: tuple[Rule, ...] = (
     check_varlen_attention,
     check_gradient_accumulation_fusion,
     check_profile,
+    check_float8,
 )
 """All rules whose failure is an error, in the order in which their messages are reported."""
 

@@ -350,6 +350,19 @@ WARNINGS: tuple[Callable[[ConfigWithOrigin], Iterator[str]], ...] = (
         lambda config: find_requesting_field(config) is None,
         ("logging.profile_ranks", "logging.profile_dir"),
     ),
+    NoEffect(
+        "without --fp8-format",
+        lambda config: config.precision.fp8_format is None,
+        (
+            *("precision.fp8_recipe", "precision.fp8_start_iteration", "precision.fp8_emulate"),
+            "precision.first_last_layers_bf16",
+        ),
+    ),
+    NoEffect(
+        "without --first-last-layers-bf16",
+        lambda config: not config.precision.first_last_layers_bf16,
+        ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"),
+    ),
     warn_layer_statistics_without_file,
     warn_fusion_with_shared_groups,
 )

@@ -136,6 +136,7 @@ class NativeEngine(EngineBase):
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
             stage.train()
+        self._prepare_step(iteration, len(microbatches))
         scale = self._get_scale()
         recorder = None
         if with_layer_statistics:
@@ -157,9 +158,18 @@ class NativeEngine(EngineBase):
                 stage.zero_grad(set_to_none=True)
         return result
 
+    def _prepare_step(self, iteration: int | None, microbatches: int) -> None:
+        """Prepare the layers for the weights of this step. A subclass may need it.
+
+        Args:
+            iteration: The 1-based iteration, or None for an evaluation.
+            microbatches: This rank's number of microbatches.
+        """
+
     def _evaluate(self, inputs: list[Inputs]) -> float:
         for stage in self.stages:
             stage.eval()
+        self._prepare_step(None, len(inputs))
         with torch.no_grad():
             loss = self.runner.run(inputs, 1.0, train=False)
         return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]

@@ -133,6 +133,8 @@ class MLP(nn.Module):
             [(self.up.weight, self.up.bias), (self.gate.weight, self.gate.bias)],
             self.tp,
             numbers=list_numbers(self.up, self.gate),
+            # Those of both matrices, because their input is the same.
+            products=self.up.products,
         )
         if self.operators.apply_gate is not None and self.glu_activation is not None:
             return self.down(self.operators.apply_gate(gate, up, self.glu_activation))

@@ -26,8 +26,14 @@ from megatron.parallel.torch_private import find_varlen_operator
 
 _ATEN = torch.ops.aten
 _OPERATORS = {
-    # Linear layers call these two. Attention without a kernel calls the third.
-    "matmul": (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default),
+    # Linear layers call the first two, and with float8 the last. Attention without a kernel calls
+    # the third.
+    "matmul": (
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN._scaled_mm.default,
+    ),
     "attention": (
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_efficient_attention.default,

@@ -27,6 +27,7 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.products import Products
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
 ALONE = TensorParallel()
@@ -41,6 +42,7 @@ def apply_entered_linears(
     tp: TensorParallel,
     *,
     numbers: Sequence[Tensor] = (),
+    products: Products | None = None,
 ) -> tuple[Tensor, ...]:
     """Enter a tensor-parallel region, and apply linear layers to the same input.
 
@@ -50,27 +52,39 @@ def apply_entered_linears(
         tp: The tensor-parallel ranks.
         numbers: What `number_layer` returned for each layer. The weights' gradients are then added
             up in fp32, as `add_to_gradient` does it, and the weights are leaves in 16 bits.
+        products: Computes the products in another number format. It is for eager execution.
 
     Returns:
         The output of each layer, [s, b, out/t].
     """
-    if not numbers and tp.size == 1:
+    if not numbers and products is None and tp.size == 1:
         return tuple(F.linear(x, weight, bias) for weight, bias in layers)
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers]
     if not torch.compiler.is_compiling():
-        return _EnteredLinears.apply(x, tp, bool(numbers), *weights, *biases)
+        return _EnteredLinears.apply(x, tp, bool(numbers), products, *weights, *biases)
+    assert products is None, "another number format is not compiled"
     present = [bias for bias in biases if bias is not None]
     assert len(present) in (0, len(biases)), "in a graph, all layers have a bias or none has one"
     return tuple(_entered_linears(x, weights, present, list(numbers), _name_region(tp)))
 
 
 def _multiply(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
-) -> list[Tensor]:
-    """Return the output of each layer. The arguments are those of `apply_entered_linears`."""
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    tp: TensorParallel,
+    products: Products | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the output of each layer, and what `products` needs for the backward pass.
+
+    The arguments are those of `apply_entered_linears`.
+    """
     entered = all_gather(x, tp) if tp.sequence_parallel else x
-    return [F.linear(entered, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if products is not None:
+        return products.multiply(entered, weights, biases)
+    layers = zip(weights, biases, strict=True)
+    return [F.linear(entered, weight, bias) for weight, bias in layers], []
 
 
 def _differentiate(
@@ -83,6 +97,8 @@ def _differentiate(
     needs_x: bool,
     need_weights: Sequence[bool],
     need_biases: Sequence[bool],
+    products: Products | None = None,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Compute the gradients of all layers, with communication during the products.
 
@@ -95,16 +111,24 @@ def _differentiate(
         needs_x: Whether the gradient of the input is needed.
         need_weights: Whether the gradient of each weight is needed.
         need_biases: Whether the gradient of each bias is needed.
+        products: Computes the products in another number format.
+        kept: What `products` needs.
 
     Returns:
         The gradient of the input, those of the weights, and those of the biases.
     """
+    rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
+    gradients = None
+    if products is not None:
+        # It may send small messages, which must not wait for the gathering.
+        gradients = products.begin_backward(rows, weights, kept)
     entered = PendingTensor(x)
     if tp.sequence_parallel and any(need_weights):
         entered = begin_all_gather(x, tp)
-    rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
     grad_x = None
-    if needs_x:
+    if needs_x and gradients is not None:
+        grad_x = _begin_sum(gradients.multiply_weights(), x, tp)
+    elif needs_x:
         grad_x = _begin_sum(_multiply_back(rows, weights), x, tp)
     grad_weights: list[Tensor | None] = [None] * len(weights)
     # With two layers, the sum is communicated during both products.
@@ -113,10 +137,12 @@ def _differentiate(
         for number, needed in enumerate(need_weights):
             if not needed:
                 continue
-            if leaves is None:
-                grad_weights[number] = rows[number].t().mm(states)
-            else:
+            if leaves is not None:
                 add_to_gradient(leaves[number], rows[number].t(), states)
+            elif gradients is not None:
+                grad_weights[number] = gradients.multiply_input(number, states)
+            else:
+                grad_weights[number] = rows[number].t().mm(states)
     grad_biases = [
         row.sum(0) if needed else None for row, needed in zip(rows, need_biases, strict=True)
     ]
@@ -128,21 +154,31 @@ class _EnteredLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: TensorParallel, fused: bool, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        tp: TensorParallel,
+        fused: bool,
+        products: Products | None,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights = [weight for weight in parameters[:count] if weight is not None]
         ctx.tp = tp
         # A recomputation unpacks saved tensors as copies, which are not the leaves.
         ctx.leaves = weights if fused else None
+        ctx.products = products
+        ctx.count = count
+        outs, kept = _multiply(x, weights, parameters[count:], tp, products)
         # This is the slice of the sequence, not the gathered input.
-        ctx.save_for_backward(x, *weights)
-        return tuple(_multiply(x, weights, parameters[count:], tp))
+        ctx.save_for_backward(x, *weights, *kept)
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs_x, _, _, *needed = ctx.needs_input_grad
+        x, *saved = ctx.saved_tensors
+        needs_x, _, _, _, *needed = ctx.needs_input_grad
+        count = ctx.count
+        weights = saved[:count]
         grad_x, grad_weights, grad_biases = _differentiate(
             grads,
             x,
@@ -150,10 +186,12 @@ class _EnteredLinears(torch.autograd.Function):
             ctx.tp,
             leaves=ctx.leaves,
             needs_x=needs_x,
-            need_weights=needed[: len(weights)],
-            need_biases=needed[len(weights) :],
+            need_weights=needed[:count],
+            need_biases=needed[count:],
+            products=ctx.products,
+            kept=saved[count:],
         )
-        return grad_x, None, None, *grad_weights, *grad_biases
+        return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
 def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -200,7 +238,8 @@ def run_forward(
     region: str,
 ) -> list[Tensor]:
     """Compute the forward operator. See `apply_entered_linears`. No bias: `biases` is empty."""
-    return _multiply(x, weights, biases or [None] * len(weights), _regions[region])
+    outs, _ = _multiply(x, weights, biases or [None] * len(weights), _regions[region])
+    return outs
 
 
 def run_backward(

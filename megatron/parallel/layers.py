@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron.parallel.collectives import leave_tensor_parallel
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.products import Products
 
 
 class Init(Enum):
@@ -162,6 +163,8 @@ class ColumnParallelLinear(nn.Module):
 
         See `weight_gradient.py`.
         """
+        self.products: Products | None = None
+        """Computes the products in another number format. See `products.py`."""
         local = split_evenly(out_features, tp)
         self.weight = make_parameter(
             (local, in_features), ParameterSpec((out_features, in_features), init, shard_dim=0)
@@ -175,7 +178,11 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t]."""
         (out,) = apply_entered_linears(
-            x, [(self.weight, self.bias)], self.tp, numbers=list_numbers(self)
+            x,
+            [(self.weight, self.bias)],
+            self.tp,
+            numbers=list_numbers(self),
+            products=self.products,
         )
         return out
 
@@ -215,6 +222,8 @@ class SharedGroupsLinear(nn.Module):
         """
         super().__init__()
         self.tp = tp
+        self.products: Products | None = None
+        """Computes the products in another number format. See `products.py`."""
         ranks_of_group, rest = divmod(tp.size, groups)
         assert rest == 0, f"{groups} query groups do not divide {tp.size} ranks"
         group, member = divmod(tp.rank, ranks_of_group)
@@ -257,7 +266,7 @@ class SharedGroupsLinear(nn.Module):
         bias = None
         if self.bias is not None and self.shared_bias is not None:
             bias = torch.cat((self.bias, self.shared_bias[self.own_pair]))
-        (out,) = apply_entered_linears(x, [(weight, bias)], self.tp)
+        (out,) = apply_entered_linears(x, [(weight, bias)], self.tp, products=self.products)
         return out
 
 
@@ -285,6 +294,8 @@ class RowParallelLinear(nn.Module):
 
         See `weight_gradient.py`.
         """
+        self.products: Products | None = None
+        """Computes the products in another number format. See `products.py`."""
         local = split_evenly(in_features, tp)
         self.weight = make_parameter(
             (out_features, local), ParameterSpec((out_features, in_features), init, shard_dim=1)
@@ -306,7 +317,13 @@ class RowParallelLinear(nn.Module):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return this rank's product [s, b, out]."""
         # The input is sharded already, so no communication belongs to this product.
-        (out,) = apply_entered_linears(x, [(self.weight, bias)], ALONE, numbers=list_numbers(self))
+        (out,) = apply_entered_linears(
+            x,
+            [(self.weight, bias)],
+            ALONE,
+            numbers=list_numbers(self),
+            products=self.products,
+        )
         return out
 
 

@@ -301,6 +301,7 @@ def check_parts(config: Config, parts: Parts) -> None:
             (True, parts.engine, flag.removeprefix("--"), "kernels")
             for flag in config.kernels.fusion_flags
         ),
+        (config.precision.fp8_format, parts.engine, "fp8-format", "float8"),
         (config.data.dataset_format, parts.load_source, "dataset-format", "sources"),
         (config.guard.is_on, parts.load_guard, "spike-guard", "guard"),
         (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),

@@ -254,7 +254,6 @@ REFUSED_CHOICES = {
         "--weight-decay-incr-style": ["linear", "cosine"],
         "--distributed-backend": ["ccl", "hccl"],
         "--DDP-impl": ["FSDP"],
-        "--fp8-amax-compute-algo": ["most_recent", "max"],
         "--bert-embedder-type": ["megatron", "huggingface"],
         "--vision-pretraining-type": ["classify", "inpaint", "dino"],
         "--vision-backbone-type": ["vit", "mit", "swin"],
@@ -262,9 +261,7 @@ REFUSED_CHOICES = {
         "--mask-type": ["random", "row"],
     },
     "megatron_lm": {
-        "--fp8-format": ["e4m3", "hybrid"],
-        "--fp8-amax-compute-algo": ["most_recent", "max"],
-        "--fp8-recipe": ["tensorwise", "delayed", "mxfp8", "blockwise"],
+        "--fp8-recipe": ["delayed", "mxfp8", "blockwise"],
         "--fp4-format": ["e2m1"],
         "--fp4-recipe": ["nvfp4"],
         "--bert-embedder-type": ["megatron", "huggingface"],
@@ -633,11 +630,9 @@ def test_a_family_covers_flags_without_a_row():
 
 
 def test_refusals_with_one_reason_are_one_message_and_come_first():
-    error = error_of(
-        "--unknown-flag", "--fp8-format", "hybrid", "--num-experts", "8", "--fp8-wgrad"
-    )
+    error = error_of("--unknown-flag", "--fp4-format", "e2m1", "--num-experts", "8", "--fp4-wgrad")
     first, second, third = error.splitlines()[1:]
-    assert "--fp8-format hybrid, --fp8-wgrad are not possible here: fp8 is" in first
+    assert "--fp4-format e2m1, --fp4-wgrad are not possible here: fp4 is" in first
     assert "--num-experts 8 is not possible here" in second
     assert "unknown flag --unknown-flag" in third
 

@@ -56,7 +56,7 @@ MINIMAL = shlex.split(
 # What a reason says is missing here -> the fields that would contradict it.
 ABSENT = {
     "mixtures? of experts": r"expert|moe",
-    "fp8": r"fp8",
+    "fp4": r"fp4",
     "muP": r"\.mup",
     "multi-latent": r"latent",
     "multi-token": r"mtp|multi_token",

@@ -24,7 +24,7 @@ ONE_PROCESS = {"examples/pretrain_gpt.sh"}
 # What each script that is out of scope asks for, as its refusal names it. None: the arguments ask
 # for nothing that is not supported. A dense model in a folder for mixtures of experts is one case.
 OUT_OF_SCOPE = {
-    "examples/llama/train_llama3_8b_h100_fp8.sh": "fp8 is not supported",
+    "examples/llama/train_llama3_8b_h100_fp8.sh": "add --fp8-recipe tensorwise",
     "examples/mixtral/train_mixtral_8x7b_distributed.sh": "there are no mixtures of experts",
     "run_fp16.sh": "--global-batch-size 1",
     "train/tr14-mup/tr14-2B7-grid-search-mup.slurm": "muP is not supported",

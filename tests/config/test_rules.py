@@ -278,6 +278,35 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"gradient_accumulation_fusion": True, "bf16": True, "deepspeed": True},
         "--gradient-accumulation-fusion cannot be combined with --deepspeed",
     ),
+    ({"fp8_format": "hybrid", "bf16": True}, "add --fp8-recipe tensorwise"),
+    (
+        {"fp8_format": "hybrid", "fp8_recipe": "rowwise", "fp16": True, "fp8_emulate": True},
+        "--fp8-format hybrid cannot be combined with --fp16",
+    ),
+    (
+        {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"},
+        "--fp8-format e4m3 needs --bf16: results of float8 products are in bf16",
+    ),
+    (
+        {
+            "fp8_format": "e4m3",
+            "fp8_recipe": "tensorwise",
+            "bf16": True,
+            "gradient_accumulation_fusion": True,
+        },
+        "--gradient-accumulation-fusion needs --fp8-recipe rowwise",
+    ),
+    (
+        {
+            "fp8_format": "e4m3",
+            "fp8_recipe": "tensorwise",
+            "bf16": True,
+            "num_layers": 3,
+            "first_last_layers_bf16": True,
+            "num_layers_at_end_in_bf16": 2,
+        },
+        "--num-layers-at-end-in-bf16 2 leave none of 3 layers for --fp8-format e4m3",
+    ),
     ({"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
     ({"attention_backend": ("flash", "flash")}, "--attention-backend flash flash names a kernel"),
     ({"attention_backend": ()}, "--attention-backend  needs at least one kernel, or auto"),
@@ -389,6 +418,11 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
             "tensor_model_parallel_size": 4,
         },
         "--gradient-accumulation-fusion leaves out the projection to queries, keys and values",
+    ),
+    ({"fp8_recipe": "rowwise"}, "--fp8-recipe rowwise has no effect without --fp8-format."),
+    (
+        {"num_layers_at_start_in_bf16": 2},
+        "--num-layers-at-start-in-bf16 2 has no effect without --first-last-layers-bf16.",
     ),
     (
         {"profile_ranks": (0, 3)},

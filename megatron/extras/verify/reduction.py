@@ -488,6 +488,8 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
         # A loss scale of 2^32 would drop all steps that are compared.
         "precision.initial_loss_scale": min(original.precision.initial_loss_scale, 2.0**10),
         "precision.hysteresis": 1,
+        # The copy runs on CPUs.
+        "precision.fp8_emulate": original.precision.fp8_format is not None,
     }
     return replace_values(reduction.plan.config, values)
 

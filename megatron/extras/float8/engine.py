@@ -1,0 +1,215 @@
+"""The engine of the core, with linear layers of the transformer layers in float8."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from megatron.base.errors import ConfigError
+from megatron.engine.native import NativeEngine
+from megatron.extras.float8.products import Float8Products, SharedPair
+from megatron.extras.float8.recipe import MULTIPLE, Recipe, fits_float8, list_float8_layers
+from megatron.extras.float8.weight_scales import WeightMaxima, WeightScale
+from megatron.model.block import Block
+from megatron.parallel.grid import Grid
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    ParameterSpec,
+    Piece,
+    RowParallelLinear,
+    SharedGroupsLinear,
+)
+from megatron.parallel.mesh import ParallelGroup
+
+Linear = ColumnParallelLinear | RowParallelLinear | SharedGroupsLinear
+_CAPABILITY = {False: (8, 9), True: (9, 0)}
+"""Whether each row has a scale -> the oldest GPUs with such products."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The weight of a linear layer of this rank."""
+
+    layer: Linear
+    path: str
+    """The name of the layer in its block."""
+    name: str
+    """The name of the weight in the complete model."""
+    shape: tuple[int, ...]
+    """The shape in the complete model."""
+    pieces: tuple[Piece, ...]
+    """The rows of the complete weight that this rank multiplies with."""
+
+
+class Float8Engine(NativeEngine):
+    """An `Engine` whose transformer layers multiply in float8."""
+
+    def _build(self) -> None:
+        super()._build()
+        precision = self._plan.config.precision
+        self._recipe = Recipe.from_config(precision)
+        _check_device(self._mesh.device, self._recipe)
+        self._start = precision.fp8_start_iteration
+        self._iteration = 0
+        """The latest iteration of this launch."""
+        self._scale = 1.0
+        groups = list(self._list_groups())
+        self._skipped = {
+            weight.path: weight.shape
+            for group in groups
+            for weight in group
+            if not fits_float8(weight.shape)
+        }
+        used = [group for group in groups if fits_float8(group[0].shape)]
+        rowwise = self._recipe.rowwise
+        self._maxima = WeightMaxima(
+            {w.name: w.shape[0] if rowwise else 1 for group in used for w in group},
+            self._masters,
+            dtype=self._dtype,
+            device=self._mesh.device,
+            group=self._mesh.build_stage_group(),
+            comm_timer=self._mesh.tensor_parallel.comm_timer,
+        )
+        self._products = [(group[0].layer, self._make_products(group)) for group in used]
+
+    def _list_groups(self) -> Iterator[list[_Weight]]:
+        """Yield the weights in float8 of this rank. Those of a list have the same input."""
+        numbers = list_float8_layers(self._plan.config)
+        for stage in self._rank_stages:
+            for number, block in stage.model.get_blocks().items():
+                if number in numbers:
+                    for paths in _list_paths(block):
+                        yield [_read_weight(block, number, it, stage.specs) for it in paths]
+
+    def _make_products(self, group: list[_Weight]) -> Float8Products:
+        """Return the products of layers with the same input."""
+        tensor, context = self._mesh.tensor_parallel, self._mesh.context_parallel
+        # A rank has some of the input's channels of a row-parallel layer, and some of the output's
+        # channels of a column-parallel one.
+        row_parallel = isinstance(group[0].layer, RowParallelLinear)
+        # A token is on one context-parallel rank.
+        shared: tuple[ParallelGroup, ...] = () if self._recipe.rowwise else (context,)
+        sharded: tuple[ParallelGroup, ...] = (tensor, *shared)
+        scales = [
+            WeightScale(self._maxima.find(it.name), it.pieces if self._recipe.rowwise else ())
+            for it in group
+        ]
+        return Float8Products(
+            self._recipe,
+            tuple(scales),
+            input_groups=sharded if row_parallel else shared,
+            gradient_groups=shared if row_parallel else sharded,
+            shared_pair=_find_shared_pair(group[0].layer),
+        )
+
+    def _get_scale(self) -> float:
+        return self._scale
+
+    def _prepare_step(self, iteration: int | None, microbatches: int) -> None:
+        if iteration is None:
+            # Before the first step of a launch, the updates tell how far the run is.
+            iteration = max(self._iteration, self._get_step_count())
+        self._iteration = iteration
+        on = iteration >= self._start
+        for layer, products in self._products:
+            layer.products = products if on else None
+        self._scale = 1.0
+        if on:
+            self._scale = _choose_loss_scale(microbatches, self._mesh.grid)
+            self._maxima.refresh()
+
+    def describe_choices(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the table printed at start. See `Engine.describe_choices`."""
+        return [*super().describe_choices(), ("float8", *self._describe_float8())]
+
+    def _describe_float8(self) -> tuple[str, str]:
+        recipe = self._recipe
+        scales = "rowwise" if recipe.rowwise else "tensorwise"
+        how = "emulated" if recipe.emulated else "torch._scaled_mm"
+        numbers = list_float8_layers(self._plan.config)
+        why = f"transformer layers {numbers.start + 1} to {numbers.stop}"
+        if self._start > 1:
+            why += f", from iteration {self._start} on"
+        if self._skipped:
+            names = ", ".join(f"{path} {list(shape)}" for path, shape in self._skipped.items())
+            why += f"; not in float8, because a size is no multiple of {MULTIPLE}: {names}"
+        return f"{recipe.format}, {scales}, {how}", why
+
+
+def _choose_loss_scale(microbatches: int, grid: Grid) -> float:
+    """Return the loss scale with which the gradients of activations do not depend on the layout.
+
+    Without a scale, the gradients that a rank rounds have the factor 1 / its microbatches, and the
+    average over data-parallel ranks supplies the rest. With three ranks they would be three times
+    as large, and rounded in another way. With this scale, the factor is a power of two that depends
+    on the microbatches of all ranks.
+
+    A context-parallel rank's loss is the mean over its own tokens. It is divided by the number of
+    such ranks, so that each token has the weight that it has in one process.
+    """
+    factor = 2.0 ** -math.ceil(math.log2(microbatches * grid.data)) / grid.context
+    return factor * microbatches
+
+
+def _list_paths(block: Block) -> list[tuple[str, ...]]:
+    """Return the linear layers of a block. Those of a tuple have the same input."""
+    first = ("mlp.up",) if block.mlp.gate is None else ("mlp.up", "mlp.gate")
+    return [("attention.qkv",), ("attention.out",), first, ("mlp.down",)]
+
+
+def _read_weight(
+    block: Block, number: int, path: str, specs: Mapping[str, ParameterSpec]
+) -> _Weight:
+    """Return the weight of a layer. `specs` has those of the stage by their names."""
+    layer = cast(Linear, block.get_submodule(path))
+    prefix = f"blocks.{number}.{path}."
+    name = f"{prefix}weight"
+    spec = specs[name]
+    if isinstance(layer, SharedGroupsLinear):
+        shared = specs[f"{prefix}shared_weight"]
+        pair = layer.own_pair
+        queries = spec.shape[0]
+        pieces = (
+            *spec.locate_rows(0, queries),
+            *shared.locate_rows(pair.start, pair.stop - pair.start),
+        )
+    elif isinstance(layer, ColumnParallelLinear):
+        rows = spec.shape[0] // layer.tp.size
+        pieces = (Piece(0, layer.tp.rank * rows, rows),)
+    else:
+        pieces = (Piece(0, 0, spec.shape[0]),)
+    return _Weight(layer, path, name, spec.shape, pieces)
+
+
+def _find_shared_pair(layer: Linear) -> SharedPair | None:
+    """Return what the tensor-parallel ranks share of a layer's outputs, if anything."""
+    if not isinstance(layer, SharedGroupsLinear):
+        return None
+    width = layer.own_pair.stop - layer.own_pair.start
+    groups = len(layer.shared_weight) // width
+    return SharedPair(layer.tp, layer.own_pair.start // width, groups, width)
+
+
+def _check_device(device: torch.device, recipe: Recipe) -> None:
+    """Refuse a device that has no float8 products.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if recipe.emulated:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--fp8-format {recipe.format}: a {device.type} has no float8 products; add "
+            "--fp8-emulate to compute the same numbers slowly, or leave out --fp8-format"
+        )
+    needed = _CAPABILITY[recipe.rowwise]
+    found = torch.cuda.get_device_capability(device)
+    if found < needed:
+        raise ConfigError(
+            f"--fp8-format {recipe.format}: {torch.cuda.get_device_name(device)} has compute "
+            f"capability {found[0]}.{found[1]}, and these float8 products need "
+            f"{needed[0]}.{needed[1]}; leave out --fp8-format"
+        )

@@ -1,0 +1,37 @@
+"""The kind of the engine with float8, for --fp8-format. This module imports no torch."""
+
+from importlib.util import find_spec
+
+from megatron.base.errors import ConfigError
+from megatron.engine.kind import BuildEngine, EngineKind
+from megatron.plan.plan import Plan
+
+
+def _load(device_type: str) -> BuildEngine:
+    """Import the engine. This takes seconds.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            "--fp8-format needs torchao, which is not installed; install it with "
+            'pip install "megatron-3d[fp8]", or leave out --fp8-format'
+        )
+    from megatron.extras.float8.engine import Float8Engine
+
+    return Float8Engine
+
+
+def _list_unsupported(plan: Plan) -> list[str]:
+    """Return a line for each setting that does not run with float8."""
+    problems = []
+    if plan.config.kernels.use_torch_compile:
+        problems.append(
+            "--use-torch-compile: the messages between ranks are not part of its graphs yet; "
+            "remove one of the two flags"
+        )
+    return problems
+
+
+FLOAT8 = EngineKind("float8", _load, flag="--fp8-format", list_unsupported=_list_unsupported)

@@ -1,0 +1,170 @@
+"""The three products of linear layers in float8, with scales that do not depend on the layout.
+
+The largest value of a tensor comes from the complete tensor, also if ranks hold parts of it. So
+each rank rounds its part as one process would round the complete tensor.
+
+| operand                          | tensorwise            | rowwise               |
+|----------------------------------|-----------------------|-----------------------|
+| weights                          | one message a step    | one message a step    |
+| input, column-parallel           | no message            | no message            |
+| input, row-parallel              | tensor-parallel ranks | tensor-parallel ranks |
+| output gradient, column-parallel | tensor-parallel ranks | tensor-parallel ranks |
+| output gradient, row-parallel    | no message            | no message            |
+
+If ranks share query groups, each has the gradients of keys and values from its own queries. They
+are added up before they are rounded (`SharedPair`).
+
+Context-parallel ranks hold parts of every activation, so `tensorwise` has a message among them for
+each. A row of `rowwise` is a token, which one context-parallel rank has.
+
+With `tensorwise`, all three products have operands in float8. With `rowwise`, a weight's gradient
+would need scales along the tokens, so it is computed from operands that are not rounded. The
+input's gradient has one scale for the complete weight there (torchao's `rowwise_with_gw_hp`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.extras.float8.recipe import GRADIENTS, Recipe
+from megatron.extras.float8.rounding import (
+    Rounded,
+    find_largest,
+    multiply_rounded,
+    round_to_float8,
+)
+from megatron.extras.float8.weight_scales import WeightScale
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.mesh import ParallelGroup, TensorParallel
+from megatron.parallel.products import GradientProducts
+
+_FORWARD = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class SharedPair:
+    """A key and a value that several tensor-parallel ranks compute, for their own queries."""
+
+    tp: TensorParallel
+    group: int
+    """The number of the query group."""
+    groups: int
+    width: int
+    """Width of a key and a value together."""
+
+    def add_up(self, rows: Tensor) -> Tensor:
+        """Return the gradients of queries, key and value, [n, out/t], complete on one rank only.
+
+        The first of the ranks that share the group gets the sum of key and value, and the others
+        get zeros. So the sum over the ranks stays the same, and the rounded values are those of
+        one process.
+        """
+        every = rows.new_zeros(len(rows), self.groups, self.width)
+        every[:, self.group] = rows[:, -self.width :]
+        all_reduce(every, self.tp)
+        if self.tp.rank % (self.tp.size // self.groups):
+            every.zero_()
+        return torch.cat((rows[:, : -self.width], every[:, self.group]), dim=1)
+
+
+@dataclass(frozen=True)
+class Float8Products:
+    """Computes the products of layers that have the same input. See `Products`."""
+
+    recipe: Recipe
+    scales: tuple[WeightScale, ...]
+    """Those of the layers' weights."""
+    input_groups: tuple[ParallelGroup, ...]
+    """Groups whose ranks hold parts of what shares a scale in the input."""
+    gradient_groups: tuple[ParallelGroup, ...]
+    """The same for the outputs' gradients."""
+    shared_pair: SharedPair | None = None
+
+    def multiply(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Compute the outputs. See `Products.multiply`."""
+        rows = x.reshape(-1, x.shape[-1])
+        largest = find_largest(rows, by_row=self.recipe.rowwise)
+        _share_largest(largest, self.input_groups)
+        rounded = round_to_float8(rows, largest, _FORWARD)
+        outs = []
+        for weight, scale, bias in zip(weights, self.scales, biases, strict=True):
+            matrix = round_to_float8(weight, scale.get_largest(), _FORWARD)
+            out = multiply_rounded(
+                rounded, matrix.t(), x.dtype, emulated=self.recipe.emulated, fast=True
+            )
+            if bias is not None:
+                out = out + bias
+            outs.append(out.view(*x.shape[:-1], -1))
+        return outs, [] if self.recipe.rowwise else [largest]
+
+    def begin_backward(
+        self, rows: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]
+    ) -> GradientProducts:
+        """Return the products of the backward pass. See `Products.begin_backward`."""
+        rowwise = self.recipe.rowwise
+        if self.shared_pair is not None:
+            rows = [self.shared_pair.add_up(row) for row in rows]
+        largest = torch.stack([find_largest(row, by_row=rowwise) for row in rows])
+        _share_largest(largest, self.gradient_groups)
+        dtype = getattr(torch, GRADIENTS[self.recipe.format])
+        rounded = [
+            round_to_float8(row, number, dtype)
+            for row, number in zip(rows, largest.unbind(), strict=True)
+        ]
+        return _Gradients(self, rows, rounded, weights, None if rowwise else kept[0])
+
+
+class _Gradients:
+    """The products of one backward pass. See `GradientProducts`."""
+
+    def __init__(
+        self,
+        products: Float8Products,
+        rows: Sequence[Tensor],
+        rounded: Sequence[Rounded],
+        weights: Sequence[Tensor],
+        largest_input: Tensor | None,
+    ) -> None:
+        self._products = products
+        self._rows = rows
+        self._rounded = rounded
+        self._weights = weights
+        self._largest_input = largest_input
+        """None: the gradients of weights are not from rounded operands."""
+        self._input: Rounded | None = None
+
+    def multiply_weights(self) -> Tensor:
+        """Return the input's gradient. See `GradientProducts.multiply_weights`."""
+        total: Tensor | None = None
+        layers = zip(self._rounded, self._weights, self._products.scales, strict=True)
+        for rounded, weight, scale in layers:
+            matrix = round_to_float8(weight, scale.get_largest_of_all(), _FORWARD)
+            product = self._multiply(rounded, matrix, weight.dtype)
+            # Each product is rounded before it is added, as in a backward pass without float8.
+            total = product if total is None else total.add_(product)
+        assert total is not None, "there is at least one layer"
+        return total
+
+    def multiply_input(self, number: int, x: Tensor) -> Tensor:
+        """Return a weight's gradient. See `GradientProducts.multiply_input`."""
+        if self._largest_input is None:
+            return self._rows[number].t().mm(x)
+        # Layers with the same input share its copy.
+        if self._input is None:
+            self._input = round_to_float8(x, self._largest_input, _FORWARD)
+        return self._multiply(self._rounded[number].t(), self._input, x.dtype)
+
+    def _multiply(self, a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
+        emulated = self._products.recipe.emulated
+        return multiply_rounded(a, b, dtype, emulated=emulated, fast=False)
+
+
+def _share_largest(largest: Tensor, groups: Sequence[ParallelGroup]) -> None:
+    """Replace the largest values of this rank's parts by those of all parts, in place."""
+    for group in groups:
+        all_reduce(largest, group, dist.ReduceOp.MAX)

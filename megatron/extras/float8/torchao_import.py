@@ -1,0 +1,22 @@
+"""The functions of torchao that float8 needs.
+
+The import takes seconds and logs lines about kernels that are not used here. They are left out.
+"""
+
+import logging
+
+_LOGGERS = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+_levels = [logger.level for logger in _LOGGERS]
+for _logger in _LOGGERS:
+    _logger.setLevel(logging.ERROR)
+try:
+    from torchao.float8.float8_utils import (
+        amax_to_scale,
+        pad_tensor_for_matmul,
+        to_fp8_saturated,
+    )
+finally:
+    for _logger, _level in zip(_LOGGERS, _levels, strict=True):
+        _logger.setLevel(_level)
+
+__all__ = ["amax_to_scale", "pad_tensor_for_matmul", "to_fp8_saturated"]

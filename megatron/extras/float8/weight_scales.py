@@ -1,0 +1,96 @@
+"""The largest values of all weights in float8, which one message a step shares.
+
+Each rank reads them from its shards, before any weight is gathered. Rounding to 16 bits keeps the
+order of numbers. So the largest rounded weight is the largest weight, rounded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.engine.optimizer import MasterParameter
+from megatron.extras.float8.rounding import find_largest
+from megatron.parallel.layers import Piece
+from megatron.parallel.mesh import CommTimer
+
+
+@dataclass(frozen=True)
+class WeightScale:
+    """Where the largest values of a layer's weight are found."""
+
+    values: Tensor
+    """[1], or [rows] of the complete weight, in fp32. It changes at the start of each step."""
+    pieces: tuple[Piece, ...] = ()
+    """This rank's rows, if each row has a scale."""
+
+    def get_largest(self) -> Tensor:
+        """Return the largest values for the forward pass, a scalar or [out/t, 1]."""
+        if not self.pieces:
+            return self.values.max()
+        parts = [self.values[piece.start : piece.start + piece.rows] for piece in self.pieces]
+        return torch.cat(parts).unsqueeze(1)
+
+    def get_largest_of_all(self) -> Tensor:
+        """Return the largest value of the complete weight, a scalar."""
+        return self.values.max()
+
+
+class WeightMaxima:
+    """Computes the largest values of the weights of this rank's stages."""
+
+    def __init__(
+        self,
+        rows: dict[str, int],
+        masters: Sequence[MasterParameter],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        comm_timer: CommTimer,
+    ) -> None:
+        """Reserve the memory.
+
+        Args:
+            rows: Global name of a weight -> its rows if each has a scale, otherwise 1. The order is
+                the same on all ranks of the group.
+            masters: This rank's shards of the weights.
+            dtype: The dtype that the weights are rounded to before float8.
+            device: The device of the shards.
+            group: The ranks that share one copy of the stages, or None for this rank alone.
+            comm_timer: The timer of communication.
+        """
+        self._values = torch.zeros(sum(rows.values()), dtype=torch.float32, device=device)
+        parts = self._values.split(list(rows.values()))
+        self._parts = dict(zip(rows, parts, strict=True))
+        # FSDP2 gives some ranks no row of a weight.
+        self._masters = [m for m in masters if m.name in rows and m.weight.numel()]
+        self._dtype = dtype
+        self._group = group
+        self._comm_timer = comm_timer
+
+    def find(self, name: str) -> Tensor:
+        """Return the values of a weight, which `refresh` writes into."""
+        return self._parts[name]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute the values from the weights. All ranks of the group call it together."""
+        self._values.zero_()
+        for master in self._masters:
+            values = self._parts[master.name]
+            shard = master.weight.data
+            if len(values) == 1:
+                torch.maximum(values, find_largest(shard, by_row=False), out=values)
+                continue
+            largest = find_largest(shard, by_row=True).squeeze(1)
+            for piece in master.spec.locate_rows(master.offset[0], len(shard)):
+                part = values[piece.start : piece.start + piece.rows]
+                own = largest[piece.local : piece.local + piece.rows]
+                torch.maximum(part, own, out=part)
+        self._values.copy_(self._values.to(self._dtype))
+        if self._group is not None:
+            with self._comm_timer():
+                dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group)

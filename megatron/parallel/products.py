@@ -1,0 +1,57 @@
+"""Interface of another number format for the matrix products of linear layers.
+
+A linear layer has three products: its output, its input's gradient and its weight's gradient.
+`entered_linear.py` decides when they are computed, and what is communicated at the same time. An
+object with this interface decides how they are computed. A layer without one multiplies in the
+dtype of its operands.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class GradientProducts(Protocol):
+    """The products of one backward pass through layers that have the same input."""
+
+    def multiply_weights(self) -> Tensor:
+        """Return the gradient of the input from all layers, [n, in], a partial sum of this rank."""
+
+    def multiply_input(self, number: int, x: Tensor) -> Tensor:
+        """Return the gradient of a layer's weight, [out/t, in].
+
+        Args:
+            number: The layer, from 0.
+            x: The input of the layers, [n, in].
+        """
+
+
+class Products(Protocol):
+    """Computes the products of layers that have the same input, for n tokens."""
+
+    def multiply(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Compute the outputs.
+
+        Args:
+            x: [..., in].
+            weights: The weight [out/t, in] of each layer.
+            biases: The bias [out/t] of each layer.
+
+        Returns:
+            The output [..., out/t] of each layer, and what the backward pass needs besides the
+            arguments.
+        """
+
+    def begin_backward(
+        self, rows: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]
+    ) -> GradientProducts:
+        """Return the products of the backward pass.
+
+        Args:
+            rows: The gradient of each layer's output, [n, out/t].
+            weights: The weight [out/t, in] of each layer.
+            kept: What `multiply` returned for the backward pass.
+        """

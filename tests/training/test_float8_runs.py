@@ -1,0 +1,58 @@
+"""Runs with --fp8-format: switches at a resume, the first iteration in float8, and refusals."""
+
+import pytest
+from training.runs import Runner
+
+MODEL = (
+    "--num-layers 3 --num-query-groups 1 --position-embedding-type rotary --glu-activation swiglu "
+    "--ffn-hidden-size 72 --bf16 --micro-batch-size 1"
+)
+FLOAT8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate"
+GRID = "--pipeline-model-parallel-size 2 --zero-stage 3"
+
+
+def numbers(run: Runner) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each iteration."""
+    return [(e["lm_loss"], e["grad_norm"]) for e in run.metrics() if "lm_loss" in e]
+
+
+def test_a_run_switches_at_resumes(run: Runner, other: Runner) -> None:
+    """The switches give the same bits, however the launches are divided."""
+    log = run(f"{MODEL} {FLOAT8} --exit-interval 2")
+    # 72 is no multiple of 16.
+    assert "mlp.up [72, 32], mlp.gate [72, 32], mlp.down [32, 72]" in log
+    log = run(f"{MODEL} --exit-interval 4 --require-load")
+    assert "--fp8-format" in log
+    assert "not set" in log
+    run(f"{MODEL} {FLOAT8} --exit-interval 5 --require-load")
+    run(f"{MODEL} {FLOAT8} --train-iters 6 --require-load")
+    other(f"{MODEL} {FLOAT8} --exit-interval 1")
+    other(f"{MODEL} {FLOAT8} --exit-interval 2 --require-load")
+    other(f"{MODEL} --exit-interval 4 --require-load")
+    other(f"{MODEL} {FLOAT8} --train-iters 6 --require-load")
+    assert len(numbers(run)) == 6
+    assert numbers(run) == numbers(other)
+
+
+def test_the_first_iterations_in_bf16(run: Runner, other: Runner) -> None:
+    """Three stages on two ranks, of which the last layer stays in bf16."""
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0"
+    log = run(f"{MODEL} {FLOAT8} {ends} {GRID} --fp8-start-iteration 3 --train-iters 5", ranks=4)
+    assert "transformer layers 1 to 2, from iteration 3 on" in log
+    other(f"{MODEL} {GRID} --exit-interval 2", ranks=4)
+    other(f"{MODEL} {FLOAT8} {ends} {GRID} --require-load --train-iters 5", ranks=4)
+    assert numbers(run) == numbers(other)
+    assert len(numbers(run)) == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe rowwise", "add --fp8-emulate to compute"),
+        (f"{FLOAT8} --use-torch-compile", "--use-torch-compile: the messages"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "use --fp8-recipe tensorwise"),
+        (f"{FLOAT8} --deepspeed", "float8 runs in the native engine only"),
+    ],
+)
+def test_what_does_not_run_is_refused(flags: str, message: str, run: Runner) -> None:
+    assert message in run.error(f"{MODEL} {flags}")
