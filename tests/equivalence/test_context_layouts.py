@@ -214,7 +214,7 @@ class Layout:
     short: bool = False
     bound: float = BOUND
     alone_micro_batch_size: int = 2
-    """That of the one process."""
+    """Micro-batch size of the one process."""
 
 
 A2A = "--cp-comm-type a2a"

@@ -27,7 +27,7 @@ def pretrain_until_killed(argv: list[str], iteration: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return train_batch(engine, *args, **kwargs)
 
-    NativeEngine.train_batch = train_or_die  # type: ignore[method-assign]
+    NativeEngine.train_batch = train_or_die  # type: ignore[method-assign, assignment]
     try:
         pretrain(argv)
     finally:
