@@ -286,7 +286,8 @@ def _format_fusions(plan: Plan, hardware: Hardware, prediction: StepPrediction) 
     flags = list_possible_fusions(plan)
     if not hardware.has_gpu or not flags:
         return []
-    kernels = replace(plan.config.kernels, **dict.fromkeys(flags, True))
+    given: dict[str, Any] = dict.fromkeys(flags, True)
+    kernels = replace(plan.config.kernels, **given)
     fused = predict_plan(replace(plan, config=replace(plan.config, kernels=kernels)), hardware)
     saved = 100 * (1 - fused.seconds / prediction.seconds)
     less = (prediction.peak_bytes - fused.peak_bytes) / 2**30

@@ -105,6 +105,6 @@ def compare_gate(
     expected = [ACTIVATIONS[activation](exact[0]) * exact[1]]
     found = [gate.apply_gate(inputs[0], inputs[1], activation)]
     for leaves, results in ((exact, expected), (inputs, found)):
-        results += torch.autograd.grad(results, leaves[:2], leaves[2].detach())
+        results.extend(torch.autograd.grad(results, leaves[:2], leaves[2].detach()))
     names = ("product", "gradient of gate", "gradient of up")
     return {name: count_units(*pair) for name, *pair in zip(names, found, expected, strict=True)}

@@ -29,8 +29,9 @@ def _differentiate(
 
     grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    operands = (each.contiguous() for each in (grad, gate, up))
-    launch_backward(*operands, grad_gate, grad_up, activation)
+    launch_backward(
+        grad.contiguous(), gate.contiguous(), up.contiguous(), grad_gate, grad_up, activation
+    )
     return grad_gate, grad_up
 
 
