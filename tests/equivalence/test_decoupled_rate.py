@@ -63,7 +63,7 @@ def compute_rate(samples: int, peak: float, minimum: float) -> float:
 def pretrain_with_torchs_adamw(argv: list[str]) -> None:
     """Train with an optimizer that knows nothing of this project's groups and schedules."""
     from megatron.engine import native
-    from megatron.engine.optimizer import MasterParameter, Optimizer
+    from megatron.engine.optimizer import MasterParameter, Optimizer, scale_gradients
     from megatron.parallel.shard import ADAM_KINDS, Kind
 
     class Reference(Optimizer):
@@ -99,7 +99,8 @@ def pretrain_with_torchs_adamw(argv: list[str]) -> None:
         def get_moment(self, master: MasterParameter, kind: Kind) -> torch.Tensor:
             return self.adamw.state[master.weight][kind]
 
-        def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+        def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
+            scale_gradients(self.masters, factor)
             samples = SAMPLES[self.step_count]
             rates = [DECOUPLED_RATES, RATES, RATES]
             for group, (peak, minimum) in zip(self.adamw.param_groups, rates, strict=True):
