@@ -208,7 +208,9 @@ class TensorIndex:
     def format(self) -> int:
         """The format of a checkpoint with these tensors."""
         # An older version would read values of bf16 as fp32. It refuses the higher number.
-        return FORMAT if any("dtype" in tensor for tensor in self.tensors.values()) else FP32_FORMAT
+        if any("dtype" in tensor for tensor in self.tensors.values()):
+            return FORMAT
+        return FP32_FORMAT
 
 
 def read_index(folder: Path, manifest: Manifest) -> TensorIndex:

@@ -302,12 +302,12 @@ bf16 has 8 significant bits, so a step rounds away changes of less than 2^-8 of 
 def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that moments in bf16 can fall."""
     optimizer = settings.config.optimizer
-    rates = {"adam_beta1": optimizer.exp_avg_dtype, "adam_beta2": optimizer.exp_avg_sq_dtype}
+    rates = [("adam_beta1", "--exp-avg-dtype", optimizer.exp_avg_dtype)]
+    rates.append(("adam_beta2", "--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype))
     if optimizer.optimizer == "muon":
-        rates["muon_momentum"] = optimizer.exp_avg_dtype
-    for name, dtype in rates.items():
+        rates.append(("muon_momentum", "--exp-avg-dtype", optimizer.exp_avg_dtype))
+    for name, flag, dtype in rates:
         if dtype == "bf16" and getattr(optimizer, name) > _LARGEST_BF16_DECAY:
-            flag = "--exp-avg-sq-dtype" if name == "adam_beta2" else "--exp-avg-dtype"
             yield (
                 f"{settings.describe(f'optimizer.{name}')} with {flag} bf16: a step would change "
                 "the moment by less than bf16 can hold, so it would never fall; the rate must be "

@@ -26,7 +26,9 @@ def warn_of_widths(shape: ModelShape, report: PlanReport) -> None:
         # What cannot be divided is an error of another rule.
         if width % parts or width // parts % _MULTIPLE == 0:
             continue
-        share = f" / {ranks} tensor-parallel ranks = {width // parts}" if parts > 1 else ""
+        share = ""
+        if parts > 1:
+            share = f" / {ranks} tensor-parallel ranks = {width // parts}"
         step = _MULTIPLE * parts
         report.warnings.append(
             f"{name} {width:,}{share} ({flag}) is not a multiple of {_MULTIPLE}: on GPUs, its "
