@@ -6,7 +6,7 @@ formats what it predicts.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,7 @@ def format_cost(
             f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
         ),
         *_format_memory(prediction),
+        *_format_fusion(plan, prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
     return lines
@@ -293,6 +294,28 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
         stages = " ".join(f"{total:,.1f}" for total in totals)
         lines.append(_format_row("    by pipeline rank", stages))
     return lines
+
+
+def _format_fusion(plan: Plan, prediction: StepPrediction) -> list[str]:
+    """Return a row about what fused gradients would save."""
+    job = prediction.job
+    if not job.software.half or job.software.fused_gradients or not job.hardware.has_gpu:
+        return []
+    # DeepSpeed takes the gradients from autograd.
+    if plan.config.parallel.deepspeed:
+        return []
+    software = replace(job.software, fused_gradients=True)
+    saved = prediction.seconds - StepPrediction(replace(job, software=software)).seconds
+    plain, fused = (prediction.count_gradient_bytes(fused=each) for each in (False, True))
+    if saved <= 0:
+        return []
+    return [
+        _format_row(
+            "  gradients",
+            f"--gradient-accumulation-fusion moves {fused / 1e9:,.3g} instead of "
+            f"{plain / 1e9:,.3g} GB for them in a step, and saves about {1e3 * saved:,.3g} ms",
+        )
+    ]
 
 
 def _format_run(
