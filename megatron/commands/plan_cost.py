@@ -312,8 +312,9 @@ def _format_fusion(plan: Plan, prediction: StepPrediction) -> list[str]:
     return [
         _format_row(
             "  gradients",
-            f"--gradient-accumulation-fusion moves {fused / 1e9:,.3g} instead of "
-            f"{plain / 1e9:,.3g} GB for them in a step, and saves about {1e3 * saved:,.3g} ms",
+            f"--gradient-accumulation-fusion moves {_format_number(fused / 1e9)} instead of "
+            f"{_format_number(plain / 1e9)} GB for them in a step, and saves about "
+            f"{_format_number(1e3 * saved)} ms",
         )
     ]
 
