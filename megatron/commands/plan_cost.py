@@ -204,6 +204,7 @@ def format_cost(
         ),
         *_format_memory(prediction),
         *_format_fusions(plan, hardware, prediction),
+        *_format_fusion(plan, prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
     return lines
@@ -341,6 +342,29 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
         stages = " ".join(f"{total:,.1f}" for total in totals)
         lines.append(_format_row("    by pipeline rank", stages))
     return lines
+
+
+def _format_fusion(plan: Plan, prediction: StepPrediction) -> list[str]:
+    """Return a row about what fused gradients would save."""
+    job = prediction.job
+    if not job.software.half or job.software.fused_gradients or not job.hardware.has_gpu:
+        return []
+    # DeepSpeed takes the gradients from autograd.
+    if plan.config.parallel.deepspeed:
+        return []
+    software = replace(job.software, fused_gradients=True)
+    saved = prediction.seconds - StepPrediction(replace(job, software=software)).seconds
+    plain, fused = (prediction.count_gradient_bytes(fused=each) for each in (False, True))
+    if saved <= 0:
+        return []
+    return [
+        _format_row(
+            "  gradients",
+            f"--gradient-accumulation-fusion moves {_format_number(fused / 1e9)} instead of "
+            f"{_format_number(plain / 1e9)} GB for them in a step, and saves about "
+            f"{_format_number(1e3 * saved)} ms",
+        )
+    ]
 
 
 def _format_run(

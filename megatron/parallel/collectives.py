@@ -15,7 +15,8 @@ each function is the identity and has no cost.
 `begin_all_gather` also gathers the keys of the context-parallel ranks (`context.py`).
 
 In a compiled graph the same pairs are torch's functional collectives, because the compiler can
-trace them. `comm_timer` does not run there.
+trace them. `comm_timer` does not run there. The layers of `entered_linear.py` call the functions
+below in graphs too.
 """
 
 from contextlib import nullcontext

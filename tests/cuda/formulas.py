@@ -36,6 +36,8 @@ class Layout:
     compiled: bool = False
     group: str = "data"
     """The group that shares a copy."""
+    untied: bool = False
+    """Whether the output matrix is not the word embedding."""
 
     @property
     def width(self) -> int:
@@ -68,17 +70,21 @@ def list_partial(layout: Layout) -> Shapes:
     return shapes
 
 
-def list_rest(layout: Layout) -> Shapes:
-    """Return the parameters outside of the layers: word embedding or its copy, positions, norm."""
-    shapes: Shapes = []
-    if layout.first or layout.last:
-        # 128 rows of vocabulary for each tensor-parallel rank, by --make-vocab-size-divisible-by.
-        shapes.append((128, H))
+def list_ends(layout: Layout) -> list[Shapes]:
+    """Return the groups of parameters outside of the layers that are sent together.
+
+    A head with a matrix of its own is a group: that or the copy of the word embedding, and a norm.
+    """
+    # 128 rows of vocabulary for each tensor-parallel rank, by --make-vocab-size-divisible-by.
+    words, positions, norm = (128, H), (S, H), [(H,), (H,)]
+    if layout.first and layout.last and not layout.untied:
+        return [[words, positions, *norm]]
+    groups: list[Shapes] = []
     if layout.first:
-        shapes.append((S, H))
+        groups.append([words, positions])
     if layout.last:
-        shapes += [(H,), (H,)]
-    return shapes
+        groups.append([words, *norm])
+    return groups
 
 
 def count_elements(shapes: Shapes, ranks: int) -> int:
@@ -150,10 +156,8 @@ def _predict_data(layout: Layout) -> Messages:
     found: Messages = Counter()
     if layout.d == 1:
         return found
-    modules = [list_block(layout.t)] * layout.layers + [list_rest(layout)]
+    modules = [list_block(layout.t)] * layout.layers + list_ends(layout)
     for number, shapes in enumerate(modules):
-        if not shapes:
-            continue
         is_block = number < layout.layers
         elements = count_elements(shapes, layout.shards)
         # ZeRO 3 gathers each layer for each pass. The rest stays gathered during a microbatch.

@@ -1,4 +1,4 @@
-"""Work that a step queues on the fake GPU while a message of its ranks is on its way."""
+"""Work that a step queues on the fake GPU while a message is on its way."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import Case, run_case
+from cuda.formulas import count_elements, list_block, list_ends
 from cuda.test_steps import FORMULAS
 
 OVERLAPS = {
@@ -127,3 +128,62 @@ def test_keys_travel_during_attention_of_the_other_part(
     """Two layers and two microbatches, after the forward pass of the engine's construction."""
     case = Case(f"--bf16 --context-parallel-size 4 --global-batch-size 4 {flags}", 4, 1)
     assert on_fake_gpu(list_overlaps, case) == [GATHERING, GATHERING, *expected]
+
+
+def list_parameter_messages(case: Case) -> list[tuple[str, int]]:
+    """Run a step. Return the messages for parameters and gradients, and the products in between.
+
+    A message is its kind and the elements of the complete tensor. Neighbouring products are one
+    entry with their number.
+    """
+    import torch
+
+    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+
+    events: list[tuple[str, int]] = []
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    dispatch = FakeGpu.__torch_dispatch__
+    start = FakeGpu.start_step
+
+    def record(gpu: FakeGpu, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if func in products:
+            before = events.pop()[1] if events and events[-1][0] == "products" else 0
+            events.append(("products", before + 1))
+        elif name == "_allgather_base_":
+            events.append(("gather", args[0].numel()))
+        elif name == "_reduce_scatter_base_":
+            events.append(("reduce", args[1].numel()))
+        return dispatch(gpu, func, types, args, kwargs)
+
+    def forget(gpu: FakeGpu) -> None:
+        # The construction gathers parameters too.
+        events.clear()
+        start(gpu)
+
+    with (
+        mock.patch.object(FakeGpu, "__torch_dispatch__", record),
+        mock.patch.object(FakeGpu, "start_step", forget),
+    ):
+        run_case(case)
+    return events
+
+
+def test_messages_of_an_untied_head_are_sent_during_the_layers(on_fake_gpu: Call):
+    case, layout = FORMULAS["ZeRO 3, untied"]
+    layer = count_elements(list_block(layout.t), layout.d)
+    root, head = (count_elements(shapes, layout.d) for shapes in list_ends(layout))
+    events = on_fake_gpu(list_parameter_messages, case)
+    assert (
+        events
+        == [
+            *(("gather", root), ("gather", layer), ("products", 4)),
+            *(("gather", layer), ("products", 4)),
+            # The head is gathered during the last layer, unlike the embedding that comes first.
+            *(("gather", head), ("products", 1)),
+            # Its gradients are sent during the backward pass of the last layer.
+            *(("gather", layer), ("reduce", head), ("gather", layer), ("products", 8)),
+            *(("reduce", layer), ("products", 8), ("reduce", layer), ("reduce", root)),
+        ]
+        * layout.m
+    )

@@ -63,6 +63,14 @@ FORMULAS = {
         ),
         Layout(t=2, d=4, zero=3),
     ),
+    "ZeRO 3, untied": (
+        Case(
+            BF16 + "--zero-stage 3 --untie-embeddings-and-output-weights --global-batch-size 16",
+            4,
+            1,
+        ),
+        Layout(d=4, zero=3, untied=True),
+    ),
     "HSDP, 4 copies": (
         Case(BF16 + "--sharding-strategy hsdp --global-batch-size 48", 8, 6, ranks_per_node=2),
         # This strategy is ZeRO 3 inside of a copy.

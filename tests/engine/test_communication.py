@@ -29,6 +29,7 @@ SIZES = (
     "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant "
     "--vocab-size 5000"
 )
+UNTIED = "--untie-embeddings-and-output-weights"
 MICROBATCHES = 3
 Recorded = dict[str, tuple[int, int]]
 """Name of a collective -> how often it was called, and the bytes of its complete tensors."""
@@ -36,8 +37,11 @@ COMPLETE = {"all_reduce": "tensor", "broadcast": "tensor", "all_to_all_single": 
 """Name of a collective -> the argument that is the complete tensor."""
 
 
-def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Train two steps. Return what the second one sent, and the shapes of blocks and root."""
+Shapes = list[tuple[int, ...]]
+
+
+def record_step(argv: list[str]) -> tuple[Recorded, dict[str, Shapes]]:
+    """Train two steps. Return what the second one sent, and the shapes of each group."""
     import torch.distributed as dist
 
     import megatron.run.pretrain as pretrain_module
@@ -47,7 +51,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+    shapes: dict[str, Shapes] = {}
     names = (
         *("all_gather_single", "reduce_scatter_single", "all_reduce", "all_gather", "broadcast"),
         *("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "send", "recv"),
@@ -70,8 +74,15 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
     def train(self: NativeEngine, microbatches: Any, *, iteration: int, **options: Any) -> Any:
         if iteration == 1:
             return train_batch(self, microbatches, iteration=iteration, **options)
+        untied = UNTIED in argv
         for name, parameter in self.stages[0].named_parameters():
-            shapes[not name.startswith("blocks.")].append(tuple(parameter.shape))
+            part, number = name.split(".")[:2]
+            group = "root"
+            if part == "blocks":
+                group = number
+            elif untied and part == "head":
+                group = part
+            shapes.setdefault(group, []).append(tuple(parameter.shape))
         with ExitStack() as stack:
             for watched in originals:
                 stack.enter_context(mock.patch.object(dist, watched, watch(watched)))
@@ -80,7 +91,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
     with mock.patch.object(NativeEngine, "train_batch", train):
         loaded = load_config(argv)
         pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
-    return {name: (counts[name], sizes[name]) for name in counts}, *shapes
+    return {name: (counts[name], sizes[name]) for name in counts}, shapes
 
 
 @pytest.mark.parametrize(
@@ -88,9 +99,9 @@ def record_step(argv: list[str]) -> tuple[Recorded, list[tuple[int, ...]], list[
     [
         (4, "--sharding-strategy fsdp", 3, 4, 4, 4),
         (4, "--sharding-strategy hsdp --hsdp-shard-size 2", 3, 2, 4, 4),
-        (4, "--sharding-strategy hsdp --hsdp-shard-size 2 --bf16", 3, 2, 2, 4),
+        (4, "--sharding-strategy hsdp --hsdp-shard-size 2 --bf16 " + UNTIED, 3, 2, 2, 4),
         (4, "--hsdp-shard-size 2 --zero-stage 2 --bf16 --grad-reduce-in-bf16", 2, 2, 2, 2),
-        (2, "--zero-stage 1", 1, 2, 4, 4),
+        (2, "--zero-stage 1 " + UNTIED, 1, 2, 4, 4),
         (2, "--sharding-strategy ddp", 0, 1, 4, 4),
     ],
 )
@@ -115,14 +126,11 @@ def test_a_step_sends_what_the_formula_counts(
     outcomes = pool.run(ranks, record_step, argv)
     succeed(outcomes)
     for outcome in outcomes:
-        recorded, blocks, root = outcome.value
-        per_block = len(blocks) // 3
+        recorded, groups = outcome.value
+        padded = {name: count_padded(shapes, shard_size) for name, shapes in groups.items()}
         traffic = count_traffic(
-            [
-                count_padded(blocks[first : first + per_block], shard_size)
-                for first in range(0, len(blocks), per_block)
-            ],
-            count_padded(root, shard_size),
+            [size for name, size in padded.items() if name.isdigit()],
+            [size for name, size in padded.items() if not name.isdigit()],
             shard_size=shard_size,
             copies=copies,
             zero_stage=stage,

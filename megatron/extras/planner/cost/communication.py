@@ -44,7 +44,7 @@ def count_padded(shapes: Sequence[Sequence[int]], ranks: int) -> int:
 
 def count_traffic(
     blocks: Sequence[int],
-    root: int,
+    outside: Sequence[int],
     *,
     shard_size: int,
     copies: int,
@@ -57,7 +57,8 @@ def count_traffic(
 
     Args:
         blocks: Padded elements of each block of this rank (`count_padded`).
-        root: Padded elements outside of the blocks: embedding, final norm and output matrix.
+        outside: Padded elements of each group outside of the blocks: what FSDP2's root has, which
+            is the embedding, and a head that is not tied to it.
         shard_size: Data-parallel ranks that share one copy of the model.
         copies: Number of copies.
         zero_stage: The ZeRO stage.
@@ -65,13 +66,13 @@ def count_traffic(
         weight_bytes: Bytes of a parameter as it is gathered.
         gradient_bytes: Bytes of a gradient as it is sent.
     """
-    modules = len(blocks) + 1
-    elements = sum(blocks) + root
+    modules = len(blocks) + len(outside)
+    elements = sum(blocks) + sum(outside)
     all_gather = reduce_scatter = all_reduce = Collectives()
     if shard_size > 1 and zero_stage == 3:
-        # Blocks are gathered for the forward and for the backward pass, the root once for both.
-        gathers = microbatches * (2 * len(blocks) + 1)
-        gathered = microbatches * (2 * sum(blocks) + root)
+        # Blocks are gathered for the forward and for the backward pass, the others once for both.
+        gathers = microbatches * (2 * len(blocks) + len(outside))
+        gathered = microbatches * (2 * sum(blocks) + sum(outside))
         all_gather = Collectives(gathers, weight_bytes * gathered)
     elif shard_size > 1:
         all_gather = Collectives(modules, weight_bytes * elements)

@@ -118,6 +118,15 @@ def count_sum_bytes(
     )
 
 
+def count_gradient_bytes(
+    shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
+) -> float:
+    """Return the bytes that products and sums move in a step for the gradients of a stage."""
+    matrices = len(stage.layers) * flops.count_layer_matrix_parameters(shape, layout.tensor)
+    products = microbatches * count_product_bytes(layout, software, microbatches) * matrices
+    return products + count_sum_bytes(shape, layout, software, stage, microbatches)
+
+
 def _count_rounded(layout: RankLayout, software: Software, microbatches: int) -> int:
     """Return the bytes for a parameter whose gradient is computed in 16 bits."""
     if not uses_fsdp(layout) or software.fused_gradients:

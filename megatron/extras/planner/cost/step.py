@@ -1,7 +1,7 @@
 """The time of a training step: layers, pipeline, data-parallel communication, optimizer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron.extras.planner.cost.collectives import (
@@ -29,12 +29,15 @@ from megatron.extras.planner.cost.memory import (
 )
 from megatron.extras.planner.cost.parameter_traffic import (
     count_gather_bytes,
+    count_gradient_bytes,
+    count_head_parameters,
     count_product_bytes,
+    count_root_parameters,
     count_sum_bytes,
 )
 from megatron.extras.planner.cost.pipeline import StageTimes, estimate_pipeline_seconds
 from megatron.model import flops
-from megatron.model.partition import Stage, count_layers_per_rank
+from megatron.model.partition import Stage, count_layers_per_rank, select_stages_of_rank
 from megatron.model.shape import ModelShape
 from megatron.schedule.pipeline import PipelineSchedule
 
@@ -131,6 +134,20 @@ class StepPrediction:
                 stage.last,
             )
             for stage in self.stages[rank :: self.job.layout.pipeline]
+        )
+
+    def count_gradient_bytes(self, *, fused: bool) -> float:
+        """Return the bytes that the gradients of pipeline rank 0 move in a step.
+
+        Args:
+            fused: Whether products add to the gradients in fp32.
+        """
+        job = self.job
+        software = replace(job.software, fused_gradients=fused)
+        microbatches = self.schedule.microbatches
+        return sum(
+            count_gradient_bytes(job.shape, job.layout, software, stage, microbatches)
+            for stage in select_stages_of_rank(self.stages, 0, job.layout.pipeline)
         )
 
     def count_recomputed_layers(self) -> tuple[int, ...]:
@@ -379,12 +396,16 @@ def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Part
 def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> StepTraffic:
     """Count what pipeline rank `rank` sends to other data-parallel ranks in a step."""
     layout = job.layout
-    layers = count_layers_per_rank(stages, layout.pipeline)
-    parameters = flops.count_stage_parameters(job.shape, layout.tensor, layers)[rank]
+    own = select_stages_of_rank(stages, rank, layout.pipeline)
     of_layer = flops.count_layer_parameters(job.shape, layout.tensor)
+    outside = (
+        count(job.shape, layout.tensor, stage)
+        for stage in own
+        for count in (count_root_parameters, count_head_parameters)
+    )
     return count_traffic(
-        [of_layer] * layers[rank],
-        parameters - layers[rank] * of_layer,
+        [of_layer] * sum(len(stage.layers) for stage in own),
+        [size for size in outside if size],
         shard_size=layout.shard_size,
         copies=layout.copies,
         zero_stage=layout.zero_stage,
