@@ -16,7 +16,6 @@ from megatron.extras.float8.torchao_import import (
     to_fp8_saturated,
 )
 
-
 _DIMENSIONS = {False: (0, 1), True: (1,)}
 """Whether each row has a scale -> the dimensions that share one."""
 
