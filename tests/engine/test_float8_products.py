@@ -91,7 +91,7 @@ def test_gradients_are_those_of_rounded_operands(recipe: Recipe) -> None:
     scales = []
     for weight in weights:
         values = find_largest(weight, by_row=recipe.rowwise).flatten()
-        pieces = (Piece(0, 0, 5), Piece(5, 5, len(weight) - 5)) if recipe.rowwise else ()
+        pieces = (Piece(0, 0, 5), Piece(5, 5, len(weight) - 5))
         scales.append(WeightScale(values, pieces))
     products = Float8Products(recipe, tuple(scales), (), ())
     inputs = [each.clone().requires_grad_() for each in (x, *weights, *biases)]
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_rounded_operands(recipe: Recipe) -> None:
     found = torch.autograd.grad(outs, inputs, grads)
     # Each operand is rounded on its own, so the three products are written down here.
     rowwise = recipe.rowwise
-    by_gradient = E5M2 if recipe.format == "hybrid" else E4M3
+    by_gradient = {"e4m3": E4M3, "hybrid": E5M2}[recipe.format]
     rows = x.flatten(0, 1)
     rounded = round_matrix(rows, E4M3, by_row=rowwise)
     of_input = torch.zeros_like(rows)
@@ -129,7 +129,7 @@ def overflow_on_one_rank() -> list[bool]:
     for recipe in RECIPES:
         weight = torch.ones(16, 16)
         values = find_largest(weight, by_row=recipe.rowwise).flatten()
-        scale = WeightScale(values, (Piece(0, 0, 16),) if recipe.rowwise else ())
+        scale = WeightScale(values, (Piece(0, 0, 16),))
         products = Float8Products(recipe, (scale,), (group,), (group,))
         x = torch.ones(4, 16)
         if rank == 1:

@@ -135,7 +135,8 @@ def train_cases(cases: Sequence[str], shared: bool) -> Any:
 
     world = read_launcher_world()
     ranks = join_ranks(load_config(cases[0].split()), world)
-    with nullcontext() if shared else mock.patch.object(products, "_share_largest"):
+    separate = mock.patch.object(products, "_share_largest")
+    with nullcontext() if shared else separate:
         return [train_case(case, ranks, world) for case in cases]
 
 
@@ -173,8 +174,10 @@ def train(run: "Run") -> Any:
     batch = run.sources.valid["validation"].read_batch(4)
     loss = run.engine.eval_batch(batch)
     run.engine.check_invariants(repair=False, iteration=STEPS, last_good=None)
-    first = run.mesh.coordinate.data == 0
-    return steps, loss, recorder.parts if first else {}, recorder.weights
+    if run.mesh.coordinate.data:
+        # The first microbatch of one process is on the first data-parallel rank.
+        recorder.parts = {}
+    return steps, loss, recorder.parts, recorder.weights
 
 
 class Recorder:
@@ -238,7 +241,7 @@ class Result:
 
     steps: list[tuple[float, float]]
     loss: float
-    """That of an evaluation."""
+    """The loss of an evaluation."""
     largest: dict[Key, torch.Tensor]
     """The largest value of each tensor, or of each of its rows [s, b]."""
     values: dict[Key, torch.Tensor]
@@ -264,8 +267,8 @@ def join(of_ranks: Sequence[Any]) -> Result:
             same = [part for part in own if part.tensor == rank]
             positions = torch.cat([part.positions for part in same])
             by_tensor.append(torch.cat([part.values for part in same])[positions.argsort()])
-        sharded = key[1] == ("input" if key[0].endswith(("out", "down")) else "gradient")
-        if not sharded:
+        of_row_parallel = key[0].endswith(("out", "down"))
+        if (key[1] == "input") != of_row_parallel:
             # All of the ranks have the complete tensor.
             assert all(torch.equal(each, by_tensor[0]) for each in by_tensor), key
             by_tensor = by_tensor[:1]

@@ -63,9 +63,8 @@ class Float8Engine(NativeEngine):
             if not fits_float8(weight.shape)
         }
         used = [group for group in groups if fits_float8(group[0].shape)]
-        rowwise = self._recipe.rowwise
         self._maxima = WeightMaxima(
-            {w.name: w.shape[0] if rowwise else 1 for group in used for w in group},
+            {weight.name: self._count_scales(weight) for group in used for weight in group},
             self._masters,
             dtype=self._dtype,
             device=self._mesh.device,
@@ -83,6 +82,12 @@ class Float8Engine(NativeEngine):
                     for paths in _list_paths(block):
                         yield [_read_weight(block, number, it, stage.specs) for it in paths]
 
+    def _count_scales(self, weight: _Weight) -> int:
+        """Return the number of scales of a complete weight."""
+        if self._recipe.rowwise:
+            return weight.shape[0]
+        return 1
+
     def _make_products(self, group: list[_Weight]) -> Float8Products:
         """Return the products of layers with the same input."""
         tensor, context = self._mesh.tensor_parallel, self._mesh.context_parallel
@@ -90,17 +95,18 @@ class Float8Engine(NativeEngine):
         # channels of a column-parallel one.
         row_parallel = isinstance(group[0].layer, RowParallelLinear)
         # A token is on one context-parallel rank.
-        shared: tuple[ParallelGroup, ...] = () if self._recipe.rowwise else (context,)
-        sharded: tuple[ParallelGroup, ...] = (tensor, *shared)
-        scales = [
-            WeightScale(self._maxima.find(it.name), it.pieces if self._recipe.rowwise else ())
-            for it in group
-        ]
+        whole: tuple[ParallelGroup, ...] = (context,)
+        if self._recipe.rowwise:
+            whole = ()
+        sharded = (tensor, *whole)
+        inputs, gradients = whole, sharded
+        if row_parallel:
+            inputs, gradients = sharded, whole
         return Float8Products(
             self._recipe,
-            tuple(scales),
-            input_groups=sharded if row_parallel else shared,
-            gradient_groups=shared if row_parallel else sharded,
+            tuple(WeightScale(self._maxima.find(it.name), it.pieces) for it in group),
+            input_groups=inputs,
+            gradient_groups=gradients,
             shared_pair=_find_shared_pair(group[0].layer),
         )
 
@@ -114,7 +120,9 @@ class Float8Engine(NativeEngine):
         self._iteration = iteration
         on = iteration >= self._start
         for layer, products in self._products:
-            layer.products = products if on else None
+            layer.products = None
+            if on:
+                layer.products = products
         self._scale = 1.0
         if on:
             self._scale = _choose_loss_scale(microbatches, self._mesh.grid)
@@ -126,8 +134,8 @@ class Float8Engine(NativeEngine):
 
     def _describe_float8(self) -> tuple[str, str]:
         recipe = self._recipe
-        scales = "rowwise" if recipe.rowwise else "tensorwise"
-        how = "emulated" if recipe.emulated else "torch._scaled_mm"
+        scales = self._plan.config.precision.fp8_recipe
+        how = {True: "emulated", False: "torch._scaled_mm"}[recipe.emulated]
         numbers = list_float8_layers(self._plan.config)
         why = f"transformer layers {numbers.start + 1} to {numbers.stop}"
         if self._start > 1:
@@ -155,8 +163,10 @@ def _choose_loss_scale(microbatches: int, grid: Grid) -> float:
 
 def _list_paths(block: Block) -> list[tuple[str, ...]]:
     """Return the linear layers of a block. Those of a tuple have the same input."""
-    first = ("mlp.up",) if block.mlp.gate is None else ("mlp.up", "mlp.gate")
-    return [("attention.qkv",), ("attention.out",), first, ("mlp.down",)]
+    first = ["mlp.up"]
+    if block.mlp.gate is not None:
+        first.append("mlp.gate")
+    return [("attention.qkv",), ("attention.out",), tuple(first), ("mlp.down",)]
 
 
 def _read_weight(

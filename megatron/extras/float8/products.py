@@ -100,7 +100,10 @@ class Float8Products:
             if bias is not None:
                 out = out + bias
             outs.append(out.view(*x.shape[:-1], -1))
-        return outs, [] if self.recipe.rowwise else [largest]
+        # Weights' gradients of `rowwise` are from inputs that are not rounded.
+        if self.recipe.rowwise:
+            return outs, []
+        return outs, [largest]
 
     def begin_backward(
         self, rows: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]
@@ -116,7 +119,7 @@ class Float8Products:
             round_to_float8(row, number, dtype)
             for row, number in zip(rows, largest.unbind(), strict=True)
         ]
-        return _Gradients(self, rows, rounded, weights, None if rowwise else kept[0])
+        return _Gradients(self, rows, rounded, weights, kept)
 
 
 class _Gradients:
@@ -128,35 +131,36 @@ class _Gradients:
         rows: Sequence[Tensor],
         rounded: Sequence[Rounded],
         weights: Sequence[Tensor],
-        largest_input: Tensor | None,
+        kept: Sequence[Tensor],
     ) -> None:
         self._products = products
         self._rows = rows
         self._rounded = rounded
         self._weights = weights
-        self._largest_input = largest_input
-        """None: the gradients of weights are not from rounded operands."""
+        self._kept = kept
+        """The largest value of the input, or nothing if it is not rounded here."""
         self._input: Rounded | None = None
 
     def multiply_weights(self) -> Tensor:
         """Return the input's gradient. See `GradientProducts.multiply_weights`."""
-        total: Tensor | None = None
+        products = []
         layers = zip(self._rounded, self._weights, self._products.scales, strict=True)
         for rounded, weight, scale in layers:
             matrix = round_to_float8(weight, scale.get_largest_of_all(), _FORWARD)
-            product = self._multiply(rounded, matrix, weight.dtype)
-            # Each product is rounded before it is added, as in a backward pass without float8.
-            total = product if total is None else total.add_(product)
-        assert total is not None, "there is at least one layer"
+            products.append(self._multiply(rounded, matrix, weight.dtype))
+        total, *others = products
+        # Each product is rounded before it is added, as in a backward pass without float8.
+        for product in others:
+            total += product
         return total
 
     def multiply_input(self, number: int, x: Tensor) -> Tensor:
         """Return a weight's gradient. See `GradientProducts.multiply_input`."""
-        if self._largest_input is None:
+        if not self._kept:
             return self._rows[number].t().mm(x)
         # Layers with the same input share its copy.
         if self._input is None:
-            self._input = round_to_float8(x, self._largest_input, _FORWARD)
+            self._input = round_to_float8(x, self._kept[0], _FORWARD)
         return self._multiply(self._rounded[number].t(), self._input, x.dtype)
 
     def _multiply(self, a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,9 @@ from megatron.extras.float8.torchao_import import (
     to_fp8_saturated,
 )
 
+_DIMENSIONS = {False: (0, 1), True: (1,)}
+"""Whether each row has a scale -> the dimensions that share one."""
+
 
 @dataclass(frozen=True)
 class Rounded:
@@ -37,8 +40,7 @@ def find_largest(x: Tensor, *, by_row: bool) -> Tensor:
     It is infinite if there is a nan, because backends do not agree on the maximum of nan and a
     number.
     """
-    dim = 1 if by_row else None
-    largest = torch.linalg.vector_norm(x, math.inf, dim=dim, keepdim=by_row)
+    largest = torch.linalg.vector_norm(x, math.inf, dim=_DIMENSIONS[by_row], keepdim=by_row)
     return largest.float().nan_to_num(nan=math.inf, posinf=math.inf)
 
 

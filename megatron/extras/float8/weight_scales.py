@@ -23,12 +23,12 @@ class WeightScale:
 
     values: Tensor
     """[1], or [rows] of the complete weight, in fp32. It changes at the start of each step."""
-    pieces: tuple[Piece, ...] = ()
-    """This rank's rows, if each row has a scale."""
+    pieces: tuple[Piece, ...]
+    """The rows of the complete weight that this rank multiplies with."""
 
     def get_largest(self) -> Tensor:
         """Return the largest values for the forward pass, a scalar or [out/t, 1]."""
-        if not self.pieces:
+        if len(self.values) == 1:
             return self.values.max()
         parts = [self.values[piece.start : piece.start + piece.rows] for piece in self.pieces]
         return torch.cat(parts).unsqueeze(1)
