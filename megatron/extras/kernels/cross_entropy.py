@@ -65,8 +65,11 @@ class CrossEntropyKernels:
         self, logits: Tensor, real: int, local: Tensor, here: Tensor, *, find_hits: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return this rank's maximum, sum, target and hit of each row."""
-        top, total, target, hit, *_ = (*_reduce(logits, real, local, here, find_hits), None)
-        return top, total, target, hit
+        results = _reduce(logits, real, local, here, find_hits)
+        hit = None
+        if find_hits:
+            hit = results[3]
+        return results[0], results[1], results[2], hit
 
     def write_gradient(
         self,

@@ -214,7 +214,13 @@ class _Tensors:
         self.x = self._n * (2 if software.fp32_residual and software.half else 1)
         """The residual stream."""
         self._gathered = self.whole if layout.sequence_parallel else 0.0
-        self._mask = self._tokens * config.hidden_size / share if config.hidden_dropout else 0.0
+        self._mask = self._dropped = 0.0
+        if config.hidden_dropout:
+            self._mask = self._tokens * config.hidden_size / share
+            self._dropped = self._n
+        self._halves = 1
+        if config.glu_activation is not None:
+            self._halves = 2
         # A norm keeps one or two fp32 numbers of each token.
         numbers = {"LayerNorm": 2, "RMSNorm": 1}[config.normalization]
         self._statistics = 4 * numbers * self._tokens / share
@@ -353,9 +359,8 @@ class _Tensors:
         """Results of operators that a recomputed layer keeps. See `megatron.model.recompute`."""
         size = 0.0
         if "matmul" in self._kept_operators:
-            halves = 2 if self._config.glu_activation else 1
             # The projections, and what both row-parallel products return before they are added up.
-            size += self._q + 2 * self._k + halves * self._f + 2 * self.whole
+            size += self._q + 2 * self._k + self._halves * self._f + 2 * self.whole
         if "matmul" in self._kept_operators and self._kernel == "none":
             # Logits and results of attention are products in fp32.
             square = self._heads * self._tokens * self._config.seq_length
@@ -418,8 +423,7 @@ class _Tensors:
         qkv, context, inner = (
             size * h / self._tokens for size in (self._q + 2 * self._k, self._q, self._f)
         )
-        halves = 2 if self._config.glu_activation else 1
-        return qkv, context, halves * inner, inner
+        return qkv, context, self._halves * inner, inner
 
     @cached_property
     def pending_gradients(self) -> float:
@@ -460,7 +464,7 @@ class _Tensors:
     def _list_mlp_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the layer's output to that of the MLP's input."""
         gated = self._config.glu_activation is not None
-        dropped = self._n if self._mask else 0.0
+        dropped = self._dropped
         down = self._compute_weight(self._weights[3], fused=self._fused)
         up = self._compute_weight(self._weights[2], fused=self._fused)
         yield dropped, self._mask
@@ -486,7 +490,7 @@ class _Tensors:
 
     def _list_output_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps of the dropout after attention and of the output projection."""
-        dropped = self._n if self._mask else 0.0
+        dropped = self._dropped
         weight = self._compute_weight(self._weights[1], fused=self._fused)
         yield dropped + self._gathered, self._mask
         copies = self._context_copies - self._q
