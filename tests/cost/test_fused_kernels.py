@@ -31,7 +31,7 @@ def test_the_plan_names_kernels_that_it_does_not_use():
     # SwiGLU's result, [s b, f] in 16 bits, in each of 32 layers, and the projection, of which
     # queries and keys were copied. The peak is not where all of it exists.
     expected = 32 * 4096 * (11008 + 2 * 4096) * 2 / 2**30
-    assert 0.9 * expected < float(memory) <= expected
+    assert 0.9 * expected < float(memory) < expected + 0.05
     assert "would save" not in describe(f"{LLAMA} {ALL}")
     assert "would save" not in describe(LLAMA, "cpu")
 
