@@ -100,7 +100,6 @@ APERTUS_WITHOUT_EFFECT = [
     "--no-log-loss-scale-to-tensorboard",
     "--log-memory-to-tensorboard",
     "--no-check-for-nan-in-loss-and-grad",
-    "--cross-entropy-loss-fusion",
     "--dataloader-type single",
     "--manual-gc",
     "--manual-gc-interval 500",
