@@ -325,7 +325,7 @@ class _RankPeak:
         """
         parameters = self._count_parameters()
         finished = 0 if done is None else done * self._of_layer
-        if done is not None and self._fsdp:
+        if done is not None:
             finished += self._count_head(each.stage)
         gradients: float = 4 * (parameters if each.accumulated else finished)
         if not self._fsdp:
