@@ -56,3 +56,13 @@ def test_the_first_iterations_in_bf16(run: Runner, other: Runner) -> None:
 )
 def test_what_does_not_run_is_refused(flags: str, message: str, run: Runner) -> None:
     assert message in run.error(f"{MODEL} {flags}")
+
+
+def test_fused_gradients_are_those_of_operands_in_bf16(run: Runner, other: Runner) -> None:
+    """They differ from others in the rounding of each microbatch's gradient only."""
+    rowwise = f"{MODEL} --train-iters 3 --fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate"
+    run(rowwise)
+    other(f"{rowwise} --gradient-accumulation-fusion")
+    assert numbers(other)[0][0] == numbers(run)[0][0]
+    assert numbers(other)[0] != numbers(run)[0]
+    assert numbers(other) == [pytest.approx(each, rel=1e-2) for each in numbers(run)]
