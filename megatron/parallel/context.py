@@ -74,7 +74,9 @@ class Keys:
 def read_keys(
     key: Tensor, value: Tensor, context: ContextParallel, window: int | None
 ) -> Iterator[Keys]:
-    """Yield what the queries of this rank's two parts may read, the early part first.
+    """Yield the keys and values that the queries of this rank's two parts may read.
+
+    The keys of the early part are first.
 
     If the caller computes attention of the early part before it asks for the late one, the late
     part's keys travel meanwhile. So do their gradients in the backward pass.
@@ -120,7 +122,7 @@ def _take_apart(read: Tensor) -> Tensor:
 
 @dataclass
 class _Message:
-    """What ranks send of one half of their positions, forth or back."""
+    """A message with one half of the positions of all ranks, or with the gradients of this half."""
 
     context: ContextParallel
     pending: PendingTensor | None = None
@@ -134,7 +136,7 @@ class _Message:
 
 
 class _BeginGather(torch.autograd.Function):
-    """Start to gather [n, ...]. The result is the input, and `_EndGather` has what arrives.
+    """Start to gather [n, ...], and return the input. `_EndGather` returns what arrives.
 
     The backward pass waits for the gradient, which `_EndGather` has started to add up.
     """
@@ -165,7 +167,7 @@ class _EndGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.message.pending = begin_reduce_scatter(grads[0], ctx.message.context)
-        # Nothing reads it before `_BeginGather` has waited for it.
+        # The gradient is not complete yet. Nothing reads it before `_BeginGather` has waited.
         return ctx.message.pending.tensor, None
 
 

@@ -1,10 +1,10 @@
 """Linear layers at the entry of a tensor-parallel region, with communication during computation.
 
-The backward pass of f and g (`collectives.py`) adds up the input's gradient over the ranks. The
-weight's gradient does not depend on the sum, so it is computed during this communication. With
-sequence parallelism, only this rank's slice of the input is kept. The backward pass gathers the
-slices again, while the input's gradient is computed (https://arxiv.org/abs/2205.05198, section
-4.2.2).
+The backward pass of the operators f and g (`collectives.py`) adds up the input's gradient over the
+ranks. The weight's gradient does not depend on the sum, so it is computed during this
+communication. With sequence parallelism, only this rank's slice of the input is kept. The backward
+pass gathers the slices again, while the input's gradient is computed
+(https://arxiv.org/abs/2205.05198, section 4.2.2).
 
 The invariant: all numbers equal those of `F.linear(enter_tensor_parallel(x, tp), weight, bias)`,
 bit for bit. The same products are computed in the same order, and the same tensors are reduced.
@@ -52,7 +52,7 @@ def apply_entered_linears(
         tp: The tensor-parallel ranks.
         numbers: What `number_layer` returned for each layer. The weights' gradients are then added
             up in fp32, as `add_to_gradient` does it, and the weights are leaves in 16 bits.
-        products: Computes the products in another number format. It is for eager execution.
+        products: Computes the products in another number format. It is not for compiled graphs.
 
     Returns:
         The output of each layer, [s, b, out/t].
@@ -120,7 +120,7 @@ def _differentiate(
     rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
     gradients = None
     if products is not None:
-        # It may send small messages, which must not wait for the gathering.
+        # It may send small messages, which must not wait for the all-gather below.
         gradients = products.begin_backward(rows, weights, kept)
     entered = PendingTensor(x)
     if tp.sequence_parallel and any(need_weights):
@@ -213,20 +213,21 @@ def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
     return begin_all_reduce(partial.view(x.shape), tp)
 
 
-# What follows is for compiled graphs. Inductor does not look into an operator that it does not
-# know. It would place each communication and its wait side by side. torch keeps compiled graphs
-# between runs, so an operator whose arguments change needs a new name.
+# What follows is for compiled graphs. Inductor would place each wait directly after the start of
+# the communication. It does not look into an operator that it does not know, so the order inside
+# of these operators does not change. torch keeps compiled graphs between runs, so an operator whose
+# arguments change needs a new name.
 
 
 def offer_to_graphs(tp: TensorParallel) -> None:
     """Let operators of compiled graphs communicate with these tensor-parallel ranks."""
-    # A rank that is alone has the same name as `ALONE`, which stays for the whole run.
+    # The region of one rank has the same name as `ALONE`, which is always registered.
     if tp.size > 1:
         _regions[_name_region(tp)] = tp
 
 
 def _name_region(tp: TensorParallel) -> str:
-    """Return the name of a region. Shapes depend on nothing else of the ranks."""
+    """Return the name of a region, from which the shapes of all outputs follow."""
     return f"{tp.size}, sequence" if tp.sequence_parallel else f"{tp.size}"
 
 
@@ -237,7 +238,10 @@ def run_forward(
     numbers: list[Tensor],
     region: str,
 ) -> list[Tensor]:
-    """Compute the forward operator. See `apply_entered_linears`. No bias: `biases` is empty."""
+    """Compute the forward operator. See `apply_entered_linears`.
+
+    `biases` is empty if the layers have no bias.
+    """
     outs, _ = _multiply(x, weights, biases or [None] * len(weights), _regions[region])
     return outs
 

@@ -1,4 +1,4 @@
-"""Interface of another number format for the matrix products of linear layers.
+"""Interface for matrix products of linear layers in another number format, such as float8.
 
 A linear layer has three products: its output, its input's gradient and its weight's gradient.
 `entered_linear.py` decides when they are computed, and what is communicated at the same time. An

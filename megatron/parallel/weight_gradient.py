@@ -5,8 +5,7 @@ microbatch's product to 16 bits before it adds it to the fp32 gradient. The term
 product are summed in fp32 in any case, so here they are added to the gradient directly. Megatron-LM
 calls this gradient accumulation fusion.
 
-The invariant: except for the rounding, `weight.grad` is what autograd would make of the same
-product.
+The invariant: except for the rounding, `weight.grad` is what autograd would compute.
 """
 
 from itertools import count
@@ -60,7 +59,7 @@ def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
         b: [k, n].
     """
     if weight.grad is None:
-        # The memory needs no zeros first.
+        # The first product is the gradient, so no memory is filled with zeros.
         weight.grad = multiply_in_fp32(a, b)
     elif _has_fp32_results(a):
         # The product reads and writes the gradient, so there is no second fp32 matrix.

@@ -1,1 +1,1 @@
-"""Linear layers whose products are computed in float8, with scales of the whole tensors."""
+"""Linear layers whose products are computed in float8, with scales of complete tensors."""

@@ -25,7 +25,7 @@ from megatron.parallel.mesh import ParallelGroup
 
 Linear = ColumnParallelLinear | RowParallelLinear | SharedGroupsLinear
 _CAPABILITY = {False: (8, 9), True: (9, 0)}
-"""Whether each row has a scale -> the oldest GPUs with such products."""
+"""Whether each row has a scale -> the lowest compute capability of GPUs with such products."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Float8Engine(NativeEngine):
         self._products = [(group[0].layer, self._make_products(group)) for group in used]
 
     def _list_groups(self) -> Iterator[list[_Weight]]:
-        """Yield the weights in float8 of this rank. Those of a list have the same input."""
+        """Yield the weights in this rank's float8 layers. Those of a list have the same input."""
         numbers = list_float8_layers(self._plan.config)
         for stage in self._rank_stages:
             for number, block in stage.model.get_blocks().items():
@@ -115,7 +115,8 @@ class Float8Engine(NativeEngine):
 
     def _prepare_step(self, iteration: int | None, microbatches: int) -> None:
         if iteration is None:
-            # Before the first step of a launch, the updates tell how far the run is.
+            # Before the first step of a launch, the number of updates is the latest iteration that
+            # is known.
             iteration = max(self._iteration, self._get_step_count())
         self._iteration = iteration
         on = iteration >= self._start
@@ -149,10 +150,10 @@ class Float8Engine(NativeEngine):
 def _choose_loss_scale(microbatches: int, grid: Grid) -> float:
     """Return the loss scale with which the gradients of activations do not depend on the layout.
 
-    Without a scale, the gradients that a rank rounds have the factor 1 / its microbatches, and the
-    average over data-parallel ranks supplies the rest. With three ranks they would be three times
-    as large, and rounded in another way. With this scale, the factor is a power of two that depends
-    on the microbatches of all ranks.
+    Without a scale, the gradients that a rank rounds have the factor 1 / its microbatches, and they
+    are averaged over the data-parallel ranks later. With three ranks they would be three times as
+    large as in one process, and would be rounded in another way. With this scale, the factor is a
+    power of two that depends on the microbatches of all ranks.
 
     A context-parallel rank's loss is the mean over its own tokens. It is divided by the number of
     such ranks, so that each token has the weight that it has in one process.
@@ -194,7 +195,7 @@ def _read_weight(
 
 
 def _find_shared_pair(layer: Linear) -> SharedPair | None:
-    """Return what the tensor-parallel ranks share of a layer's outputs, if anything."""
+    """Return the key and value that several tensor-parallel ranks compute in a layer, if any."""
     if not isinstance(layer, SharedGroupsLinear):
         return None
     width = layer.own_pair.stop - layer.own_pair.start

@@ -1,7 +1,8 @@
 """The three products of linear layers in float8, with scales that do not depend on the layout.
 
-The largest value of a tensor comes from the complete tensor, also if ranks hold parts of it. So
-each rank rounds its part as one process would round the complete tensor.
+The largest value of a tensor comes from the complete tensor, even if ranks hold parts of it. So
+each rank rounds its part as one process would round the complete tensor. The table shows which
+ranks exchange the largest value.
 
 | operand                          | tensorwise            | rowwise               |
 |----------------------------------|-----------------------|-----------------------|
@@ -14,12 +15,13 @@ each rank rounds its part as one process would round the complete tensor.
 If ranks share query groups, each has the gradients of keys and values from its own queries. They
 are added up before they are rounded (`SharedPair`).
 
-Context-parallel ranks hold parts of every activation, so `tensorwise` has a message among them for
-each. A row of `rowwise` is a token, which one context-parallel rank has.
+With `tensorwise`, context-parallel ranks also exchange the largest value of each input and each
+gradient. With `rowwise` they do not, because a row is a token, and one context-parallel rank has
+all of it.
 
 With `tensorwise`, all three products have operands in float8. With `rowwise`, a weight's gradient
-would need scales along the tokens, so it is computed from operands that are not rounded. The
-input's gradient has one scale for the complete weight there (torchao's `rowwise_with_gw_hp`).
+would need scales along the tokens, so it is computed from operands that are not rounded. For the
+input's gradient, the complete weight then has one scale (torchao's `rowwise_with_gw_hp`).
 """
 
 from collections.abc import Sequence
@@ -78,7 +80,7 @@ class Float8Products:
     scales: tuple[WeightScale, ...]
     """Those of the layers' weights."""
     input_groups: tuple[ParallelGroup, ...]
-    """Groups whose ranks hold parts of what shares a scale in the input."""
+    """Groups whose ranks hold parts of input values that share a scale."""
     gradient_groups: tuple[ParallelGroup, ...]
     """The same for the outputs' gradients."""
     shared_pair: SharedPair | None = None
@@ -100,7 +102,7 @@ class Float8Products:
             if bias is not None:
                 out = out + bias
             outs.append(out.view(*x.shape[:-1], -1))
-        # Weights' gradients of `rowwise` are from inputs that are not rounded.
+        # With `rowwise`, weights' gradients are computed from inputs that are not rounded.
         if self.recipe.rowwise:
             return outs, []
         return outs, [largest]

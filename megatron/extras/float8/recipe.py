@@ -1,4 +1,4 @@
-"""What is rounded to float8, as the flags say it. This module imports no torch."""
+"""The flags of float8 as formats, scales and layers. This module imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ ROWWISE = {"tensorwise": False, "rowwise": True}
 
 @dataclass(frozen=True)
 class Recipe:
-    """The format of the operands, and what shares a scale."""
+    """The formats of the operands, and which values share a scale."""
 
     format: Literal["e4m3", "hybrid"]
     rowwise: bool

@@ -37,8 +37,8 @@ class Rounded:
 def find_largest(x: Tensor, *, by_row: bool) -> Tensor:
     """Return the largest absolute value of a matrix [m, k] in fp32, a scalar or [m, 1].
 
-    It is infinite if there is a nan, because backends do not agree on the maximum of nan and a
-    number.
+    It is infinite if there is a nan. Otherwise ranks could get different results, because backends
+    do not agree on the maximum of a nan and a number.
     """
     largest = torch.linalg.vector_norm(x, math.inf, dim=_DIMENSIONS[by_row], keepdim=by_row)
     return largest.float().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -48,7 +48,7 @@ def round_to_float8(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
     """Round a matrix [m, k] to float8.
 
     With an infinity or a nan in the tensor, the scale is 0 and each product becomes nan. The step
-    is then dropped on all ranks.
+    is then skipped on all ranks.
 
     Args:
         x: The matrix.
@@ -65,8 +65,8 @@ def multiply_rounded(
     """Return the product of two rounded matrices [m, k] and [k, n], [m, n].
 
     Args:
-        a: It has one scale, or one for each row.
-        b: It has one scale, or one for each column.
+        a: A matrix with one scale, or with one for each row.
+        b: A matrix with one scale, or with one for each column.
         dtype: The dtype of the result.
         emulated: Multiply in `dtype`. In fp32 the products of float8 values are exact.
         fast: Let the tensor cores of a GPU add up with fewer bits, which is faster.

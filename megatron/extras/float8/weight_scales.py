@@ -1,4 +1,4 @@
-"""The largest values of all weights in float8, which one message a step shares.
+"""The largest values of all weights in float8, which ranks exchange in one message a step.
 
 Each rank reads them from its shards, before any weight is gathered. Rounding to 16 bits keeps the
 order of numbers. So the largest rounded weight is the largest weight, rounded.
@@ -19,7 +19,7 @@ from megatron.parallel.mesh import CommTimer
 
 @dataclass(frozen=True)
 class WeightScale:
-    """Where the largest values of a layer's weight are found."""
+    """The largest values of a layer's weight, from which its scales are computed."""
 
     values: Tensor
     """[1], or [rows] of the complete weight, in fp32. It changes at the start of each step."""

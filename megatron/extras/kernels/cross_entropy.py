@@ -1,9 +1,10 @@
 """Softmax, target and gradient of logits, with one kernel before and one after the all-gather.
 
 The logits stay in the dtype of the product. The first kernel reads them once for the maximum, the
-sum and the target. The second one reads them once more and writes their gradient in place. In 16
-bits, these are 6 bytes a logit. PyTorch's operators move about 50, because they work on fp32
-logits. All arithmetic is in fp32, and the gradient is rounded once.
+sum of exp(logit - maximum) and the logit of the target. The second one reads them once more and
+writes their gradient in place. In 16 bits, these are 6 bytes for each logit. PyTorch's operators
+move 44 bytes, because they work on fp32 logits (docs/benchmarks.md). All arithmetic is in fp32,
+and the gradient is rounded once.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 @torch.library.custom_op("megatron::reduce_logits", mutates_args=())
 def _reduce(logits: Tensor, real: int, local: Tensor, here: Tensor, find_hits: bool) -> Tensor:
-    """Return the maximum, the sum, the target and the hit of each row, [3 or 4, n'] in fp32."""
+    """Return what `LossKernels.reduce` returns for each row, [3 or 4, n'] in fp32."""
     from megatron.extras.kernels.cross_entropy_kernel import launch_reduction
 
     results = _make_results(logits, find_hits)
@@ -64,7 +65,7 @@ class CrossEntropyKernels:
     def reduce(
         self, logits: Tensor, real: int, local: Tensor, here: Tensor, *, find_hits: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return this rank's maximum, sum, target and hit of each row."""
+        """Return this rank's part of what the ranks combine. See `LossKernels.reduce`."""
         results = _reduce(logits, real, local, here, find_hits)
         hit = None
         if find_hits:

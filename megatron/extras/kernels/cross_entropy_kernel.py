@@ -39,8 +39,8 @@ def _reduce(
     for start in range(0, real, block):
         column = start + tl.arange(0, block)
         inside = column < real
-        # A thread loads 16 bytes at once if the limit of the mask is a multiple of 16. The number
-        # of all columns is one more often than that of the real ones.
+        # A thread loads 16 bytes at once if the limit of the mask is a multiple of 16. A padded
+        # vocabulary has such a number of columns. The number of real ids often is no multiple.
         x = tl.load(logits + column, mask=column < columns, other=0.0).to(tl.float32)
         x = tl.where(inside, x, float("-inf"))
         before = top
@@ -90,14 +90,14 @@ def _write_gradient(
 def launch_reduction(
     logits: Tensor, real: int, local: Tensor, here: Tensor, results: Tensor
 ) -> None:
-    """Write the maximum, the sum, the target and, with a fourth row, the hit of each row.
+    """Write the results of `LossKernels.reduce` for each row, one result in each row of `results`.
 
     Args:
         logits: [n', columns]. The last dimension has stride 1.
         real: Number of columns that are real ids.
-        local: [n'] int64, contiguous.
-        here: [n'] bool, contiguous.
-        results: [3 or 4, n'] in fp32, contiguous.
+        local: [n'] int64, contiguous. The column of the target.
+        here: [n'] bool, contiguous. Whether this rank has the target.
+        results: [3 or 4, n'] in fp32, contiguous. The fourth row has the hits, if they are wanted.
     """
     _reduce[(logits.shape[0],)](
         logits,

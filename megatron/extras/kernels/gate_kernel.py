@@ -1,7 +1,7 @@
 """The Triton kernels of `gate.py`. Each program computes a block of elements in fp32.
 
-They round to 16 bits where PyTorch's operators do. So both give the same bits, except where fp32
-results differ in the last bit.
+They round to 16 bits at the same places as PyTorch's operators. So both give the same bits, except
+where fp32 results differ in the last bit.
 """
 
 import triton

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_kernels(kind: EngineKind, config: KernelsConfig) -> EngineKind:
-    """Return a kind of engine whose model uses the kernels that the configuration asks for.
+    """Return a kind of engine whose model uses the kernels of the configuration.
 
     Args:
         kind: The kind of an engine that takes `FusedOperators`, as `EngineBase` does.

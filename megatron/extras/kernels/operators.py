@@ -13,9 +13,9 @@ from megatron.model.fused_operators import FusedOperators
 
 
 def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
-    """Return the kernels that the configuration asks for and the device can run.
+    """Return the kernels that the configuration asks for, if the device can run them.
 
-    A CPU has none, except in Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
+    A CPU runs them only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
 
     Args:
         config: The settings of kernels.

@@ -75,10 +75,10 @@ def _move(
     block_half: tl.constexpr,
     block_rest: tl.constexpr,
 ):
-    """Rotate the heads of `whole` into its parts, or with `join` back from its parts.
+    """Rotate the heads of `whole` and write them into the parts, or with `join` the reverse.
 
-    A group of `whole` has `slots` heads: the queries, and if there are more, a key and a value.
-    Names such as whole_s are strides.
+    A group of `whole` has `slots` heads. They are queries, or queries, a key and a value. Names
+    such as whole_s are strides.
     """
     row = tl.program_id(0).to(tl.int64)
     s = row // batch
@@ -114,7 +114,9 @@ def _move(
 
 
 def launch(whole: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, *, join: bool) -> None:
-    """Rotate heads into parts, or with `join` back from parts. The last dimension has stride 1.
+    """Rotate heads and write them into parts, or with `join` the reverse.
+
+    The last dimension of all tensors has stride 1.
 
     Args:
         whole: [s, b, g, m, d].
