@@ -1,9 +1,11 @@
 """The kind of the engine with float8, for --fp8-format. This module imports no torch."""
 
+import math
 from importlib.util import find_spec
 
 from megatron.base.errors import ConfigError
 from megatron.engine.kind import BuildEngine, EngineKind
+from megatron.extras.float8.recipe import MULTIPLE
 from megatron.plan.plan import Plan
 
 
@@ -26,6 +28,13 @@ def _load(device_type: str) -> BuildEngine:
 def _list_unsupported(plan: Plan) -> list[str]:
     """Return a line for each setting that does not run with float8."""
     problems = []
+    hidden = plan.config.model.hidden_size
+    if hidden % MULTIPLE:
+        problems.append(
+            f"--hidden-size {hidden}: it is a size of each weight and must be a multiple of "
+            f"{MULTIPLE}, so no product would be in float8; use "
+            f"{math.ceil(hidden / MULTIPLE) * MULTIPLE}, or leave out --fp8-format"
+        )
     if plan.config.kernels.use_torch_compile:
         problems.append(
             "--use-torch-compile: the messages between ranks are not part of its graphs yet; "
