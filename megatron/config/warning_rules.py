@@ -278,6 +278,11 @@ WARNINGS: tuple[Callable[[ConfigWithOrigin], Iterator[str]], ...] = (
         ("parallel.deepspeed_config",),
     ),
     NoEffect(
+        "without --context-parallel-size",
+        lambda config: config.parallel.context_parallel_size == 1,
+        ("parallel.cp_comm_type",),
+    ),
+    NoEffect(
         "without --save: nothing is saved",
         lambda config: config.checkpoint.save is None,
         ("checkpoint.save_interval", "checkpoint.save_interval_time"),

@@ -419,6 +419,7 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         },
         "--gradient-accumulation-fusion leaves out the projection to queries, keys and values",
     ),
+    ({"cp_comm_type": "a2a"}, "--cp-comm-type a2a has no effect without --context-parallel-size."),
     ({"fp8_recipe": "rowwise"}, "--fp8-recipe rowwise has no effect without --fp8-format."),
     (
         {"num_layers_at_start_in_bf16": 2},
