@@ -113,10 +113,12 @@ def _describe_precision(
     else:
         scale = ""
     dtype = str(execution.dtype or torch.float32).removeprefix("torch.")
-    moments = (plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype)
+    first, second = plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype
     in_fp32 = "masters, moments and accumulation in fp32"
-    if "bf16" in moments:
-        in_fp32 = f"masters and accumulation in fp32, moments in {' and '.join(moments)}"
+    if first != second:
+        in_fp32 = f"masters and accumulation in fp32, first moments in {first}, second in {second}"
+    elif first != "fp32":
+        in_fp32 = f"masters and accumulation in fp32, moments in {first}"
     return dtype + stream, f"{in_fp32}{scale}"
 
 

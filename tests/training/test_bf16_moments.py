@@ -45,6 +45,7 @@ def test_moments_are_converted_if_their_precision_changes(run: Runner, other: Ru
     run(f"{fp32} --exit-interval 3")
     assert open_checkpoint(run.folder, 3).manifest.format == 3
     output = run(f"{BF16} --exit-interval 4", 2)
+    assert "accumulation in fp32, moments in bf16" in output
     words = [line.split() for line in output.splitlines()]
     assert ["--exp-avg-dtype", '"fp32"', '"bf16"'] in words
     assert ["--exp-avg-sq-dtype", '"fp32"', '"bf16"'] in words
