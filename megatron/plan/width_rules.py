@@ -1,5 +1,7 @@
 """Warnings about widths of matrices that GPUs multiply slowly."""
 
+import math
+
 from megatron.model.shape import ModelShape
 from megatron.plan.rules import PlanReport
 
@@ -16,12 +18,13 @@ def warn_of_widths(shape: ModelShape, report: PlanReport) -> None:
     model = report.config.model
     ranks = report.config.parallel.tensor_model_parallel_size
     heads = shape.head_dim * model.num_attention_heads
-    for name, flag, width, parts in (
-        ("hidden size", "--hidden-size", model.hidden_size, 1),
-        ("width of the MLP", "--ffn-hidden-size", shape.ffn_hidden_size, ranks),
-        ("width of all heads", "--kv-channels x --num-attention-heads", heads, ranks),
+    per_head = "--kv-channels x --num-attention-heads"
+    for name, flag, width, parts, unit in (
+        ("hidden size", "--hidden-size", model.hidden_size, 1, 1),
+        ("width of the MLP", "--ffn-hidden-size", shape.ffn_hidden_size, ranks, 1),
+        ("width of all heads", per_head, heads, ranks, model.num_attention_heads),
         # Padding by --make-vocab-size-divisible-by has added rows already.
-        ("padded vocabulary", "--make-vocab-size-divisible-by", shape.padded_vocab_size, ranks),
+        ("padded vocabulary", "--make-vocab-size-divisible-by", shape.padded_vocab_size, ranks, 1),
     ):
         # What cannot be divided is an error of another rule.
         if width % parts or width // parts % _MULTIPLE == 0:
@@ -29,7 +32,8 @@ def warn_of_widths(shape: ModelShape, report: PlanReport) -> None:
         share = ""
         if parts > 1:
             share = f" / {ranks} tensor-parallel ranks = {width // parts}"
-        step = _MULTIPLE * parts
+        # All heads have the same width.
+        step = math.lcm(_MULTIPLE * parts, unit)
         report.warnings.append(
             f"{name} {width:,}{share} ({flag}) is not a multiple of {_MULTIPLE}: on GPUs, its "
             f"matrix products in 16 bits take up to twice the time. {-(-width // step) * step:,} "
