@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from process_pool import ProcessPool, succeed
 from torch import Tensor
 
+from megatron.extras.float8.engine import choose_loss_scale
 from megatron.extras.float8.products import Float8Products
 from megatron.extras.float8.recipe import Recipe
 from megatron.extras.float8.rounding import find_largest, multiply_rounded, round_to_float8
 from megatron.extras.float8.weight_scales import WeightScale
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
+from megatron.parallel.grid import Grid
 from megatron.parallel.layers import Piece
 
 E4M3 = torch.float8_e4m3fn
@@ -22,6 +24,23 @@ RECIPES = [
     for kind in ("e4m3", "hybrid")
     for rowwise in (False, True)
 ]
+
+
+@pytest.mark.parametrize("total", [1, 3, 6, 7, 24])
+def test_gradients_of_activations_have_one_factor(total: int) -> None:
+    """The factor of a token's loss, for each division of a batch over ranks."""
+    factors = set()
+    for data in (1, 2, 3, 7):
+        for context in (1, 2, 4):
+            microbatches, rest = divmod(total, data)
+            if rest == 0:
+                scale = choose_loss_scale(microbatches, Grid(1, data, 1, context))
+                # A rank divides the scaled loss by its microbatches. A token's part of the mean of
+                # a context-parallel rank is larger by the number of these ranks.
+                factors.add(scale / microbatches * context)
+    (factor,) = factors
+    assert math.frexp(factor)[0] == 0.5
+    assert factor <= 1 / total < 2 * factor
 
 
 def round_matrix(x: Tensor, dtype: torch.dtype, *, by_row: bool = False) -> Tensor:

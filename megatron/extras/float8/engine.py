@@ -126,7 +126,7 @@ class Float8Engine(NativeEngine):
                 layer.products = products
         self._scale = 1.0
         if on:
-            self._scale = _choose_loss_scale(microbatches, self._mesh.grid)
+            self._scale = choose_loss_scale(microbatches, self._mesh.grid)
             self._maxima.refresh()
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
@@ -147,7 +147,7 @@ class Float8Engine(NativeEngine):
         return f"{recipe.format}, {scales}, {how}", why
 
 
-def _choose_loss_scale(microbatches: int, grid: Grid) -> float:
+def choose_loss_scale(microbatches: int, grid: Grid) -> float:
     """Return the loss scale with which the gradients of activations do not depend on the layout.
 
     Without a scale, the gradients that a rank rounds have the factor 1 / its microbatches, and they
