@@ -40,3 +40,16 @@ def check_float8(settings: ConfigWithOrigin) -> Iterator[str]:
             f"{counts} leave none of {layers} layers for {flag}; give smaller numbers, or leave "
             f"out {flag}."
         )
+
+
+def warn_float8_after_the_end(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn if the run ends before float8 starts."""
+    iterations = settings.config.batch.train_iters
+    start = settings.config.precision.fp8_start_iteration
+    if settings.config.precision.fp8_format is None or iterations is None:
+        return
+    if start > iterations:
+        yield (
+            f"{settings.describe('precision.fp8_start_iteration')} is after the last iteration "
+            f"({iterations}), so no iteration is in float8."
+        )

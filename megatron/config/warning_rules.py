@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.declared_rules import NoEffect
 from megatron.config.fields import all_fields
+from megatron.config.float8_rules import warn_float8_after_the_end
 from megatron.config.kernel_rules import warn_fusion_with_shared_groups
 from megatron.config.profiling import find_requesting_field, warn_layer_statistics_without_file
 from megatron.config.tree import Config
@@ -370,5 +371,6 @@ WARNINGS: tuple[Callable[[ConfigWithOrigin], Iterator[str]], ...] = (
     ),
     warn_layer_statistics_without_file,
     warn_fusion_with_shared_groups,
+    warn_float8_after_the_end,
 )
 """All rules whose failure is a warning, in the order in which their messages are reported."""

@@ -426,6 +426,16 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--num-layers-at-start-in-bf16 2 has no effect without --first-last-layers-bf16.",
     ),
     (
+        {
+            "fp8_format": "e4m3",
+            "fp8_recipe": "rowwise",
+            "bf16": True,
+            "train_iters": 9,
+            "fp8_start_iteration": 10,
+        },
+        "--fp8-start-iteration 10 is after the last iteration (9), so no iteration is in float8.",
+    ),
+    (
         {"profile_ranks": (0, 3)},
         "--profile-ranks 0 3 has no effect without --profile-iterations or --memory-snapshot.",
     ),
