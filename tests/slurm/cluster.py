@@ -47,6 +47,13 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
+    def read_controller_log(self) -> str:
+        """Return what slurmctld has logged, or an empty text before its first line."""
+        path = self.folder / "log" / "slurmctld.log"
+        if path.exists():
+            return path.read_text(errors="replace")
+        return ""
+
     def stop(self) -> None:
         subprocess.run([SCRIPT, "stop", self.folder], check=False, capture_output=True)
 

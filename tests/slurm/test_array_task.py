@@ -57,8 +57,12 @@ class TinyRun:
         while not condition():
             if time.monotonic() > end:
                 queue = self.cluster.run("squeue", "--array", "--states=all")
-                log = self.main_log()[-3000:]
-                pytest.fail(f"{what} did not happen in {BOUND_SECONDS:g} s\n{queue}\n{log}")
+                log = self.main_log()
+                controller = self.cluster.read_controller_log()[-6000:]
+                pytest.fail(
+                    f"{what} did not happen in {BOUND_SECONDS:g} s\n{queue}\n{controller}\n"
+                    f"{log[:3000]}\n[...]\n{log[-3000:]}"
+                )
             time.sleep(0.1)
 
     def wait_for_line(self, text: str, times: int = 1) -> None:
@@ -349,6 +353,30 @@ def test_cancelled_array_stays_cancelled(tiny: TinyRun) -> None:
     tiny.wait_for_end(job)
     tiny.wait_for_line("ended at iteration 0: ended by Slurm")
     assert len(tiny.attempts()) == 1
+
+
+def test_job_without_a_signal_knows_that_it_was_cancelled(tiny: TinyRun) -> None:
+    """srun may fail before Slurm's signal reaches the script. The script ignores it here."""
+    program = tiny.folder / "job.py"
+    program.write_text(
+        "import os, signal, subprocess\n"
+        "from megatron.extras.operations.slurm import client\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "before = client.is_ending()\n"
+        "subprocess.run(['scancel', os.environ['SLURM_JOB_ID']], check=True)\n"
+        "print('ending:', before, client.is_ending(), flush=True)\n"
+    )
+    output = tiny.folder / "job.out"
+    job = tiny.cluster.run(
+        "sbatch",
+        "--job-name=tiny",
+        f"--chdir={ROOT}",
+        f"--output={output}",
+        f"--wrap=exec {sys.executable} {program}",
+        PYTHONPATH=str(ROOT),
+    ).split()[-1]
+    tiny.wait_for_end(job)
+    assert "ending: False True" in output.read_text()
 
 
 def test_node_check_that_all_nodes_fail_excludes_none(tiny: TinyRun) -> None:

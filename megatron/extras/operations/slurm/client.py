@@ -61,10 +61,14 @@ def describe_job() -> str:
     return f"{get_job_name()} (requeue {requeues})"
 
 
-def is_cancelled() -> bool:
-    """Return whether Slurm's controller reports that this job was cancelled."""
-    described = try_command("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
-    return described is not None and "JobState=CANCELLED" in described
+def is_ending() -> bool:
+    """Return whether Slurm's controller reports that this job does not run any more.
+
+    While the processes of a cancelled job end, its state is COMPLETING and not CANCELLED.
+    """
+    # One failed query must not look like a job that still runs, because it is then requeued.
+    described = try_repeatedly("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
+    return described is not None and "JobState=RUNNING" not in described
 
 
 def is_running() -> bool:

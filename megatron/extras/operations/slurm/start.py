@@ -180,9 +180,9 @@ class TrainingStarts:
                 return StartEnd(TaskOutcome.COMPLETE)
             stopped = task.kill_switch is not None and task.kill_switch.exists()
             return StartEnd(TaskOutcome.KILL_SWITCH if stopped else TaskOutcome.LEFT)
-        # scancel may end the ranks some time before its signal reaches this script. A requeue would
-        # then bring the job back.
-        if self._signals.received or client.is_cancelled():
+        # scancel may end the ranks, or keep srun from starting them, before its signal reaches this
+        # script. A requeue would then bring the job back.
+        if self._signals.received or client.is_ending():
             self._say(f"Slurm ended the job before the training could save (code {code})")
             return StartEnd(TaskOutcome.ENDED_BY_SLURM)
         if hangs:
