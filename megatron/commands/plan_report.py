@@ -39,7 +39,7 @@ from megatron.model import flops
 from megatron.plan.plan import Plan
 from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule
-from megatron.schedule.pipeline import PipelineSchedule
+from megatron.schedule.pipeline_schedule import PipelineSchedule
 from megatron.schedule.progress import ForecastPoint
 
 SHOWN_SIZES = 8

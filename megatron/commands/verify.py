@@ -83,7 +83,7 @@ def train(argv: list[str]) -> None:
 def preload() -> None:
     """Import what the ranks need, so that forked ranks start without imports."""
     import megatron.engine.native
-    import megatron.engine.pipeline
+    import megatron.engine.pipeline_runner
     import megatron.engine.sharding
     import megatron.run.pretrain  # noqa: F401
 

@@ -15,7 +15,7 @@ from megatron.parallel.grid import Grid
 from megatron.schedule.batch_size import BatchSizeSchedule
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
-from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
+from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import Forecast
 from megatron.schedule.skip import SkipRange
 

@@ -15,7 +15,7 @@ from megatron.commands.plan_search import format_flags, predict_explained, searc
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import estimate_memory
-from megatron.extras.planner.cost.pipeline import simulate_pipeline
+from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.search import SearchSpace, list_divisors, search_layouts
 from megatron.extras.planner.cost.step import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace

@@ -39,7 +39,7 @@ def train_worlds(world_size: int, runs: list[list[str]]) -> list[list[RankRun]]:
         For each run, what each rank did.
     """
     # Imported once. The ranks are forks of this process.
-    import megatron.engine.pipeline
+    import megatron.engine.pipeline_runner
     import megatron.engine.sharding
     import megatron.run.pretrain  # noqa: F401
     from megatron.extras.planner.dry_run.step import get_gpu

@@ -324,11 +324,11 @@ def _replace_initialise(make: Callable[[Any], Any]) -> None:
 
 
 def divide_by_microbatches_again() -> None:
-    from megatron.engine import pipeline
+    from megatron.engine import pipeline_runner
 
     for name in ("Schedule1F1B", "ScheduleGPipe"):
         wrap(
-            pipeline,
+            pipeline_runner,
             name,
             lambda make: lambda *args, **kwargs: make(*args, **{**kwargs, "scale_grads": True}),
         )

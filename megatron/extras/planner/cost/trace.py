@@ -5,7 +5,7 @@ Format: the JSON object format of the Trace Event Format of Chrome. Times are mi
 
 from typing import Any
 
-from megatron.extras.planner.cost.pipeline import SimulatedPipeline
+from megatron.extras.planner.cost.pipeline_simulation import SimulatedPipeline
 from megatron.extras.planner.cost.step import StepPrediction
 
 

@@ -19,7 +19,7 @@ from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import RankReport
 from megatron.parallel.grid import GridCoordinate
 from megatron.plan.plan import Plan
-from megatron.schedule.pipeline import choose_schedule
+from megatron.schedule.pipeline_schedule import choose_schedule
 
 _PACKAGE = f"{os.sep}megatron{os.sep}"
 _OWN = f"{os.sep}dry_run{os.sep}"
