@@ -45,7 +45,7 @@ from megatron.extras.trackers.trackers import TRACKERS
 from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.metrics import MetricsFile
-from megatron.parallel.progress import RankProgress, Stopwatch
+from megatron.parallel.rank_progress import RankProgress, Stopwatch
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import TICK_SECONDS, Watchdog

@@ -19,7 +19,7 @@ from megatron.commands import chronicle, hub_sync, inspect_dataset, plan
 from megatron.extras.operations.hub.client import _forward_warnings
 from megatron.extras.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
-from megatron.observe.progress import ProgressBar
+from megatron.observe.progress_bar import ProgressBar
 
 HOSTILE = "a\x1b[2J\r\nALERT: forged\u202eb\u2028c\x9bd"
 PLAIN = "a\\x1b[2J  ALERT: forged\\u202eb c\\x9bd"

@@ -69,7 +69,7 @@ from megatron.extras.translators.translator import load_config
 from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 from megatron.plan.rules import replace_wrong_values
-from megatron.schedule.progress import ForecastPoint
+from megatron.schedule.counter_forecast import ForecastPoint
 
 _ASSUMED = {
     "ranks_per_node": 1,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.base.errors import CheckpointError, HungRanksError, MegatronError, make_error
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
-from megatron.parallel.progress import Phase, RankProgress
+from megatron.parallel.rank_progress import Phase, RankProgress
 from megatron.parallel.rank_state import FILE_THREAD
 from megatron.parallel.roll_call import RollCall
 from megatron.parallel.time_limit import TimeLimit

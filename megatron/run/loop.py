@@ -15,7 +15,7 @@ from megatron.engine.base import StepResult
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
-from megatron.parallel.progress import Phase
+from megatron.parallel.rank_progress import Phase
 from megatron.parallel.ranks import build_ranks
 from megatron.plan.plan import Plan
 from megatron.run.evaluate import evaluate_tasks, evaluate_test, evaluate_validation

@@ -22,7 +22,7 @@ from megatron.observe.log_line import (
     format_validation_line,
 )
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.progress import ProgressBar
+from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.report import Axes, EvaluationResult, IterationReport
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import (

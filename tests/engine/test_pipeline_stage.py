@@ -81,7 +81,9 @@ def count_schedules() -> Iterator[mock.Mock]:
     """Count the schedules that the pipeline builds. It chooses each one once."""
     from megatron.engine import pipeline_runner
 
-    with mock.patch.object(pipeline_runner, "choose_schedule", wraps=pipeline_runner.choose_schedule) as chosen:
+    with mock.patch.object(
+        pipeline_runner, "choose_schedule", wraps=pipeline_runner.choose_schedule
+    ) as chosen:
         yield chosen
 
 

@@ -6,7 +6,7 @@ import io
 import pytest
 
 from megatron.observe import startup
-from megatron.observe.progress import ProgressBar
+from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.startup import format_start_table
 
 

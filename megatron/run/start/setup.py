@@ -49,7 +49,7 @@ from megatron.observe.startup import format_start_table
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
-from megatron.parallel.progress import LONG_FACTOR
+from megatron.parallel.rank_progress import LONG_FACTOR
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan.plan import Plan
