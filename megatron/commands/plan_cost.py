@@ -26,7 +26,7 @@ from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.pipeline_simulation import SimulatedPipeline, simulate_pipeline
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.plan.plan import Plan

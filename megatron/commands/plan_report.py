@@ -27,7 +27,7 @@ from megatron.data.planned_phase import PlannedPhase
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
     can_be_predicted,
     describe_layout,

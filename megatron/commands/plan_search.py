@@ -24,7 +24,7 @@ from megatron.extras.planner.cost.search import (
     find_pareto_front,
     search_layouts,
 )
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
     build_layout_rules,
     build_search_space,

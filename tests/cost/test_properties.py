@@ -17,7 +17,7 @@ from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import estimate_memory
 from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.search import SearchSpace, list_divisors, search_layouts
-from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config

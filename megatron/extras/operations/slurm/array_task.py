@@ -16,8 +16,8 @@ import time
 from megatron.base.errors import OperationsError
 from megatron.extras.operations.slurm import attempts, client
 from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.srun_step import Signals, say
 from megatron.extras.operations.slurm.start import StartEnd, TrainingStarts
-from megatron.extras.operations.slurm.step import Signals, say
 from megatron.extras.operations.slurm.task import IN_ORDER, ArrayTask, TaskOutcome
 from megatron.observe.log_line import format_kill_switch_line
 

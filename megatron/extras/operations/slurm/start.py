@@ -18,7 +18,7 @@ from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.allocation import Allocation
 from megatron.extras.operations.slurm.exclusion import HostExclusion
-from megatron.extras.operations.slurm.step import Signals, run_step, say
+from megatron.extras.operations.slurm.srun_step import Signals, run_step, say
 from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
 from megatron.observe.log_line import format_training_complete_line
 

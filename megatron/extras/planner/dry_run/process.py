@@ -58,7 +58,7 @@ def choose_microbatches(plan: Plan) -> int:
 
 
 def open_pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes in which `megatron.extras.planner.dry_run.step` can be imported.
+    """Return a pool of processes in which `megatron.extras.planner.dry_run.fake_rank` can be imported.
 
     Raises:
         ConfigError: See `build_guard`.
@@ -147,7 +147,7 @@ def _run_one(task: tuple[Plan, int, int]) -> RankReport:
     """Run a step of one rank in a process of the pool."""
     plan, rank, microbatches = task
     # Not at the top, because this module must be importable before the guard is loaded.
-    from megatron.extras.planner.dry_run.step import run_rank
+    from megatron.extras.planner.dry_run.fake_rank import run_rank
 
     return _call(run_rank, plan, rank, microbatches)
 
