@@ -65,8 +65,8 @@ from megatron.parallel.mesh import TensorParallel, build_mesh
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 from megatron.run.run import Run
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.setup import open_data, start_run

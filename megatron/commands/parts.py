@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.ranks import Ranks
-    from megatron.plan.plan import Plan
+    from megatron.plan.run_plan import Plan
     from megatron.run.parts import (
         EmissionsMeter,
         Exporter,

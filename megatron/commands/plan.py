@@ -66,9 +66,9 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 from megatron.plan.rules import replace_wrong_values
+from megatron.plan.run_plan import Plan
 from megatron.schedule.counter_forecast import ForecastPoint
 
 _ASSUMED = {

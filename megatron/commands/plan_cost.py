@@ -29,7 +29,7 @@ from megatron.extras.planner.cost.pipeline_simulation import SimulatedPipeline, 
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 _BAR = 50
 """Characters of the bar that shows where the time goes."""

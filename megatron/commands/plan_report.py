@@ -36,7 +36,7 @@ from megatron.extras.planner.prediction import (
     predict_plan,
 )
 from megatron.model import flops
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.schedule.clock import format_duration
 from megatron.schedule.counter_forecast import ForecastPoint
 from megatron.schedule.lr import LRSchedule

@@ -33,8 +33,8 @@ from megatron.extras.planner.prediction import (
     describe_software,
     predict_plan,
 )
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

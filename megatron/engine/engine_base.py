@@ -35,7 +35,7 @@ from megatron.model.tally import Tally
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 class EngineBase(ABC):

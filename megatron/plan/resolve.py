@@ -16,7 +16,6 @@ from megatron.data.planned_phase import PlannedPhase
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
-from megatron.plan.plan import Plan
 from megatron.plan.rules import (
     PlanReport,
     check_batch_sizes,
@@ -33,6 +32,7 @@ from megatron.plan.rules import (
     warn_of_pipeline,
     warn_of_shape,
 )
+from megatron.plan.run_plan import Plan
 from megatron.plan.width_rules import warn_of_widths
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,

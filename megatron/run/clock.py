@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
 from megatron.schedule.clock import (
     ExpectedCosts,

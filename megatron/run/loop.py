@@ -17,7 +17,7 @@ from megatron.observe.log_line import format_skipped_range_line, format_training
 from megatron.observe.timers import DATA_WAIT, SAVE
 from megatron.parallel.rank_progress import Phase
 from megatron.parallel.ranks import build_ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
 from megatron.run.exits import StopReason
 from megatron.run.forecast import report_end, report_forecast

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
-    from megatron.plan.plan import Plan
+    from megatron.plan.run_plan import Plan
     from megatron.run.state import TrainState
 
 Printer = Callable[[str], None]

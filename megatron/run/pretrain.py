@@ -10,7 +10,7 @@ from megatron.config.config_with_origin import LoadedConfig
 from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.ranks import build_ranks, build_roll_call
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.evaluate import evaluate_only
 from megatron.run.leaving import (
     close_after_error,

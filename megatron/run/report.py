@@ -31,7 +31,7 @@ from megatron.observe.throughput import (
     find_peak_tflops,
 )
 from megatron.parallel.mesh import Mesh
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.parts import EmissionsMeter, GoodputReport, Parts, RankTimes, RunTracker
 from megatron.run.state import TrainState
 

@@ -21,8 +21,8 @@ from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 BASE = (
     "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "

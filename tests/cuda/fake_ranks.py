@@ -16,8 +16,8 @@ from megatron.extras.planner.dry_run.process import choose_microbatches
 from megatron.extras.planner.dry_run.record import RankReport, StepTrace
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.grid import Grid, GridCoordinate
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch

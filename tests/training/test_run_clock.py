@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
 from megatron.run.state import TrainState
 

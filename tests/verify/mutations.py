@@ -156,7 +156,7 @@ def multiply_z_loss_by_tensor_size() -> None:
 
 
 def average_microbatches_of_unequal_counts() -> None:
-    from megatron.plan.plan import Plan
+    from megatron.plan.run_plan import Plan
 
     wrap(Plan, "counts_tokens_of_step", lambda _: lambda plan, training: False)
 

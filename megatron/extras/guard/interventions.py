@@ -38,10 +38,10 @@ from megatron.extras.operations.rollback.execution import (
     roll_back,
     roll_back_within_run,
 )
-from megatron.extras.operations.rollback.plan import NOTHING, RollbackRequest, read_target
+from megatron.extras.operations.rollback.rollback_plan import NOTHING, RollbackRequest, read_target
 from megatron.observe.metrics import encode_non_finite
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 ACTION = "spike-guard"
 """The action of the guard's records."""

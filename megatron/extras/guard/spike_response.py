@@ -20,7 +20,7 @@ from megatron.extras.guard.interventions import (
 from megatron.extras.guard.spike_guard import Response, Spike, SpikeGuard
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import build_ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.start.join import make_printer
 from megatron.run.state import TrainState
 

@@ -22,7 +22,7 @@ from megatron.extras.scoring.tasks import find_tasks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_integers
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:

@@ -43,8 +43,8 @@ from megatron.extras.verify.reference import ReferenceRun, run_reference
 from megatron.extras.verify.reference_dropout import list_microbatches
 from megatron.extras.verify.synthetic import write_data
 from megatron.extras.verify.trace import TracedRank, find_first_difference
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 _SMALL = 1e-3
 """A difference below this must appear with a second seed too. The derivatives of xIELU and of ReLU

@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.kernels import AttentionBackend
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
 
 _TORCH: tuple[AttentionBackend, ...] = ("auto",)

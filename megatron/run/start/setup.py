@@ -52,7 +52,7 @@ from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rank_progress import LONG_FACTOR
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.parallel.rendezvous import choose_device
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
 from megatron.run.closing import close_within_limit
 from megatron.run.exits import Exits, ignore_stop_signals

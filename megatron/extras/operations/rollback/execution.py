@@ -30,7 +30,7 @@ from megatron.checkpoint.lease import STALE_SECONDS, Lease, get_heartbeat_age, i
 from megatron.checkpoint.lineage import write_lineage
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.extras.operations.rollback.cutting import CutSpans, cut_out, replace_by
-from megatron.extras.operations.rollback.plan import (
+from megatron.extras.operations.rollback.rollback_plan import (
     PLAN,
     ROLLED_BACK,
     FileCut,

@@ -18,7 +18,7 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import RankReport
 from megatron.parallel.grid import GridCoordinate
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.schedule.pipeline_schedule import choose_schedule
 
 _PACKAGE = f"{os.sep}megatron{os.sep}"
@@ -58,7 +58,7 @@ def choose_microbatches(plan: Plan) -> int:
 
 
 def open_pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes in which `megatron.extras.planner.dry_run.fake_rank` can be imported.
+    """Return a pool of processes that can import `megatron.extras.planner.dry_run.fake_rank`.
 
     Raises:
         ConfigError: See `build_guard`.
