@@ -113,7 +113,7 @@ class NativeEngine(EngineBase):
         Tensor parallelism shards first, along `shard_dim`. FSDP2 then shards the rows of the
         result. For a parameter in pieces, it is the offset in the tensor-parallel shard.
         """
-        offset = self._compute_tensor_offset(spec, tp_local_shape)
+        offset = spec.compute_offset(tp_local_shape, self._mesh.coordinate.tensor)
         if self._mesh.grid.weight_ranks > 1:
             offset[0] += shard_offset(
                 tp_local_shape[0], self._mesh.sharding.rank, self._mesh.sharding.size
@@ -256,7 +256,7 @@ class NativeEngine(EngineBase):
             assert gradient is not None, "gradients are set before they are added up"
             if master.spec.partial_gradient:
                 partial.append(gradient)
-            elif master.spec.shard_dim is None:
+            elif not master.spec.is_sharded:
                 replicated.append(gradient)
         add_over_tensor_ranks(partial, replicated, self._mesh.tensor_parallel)
 
@@ -314,7 +314,7 @@ class NativeEngine(EngineBase):
             return False
         if self._mesh.sharding.copy != 0:
             return False
-        return master.spec.shard_dim is not None or self._mesh.coordinate.tensor == 0
+        return master.spec.is_sharded or self._mesh.coordinate.tensor == 0
 
     def _list_counted(self) -> list[MasterParameter]:
         return [m for m in self._masters if self._is_counted(m)]
@@ -372,7 +372,7 @@ class NativeEngine(EngineBase):
         return tensors
 
     def _list_replicas(self) -> list[tuple[dist.ProcessGroup | None, list[Replica]]]:
-        replicated = [m for m in self._masters if m.spec.shard_dim is None]
+        replicated = [m for m in self._masters if not m.spec.is_sharded]
         return [
             (self._mesh.sharding.replicas, self._make_replicas(self._masters)),
             (self._mesh.tensor_parallel.group, self._make_replicas(replicated)),

@@ -37,7 +37,7 @@ def leave_shared_groups_apart() -> None:
 
     def make(build: Any) -> Any:
         def make_parameter(local_shape: Any, spec: Any) -> Any:
-            if spec.part_of is not None:
+            if spec.rows_of is not None:
                 spec = dataclasses.replace(spec, partial_gradient=False)
             return build(local_shape, spec)
 
@@ -49,7 +49,7 @@ def leave_shared_groups_apart() -> None:
 def leave_inner_norms_apart() -> None:
     from megatron.model import norm
 
-    wrap(norm, "make_inner_parameter", lambda _: norm.make_replicated_parameter)
+    wrap(norm, "make_replicated_inside_region", lambda _: norm.make_replicated_outside_region)
 
 
 # -- gradient norm and clipping --------------------------------------------------------------------
