@@ -269,9 +269,9 @@ class Saver:
         """Start the next stage, or end the save, after all ranks have finished the present one."""
         save = self._save
         assert save is not None
-        # First, because no save may appear to be in progress if `_agree` raises.
+        # First, because no save may appear to be in progress if `_end_stage` raises.
         self._set_in_progress(None)
-        results = self._agree(save)
+        results = self._end_stage(save)
         if results is None:
             return
         match save.stage:
@@ -327,10 +327,10 @@ class Saver:
         self._set_in_progress(save)
 
     def _complete_stage(self, stage: SaveStage, save: SaveInProgress) -> list[StageResult] | None:
-        """Start a stage, wait until all ranks have finished it, and return as `_agree` does."""
+        """Start a stage, wait until all ranks have finished it, and return as `_end_stage` does."""
         self._start_stage(stage, save)
         self._wait_for(save)
-        return self._agree(save)
+        return self._end_stage(save)
 
     def _set_in_progress(self, save: SaveInProgress | None) -> None:
         """Remember the save in progress, which `poll` and `complete` continue."""
@@ -353,12 +353,13 @@ class Saver:
         for line in published.lines:
             self._say(line)
 
-    def _agree(self, save: SaveInProgress) -> list[StageResult] | None:
+    def _end_stage(self, save: SaveInProgress) -> list[StageResult] | None:
         """Exchange how the stage ended, so that all ranks do the same.
 
+        After a failure, remove the unfinished folder, report the failure and set the next attempt.
+
         Returns:
-            The results of all ranks. None after a failure that does not end the run. It was
-            reported then, and the policy has the next attempt.
+            The results of all ranks. None after a failure that does not end the run.
 
         Raises:
             CheckpointError: On every rank, if the failure ends the run.

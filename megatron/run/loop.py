@@ -136,7 +136,8 @@ def train_until_stop(run: Run) -> StopReason:
             with run.step_clock.pause():
                 check_invariants(run)
         if skipped is None and (
-            is_due(run.clock.eval_interval, before, state.iteration) or run.clock.upcoming.evaluate
+            is_due(run.clock.eval_interval, before, state.iteration)
+            or run.clock.next_step.evaluation_is_due
         ):
             with run.step_clock.pause():
                 evaluate_validation(run)
@@ -415,7 +416,7 @@ def save_when_due(run: Run, before: int) -> None:
     # iteration, also when no save is due.
     saver.poll(stage_is_done=run.exits.take_stage_is_done())
     saver.record_iterations(before, run.state.iteration)
-    if saver.is_due(before, run.state.iteration) or run.clock.upcoming.save:
+    if saver.is_due(before, run.state.iteration) or run.clock.next_step.save_is_due:
         with run.step_clock.pause():
             begin_save(run, saver)
             if not run.plan.config.checkpoint.async_save:
