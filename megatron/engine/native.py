@@ -194,7 +194,7 @@ class NativeEngine(EngineBase):
             vote: See `Engine.train_batch`.
         """
         for master in self._masters:
-            gradient = master.model.grad
+            gradient = master.model_parameter.grad
             assert gradient is not None, f"{master.name} got no gradient"
             master.weight.grad = self._get_local_tensor(gradient)
         self._add_replicated_gradients()
@@ -332,7 +332,8 @@ class NativeEngine(EngineBase):
         """
         if self._mesh.grid.weight_ranks == 1 and self._dtype != torch.float32:
             foreach_copy_(
-                [m.model.data for m in self._masters], [m.weight.data for m in self._masters]
+                [m.model_parameter.data for m in self._masters],
+                [m.weight.data for m in self._masters],
             )
 
     # -- state ------------------------------------------------------------------------------------
