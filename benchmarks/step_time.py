@@ -175,7 +175,7 @@ def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     timers = Timers(device)
     job = agree_on_job(loaded, Ranks(), print, choose_parts(loaded.config))
     run = start_run(loaded, job, build_mesh(Grid(1, 1, 1), device), timers, None)
-    run.reporter.say = lambda line: None  # type: ignore[method-assign]
+    run.reporter.log = lambda line: None  # type: ignore[method-assign]
     return run
 
 

@@ -66,7 +66,7 @@ class Saver:
         ranks: Ranks | None = None,
         *,
         lease: Lease | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
         saved: Callable[[int], None] = lambda iteration: None,
         in_use: Callable[[], Collection[int]] = tuple,
         lineage: Lineage = (),
@@ -79,7 +79,7 @@ class Saver:
             config: The flags that determine when to save and which checkpoints to keep.
             ranks: The ranks that save together. Default: this process alone.
             lease: The lease of `root` on rank 0. None on the other ranks, and in tests and tools.
-            say: Called with each message and warning that people must see immediately.
+            log: Called with each message and warning that people must see immediately.
             saved: Called with the iteration of each checkpoint as soon as it is safe.
             in_use: Returns the iterations of checkpoints that must not be removed for now. It is
                 called on rank 0, from any thread.
@@ -90,7 +90,7 @@ class Saver:
         self._config = config or CheckpointConfig()
         self._ranks = ranks or Ranks()
         self._lease = lease
-        self._say = say
+        self._log = log
         self._saved = saved
         self._policy = SavePolicy(self._config)
         publisher = Publisher(root, self._config, lease, in_use, rollback_distance)
@@ -121,7 +121,7 @@ class Saver:
         size = self._count_total_bytes(shards)
         # A call of a network file system can hang. `work` then names this rank.
         free = self._ranks.work(
-            lambda: free_bytes(self._root), f"reading the free space of {self._root}", self._say
+            lambda: free_bytes(self._root), f"reading the free space of {self._root}", self._log
         )
         room = int(free // (size + SMALL_FILES))
         if self._config.async_save:
@@ -187,7 +187,7 @@ class Saver:
         # One save at a time. A second one would overwrite the host buffers that the first one is
         # still written from.
         if self._save is not None:
-            self._say(
+            self._log(
                 f"the save of iteration {self._save.contents.iteration} is still in progress, so "
                 f"the save of iteration {contents.iteration} waits for it. Is --save-interval too "
                 "short for this file system?"
@@ -314,7 +314,7 @@ class Saver:
             others = f" (and {format_count(len(warnings) - 1, 'other rank')})"
         else:
             others = ""
-        self._say(f"warning: {warnings[0]}{others}")
+        self._log(f"warning: {warnings[0]}{others}")
 
     def _start_stage(self, stage: SaveStage, save: SaveInProgress) -> None:
         """Start a stage in a thread. Each rank does its part."""
@@ -342,7 +342,7 @@ class Saver:
 
     def _wait_for(self, save: SaveInProgress) -> None:
         """Wait until all ranks have finished the stage, as long as `Ranks.wait_for` allows."""
-        self._ranks.wait_for(save.work, f"saving iteration {save.contents.iteration}", self._say)
+        self._ranks.wait_for(save.work, f"saving iteration {save.contents.iteration}", self._log)
 
     def _succeed(self, published: Published) -> None:
         """Record a checkpoint that is safe, and log its messages."""
@@ -351,7 +351,7 @@ class Saver:
         self._saved(published.iteration)
         self.lineage = published.lineage
         for line in published.lines:
-            self._say(line)
+            self._log(line)
 
     def _end_stage(self, save: SaveInProgress) -> list[StageResult] | None:
         """Exchange how the stage ended, so that all ranks do the same.
@@ -374,7 +374,7 @@ class Saver:
         if not failures:
             return [outcome.result for outcome in outcomes]
         failures += self._ranks.work(
-            lambda: self._remove(save.folder), f"removing {save.folder}", self._say
+            lambda: self._remove(save.folder), f"removing {save.folder}", self._log
         )
         self._policy.record_failure(save.contents.iteration, keep=save.keep)
         self._report_failure(save.contents.iteration, failures, cause)
@@ -439,7 +439,7 @@ class Saver:
                 f"checkpoints are untouched, the newest: {self._newest()}. "
                 "Make room or fix the file system, and start again with the same command"
             ) from cause
-        self._say(
+        self._log(
             f"warning: {problem}\nolder checkpoints are untouched; the save is tried again "
             f"{self._policy.describe_retry()}"
         )

@@ -405,7 +405,7 @@ def take_start(
     known_damage: Mapping[int, str],
     *,
     holds_lease: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> StartPoint:
     """Return the start point, and report what was found on the way to it. Rank 0 calls it.
 
@@ -414,7 +414,7 @@ def take_start(
         known_damage: See `find_start`.
         holds_lease: This run holds the lease of `--load`. It then removes what an interrupted run
             left there, and renames damaged checkpoints.
-        say: Called with warnings.
+        log: Called with warnings.
 
     Raises:
         CheckpointError: As `find_start`, or if the disk cannot be read or written.
@@ -422,16 +422,16 @@ def take_start(
     try:
         if holds_lease:
             for trouble in remove_interrupted_leftovers(Path(str(config.load))):
-                say(f"warning: {trouble}")
+                log(f"warning: {trouble}")
         start = find_start(config, known_damage)
-        _report(start, config, holds_lease=holds_lease, say=say)
+        _report(start, config, holds_lease=holds_lease, log=log)
     except OSError as error:
         raise CheckpointError(f"{config.load} cannot be read or written: {error}") from error
     return start
 
 
 def _report(
-    start: StartPoint, config: CheckpointConfig, *, holds_lease: bool, say: Callable[[str], None]
+    start: StartPoint, config: CheckpointConfig, *, holds_lease: bool, log: Callable[[str], None]
 ) -> None:
     """Log the warnings of a start point, and rename damaged checkpoints if the lease is held.
 
@@ -439,7 +439,7 @@ def _report(
         OSError: If a pointer cannot be moved or a folder cannot be renamed.
     """
     for note in start.notes:
-        say(f"warning: {note}")
+        log(f"warning: {note}")
     # Those that were renamed in an earlier attempt were reported at that time.
     remaining = [
         (i, what)
@@ -447,16 +447,16 @@ def _report(
         if find_stored_folder(Path(str(config.load)), i).is_dir()
     ]
     for iteration, what in remaining:
-        say(f"warning: {what}")
+        log(f"warning: {what}")
         if holds_lease and start.iteration is not None:
             root = Path(str(config.load))
             # Before the rename. After a kill between the two, the pointers would name a folder that
             # does not exist.
             point_to(root, start.iteration)
             aside = set_aside(root, iteration)
-            say(f"warning: global_step{iteration} is renamed to {aside.name}")
+            log(f"warning: global_step{iteration} is renamed to {aside.name}")
     if remaining:
-        say(
+        log(
             f"warning: resuming from global_step{start.iteration}, "
             "the newest intact checkpoint of this lineage"
         )

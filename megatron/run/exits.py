@@ -93,19 +93,19 @@ class Exits:
     """Decides when the run stops, and handles the signals that stop it."""
 
     def __init__(
-        self, config: BatchConfig, mesh: Mesh, say: Callable[[str], None], *, saves: bool
+        self, config: BatchConfig, mesh: Mesh, log: Callable[[str], None], *, saves: bool
     ) -> None:
         """Start the clock of the run.
 
         Args:
             config: The flags that stop a run.
             mesh: The ranks of the run.
-            say: Prints a warning.
+            log: Prints a warning.
             saves: Whether the run has a folder to save to. Only messages depend on it.
         """
         self._config = config
         self._mesh = mesh
-        self._say = say
+        self._log = log
         self._saves = saves
         self._start = time.monotonic()
         self._signal = 0
@@ -298,14 +298,14 @@ class Exits:
             reason = error.strerror or str(error)
             # Warn once for each new reason. A warning in each iteration would fill the log.
             if reason != self._switch_error:
-                self._say(
+                self._log(
                     f"warning: --kill-switch-path {path} cannot be looked for ({reason}); the run "
                     "continues and looks for it again after each iteration"
                 )
             self._switch_error = reason
             return False
         if self._switch_error is not None:
-            self._say(f"--kill-switch-path {path} can be looked for again")
+            self._log(f"--kill-switch-path {path} can be looked for again")
             self._switch_error = None
         return found
 

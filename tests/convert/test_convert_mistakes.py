@@ -225,7 +225,7 @@ def test_a_wish_that_cannot_be_met_and_a_missing_folder_are_named(
     with pytest.raises(CheckpointError, match="the folder does not exist"):
         import_model(folder / "nowhere", folder / "ours")
     said: list[str] = []
-    import_model(folder / "source", folder / "again", say=said.append)
+    import_model(folder / "source", folder / "again", log=said.append)
     assert any("no tokenizer is imported" in line for line in said)
 
 

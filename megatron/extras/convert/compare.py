@@ -103,13 +103,13 @@ class Comparison:
 
 
 def compare_models(
-    theirs: TheirModel, say: Callable[[str], None] = lambda line: None, *, complete: bool = True
+    theirs: TheirModel, log: Callable[[str], None] = lambda line: None, *, complete: bool = True
 ) -> Comparison:
     """Compare a folder with our model of the same tensors.
 
     Args:
         theirs: The folder.
-        say: Receives a line for each part that was compared.
+        log: Receives a line for each part that was compared.
         complete: Compare the complete model as well, if it fits into the memory.
 
     Raises:
@@ -120,7 +120,7 @@ def compare_models(
         found = _compare_layer(theirs, layer)
         _check_difference(found, f"layer {layer}")
         worst = max(worst, found)
-    say(f"{theirs.model.num_layers} layers agree")
+    log(f"{theirs.model.num_layers} layers agree")
     if not complete or 2 * 4 * theirs.parameters > _SHARE_OF_MEMORY * _count_free_bytes():
         _compare_ends(theirs)
         return Comparison(worst, None, None, None)

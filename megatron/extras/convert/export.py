@@ -65,7 +65,7 @@ def export_checkpoint(
     checkpoint: Checkpoint,
     out: Path,
     options: ExportOptions,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
     """Write a checkpoint to the folder `out`, which must not exist, and compare both.
 
@@ -83,14 +83,14 @@ def export_checkpoint(
     dtype = _choose_dtype(config, options.dtype)
     with write_folder(out) as unfinished:
         # Before the tensors, which take much longer.
-        ids = _export_tokenizer(unfinished, checkpoint, options.tokenizer, vocab_size, say)
+        ids = _export_tokenizer(unfinished, checkpoint, options.tokenizer, vocab_size, log)
         with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
             def read(pair: TensorPair) -> Tensor:
                 return _read_rounded(reader, index, pair, dtype)
 
             shapes = _list_shapes(architecture, config, pairs)
-            say(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
+            log(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
             write_tensors(
                 unfinished,
                 _iterate_theirs(architecture, config, pairs, read, dtype),
@@ -99,18 +99,18 @@ def export_checkpoint(
                 options.shard_bytes,
             )
             _write_config(unfinished, architecture, config, vocab_size, dtype, ids)
-            say("comparing what was written with the checkpoint and with transformers")
+            log("comparing what was written with the checkpoint and with transformers")
             tensors = TheirTensors(unfinished)
             _compare_tensors(pairs, read, tensors)
             their_config = read_config(unfinished)
             _compare_description(architecture, config, their_config)
             _compare_ids(their_config, ids)
-            _warn_of_dropout(architecture, config, say)
+            _warn_of_dropout(architecture, config, log)
             names = {name: name for pair in pairs for name in pair.theirs}
             model = normalise_model(config.model)
             comparison = compare_models(
                 TheirModel(architecture, model, their_config, pairs, names, tensors),
-                say,
+                log,
                 complete=options.compare_complete,
             )
         write_card(
@@ -125,7 +125,7 @@ def _export_tokenizer(
     checkpoint: Checkpoint,
     given: TokenizerConfig | None,
     rows: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> SpecialIds:
     """Write the tokenizer's files, and return its special ids.
 
@@ -136,8 +136,8 @@ def _export_tokenizer(
     if given is not None:
         config = replace(config, tokenizer=given)
     for warning in check_tokenizer(config, TrainState.from_json(checkpoint.state)):
-        say(f"warning: {warning}")
-    return write_tokenizer(folder, config.tokenizer, rows, say)
+        log(f"warning: {warning}")
+    return write_tokenizer(folder, config.tokenizer, rows, log)
 
 
 def _choose_dtype(config: Config, requested: str | None) -> torch.dtype:
@@ -288,13 +288,13 @@ def _compare_ids(their_config: Any, special_ids: SpecialIds) -> None:
 
 
 def _warn_of_dropout(
-    architecture: Architecture, config: Config, say: Callable[[str], None]
+    architecture: Architecture, config: Config, log: Callable[[str], None]
 ) -> None:
     """Print a warning if the class has no field for the dropout of the run."""
     covered = {name for pair in architecture.pairs for name in pair.ours}
     dropout = config.model.hidden_dropout
     if dropout and "hidden_dropout" not in covered:
-        say(
+        log(
             f"warning: {architecture.class_name} has no field for --hidden-dropout {dropout}, so a "
             "training of the exported model has none"
         )

@@ -39,7 +39,7 @@ def import_model(
     folder: Path,
     out: Path,
     seq_length: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     *,
     compare_complete: bool = True,
 ) -> Comparison:
@@ -49,7 +49,7 @@ def import_model(
         folder: A folder in the format of Hugging Face.
         out: Folder of the new checkpoint. It must not exist.
         seq_length: Sequence length of the training that follows. Default: that of config.json.
-        say: Receives messages.
+        log: Receives messages.
         compare_complete: See `ExportOptions`.
 
     Raises:
@@ -81,7 +81,7 @@ def import_model(
         match_names(architecture, expected, tensors),
         tensors,
     )
-    tokenizer = _find_tokenizer(folder, their_config.vocab_size, say)
+    tokenizer = _find_tokenizer(folder, their_config.vocab_size, log)
     digests = compute_tokenizer_digests(tokenizer)
     copied: list[Path] = []
     if tokenizer.tokenizer_name_or_path is not None:
@@ -91,7 +91,7 @@ def import_model(
         if (folder / GENERATION_CONFIG).is_file():
             copied.append(Path(GENERATION_CONFIG))
         tokenizer = replace(tokenizer, tokenizer_name_or_path=str(out.absolute() / _TOKENIZER))
-    comparison = compare_models(theirs, say, complete=compare_complete)
+    comparison = compare_models(theirs, log, complete=compare_complete)
     # Only the model and the tokenizer are known. A user gives the rest when training starts.
     config = Config(model=model, batch=BatchConfig(micro_batch_size=1), tokenizer=tokenizer)
     state = TrainState(tokenizer=digests)
@@ -138,7 +138,7 @@ def _read_model(
     return model
 
 
-def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -> TokenizerConfig:
+def _find_tokenizer(folder: Path, vocab_size: int, log: Callable[[str], None]) -> TokenizerConfig:
     """Return the settings of the folder's tokenizer, if it has one.
 
     Raises:
@@ -153,7 +153,7 @@ def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -
         # Without the size of the embedding, so that the tokenizer's own size is compared with it.
         size = build_tokenizer(replace(named, vocab_size=None)).vocab_size
     except ConfigError as error:
-        say(f"warning: no tokenizer is imported: {error}")
+        log(f"warning: no tokenizer is imported: {error}")
         return without
     if size > vocab_size:
         raise ConfigError(
