@@ -106,7 +106,7 @@ class ParameterSpec:
     def get_global_name(self, name: str) -> str:
         """Return the name that a parameter `name` of a module has in the complete model."""
         if self.rows_of is not None:
-            return f"{name.rpartition('.')[0]}.{self.part_of}"
+            return f"{name.rpartition('.')[0]}.{self.rows_of}"
         return self.copy_of or name
 
     def locate_rows(self, first: int, rows: int) -> Iterator[Piece]:
