@@ -294,11 +294,11 @@ class Saver:
                 self._succeed(published)
 
     def _collect_files(
-        self, mine: StageResult | None, results: Sequence[StageResult]
+        self, own: StageResult | None, results: Sequence[StageResult]
     ) -> tuple[WrittenFile, ...]:
         """Return the files of all ranks, complete on rank 0 and summarised on the others."""
-        assert mine is not None, "the stage has succeeded"
-        record = None if mine.written is None else mine.written.to_json()
+        assert own is not None, "the stage has succeeded"
+        record = None if own.written is None else own.written.to_json()
         complete = self._ranks.gather_on_rank_0(record)
         if complete is None:
             return tuple(result.written for result in results if result.written is not None)
@@ -365,8 +365,8 @@ class Saver:
             CheckpointError: On every rank, if the failure ends the run.
         """
         cause = save.work.error
-        mine = self._make_outcome(save.work)
-        outcomes = [StageOutcome.from_json(record) for record in self._ranks.gather(mine.to_json())]
+        own = self._make_outcome(save.work)
+        outcomes = [StageOutcome.from_json(record) for record in self._ranks.gather(own.to_json())]
         for outcome in outcomes:
             if outcome.fatal is not None:
                 raise CheckpointError(outcome.fatal) from cause
@@ -453,12 +453,12 @@ class Saver:
             TrainingError: On every rank. The message names each tensor, its rank, and the number of
                 such values.
         """
-        mine = describe_not_finite(shards)
+        own = describe_not_finite(shards)
         # The counters and scalars are equal on all ranks, so one rank reports them.
         if self._ranks.rank == 0:
             for name, record in (("optimizer", contents.scalars), ("state", contents.state)):
-                mine += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
-        found = gather_not_finite(mine, self._ranks)
+                own += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
+        found = gather_not_finite(own, self._ranks)
         if not found:
             return
         raise TrainingError(

@@ -462,14 +462,16 @@ def _report(
         )
 
 
-def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ranks) -> str | None:
+def agree_on_damage(
+    checkpoint: Checkpoint, own_damage: DamagedError | None, ranks: Ranks
+) -> str | None:
     """Return the damage that a rank found while loading and that rank 0 confirms.
 
     All ranks call it after all of them have loaded.
 
     Args:
         checkpoint: The checkpoint that was loaded.
-        mine: The damage that this rank found, or None.
+        own_damage: The damage that this rank found, or None.
         ranks: The ranks that load together.
 
     Returns:
@@ -479,11 +481,11 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
         CheckpointError: On every rank, if rank 0 finds the file intact or cannot read it. The fault
             is then in one host and not in the checkpoint, so no checkpoint may be given up for it.
     """
-    if mine is None:
-        mine_as_json = None
+    if own_damage is None:
+        own_damage_as_json = None
     else:
-        mine_as_json = [ranks.rank, str(mine), mine.file]
-    found = [damage for damage in ranks.gather(mine_as_json) if damage is not None]
+        own_damage_as_json = [ranks.rank, str(own_damage), own_damage.file]
+    found = [damage for damage in ranks.gather(own_damage_as_json) if damage is not None]
     if not found:
         return None
     # One damaged file is enough to give the checkpoint up. The others need not be confirmed.

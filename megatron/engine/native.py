@@ -279,11 +279,11 @@ class NativeEngine(EngineBase):
         They are those of the complete model and of all ranks. One all-reduce sums all of them. The
         last value is whether no token of the batch counts.
         """
-        mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
+        counted = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
-        squares = compute_squared_norm(mine, loss.device)
+        squares = compute_squared_norm(counted, loss.device)
         if self._count_zeros:
-            zeros = count_zeros(mine, loss.device)
+            zeros = count_zeros(counted, loss.device)
         else:
             zeros = torch.zeros_like(squares)
         own_votes = () if vote is None else vote()

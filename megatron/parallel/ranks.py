@@ -84,13 +84,13 @@ class Ranks:
     progress: RankProgress = field(default_factory=RankProgress, compare=False)
     """The phase of this rank, for the watchdog."""
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, on every rank. See `gather_json` for what a value may be."""
-        return gather_json(mine, self.group)
+        return gather_json(value, self.group)
 
-    def gather_on_rank_0(self, mine: Any) -> list[Any] | None:
+    def gather_on_rank_0(self, value: Any) -> list[Any] | None:
         """Return every rank's value on rank 0, and None elsewhere. It is for long values."""
-        return gather_json_on_rank_0(mine, self.group)
+        return gather_json_on_rank_0(value, self.group)
 
     def work(
         self, act: Callable[[], Result], what: str, log: Callable[[str], None] = lambda line: None

@@ -242,7 +242,7 @@ class Exits:
             return self._find_own_reason(before, after), list(numbers), shared
         if votes is not None and not numbers and not shared and not ask_again:
             return _read_votes(votes), [], []
-        mine = self._find_own_reason(before, after)
+        own_reason = self._find_own_reason(before, after)
         if self._mesh.rank != 0:
             # The maximum is then rank 0's number, bit for bit.
             numbers = [-math.inf] * len(numbers)
@@ -255,7 +255,7 @@ class Exits:
         # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
         # iteration show that this has not happened.
         check = [float(after), -float(after)]
-        own = [float(mine), float(works_on_save), *check, *numbers, *shared]
+        own = [float(own_reason), float(works_on_save), *check, *numbers, *shared]
         agreed = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
         reason, working, largest, smallest, *others = agreed.tolist()

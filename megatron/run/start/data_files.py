@@ -235,7 +235,7 @@ class DataFiles:
         """
         background = self._registry.background
         digests = self._digests.known
-        mine = {
+        own = {
             "who": self._who,
             "problems": background.problems(),
             "notes": [*background.take_notes(), *self._digests.notes],
@@ -254,9 +254,9 @@ class DataFiles:
                 if fingerprint in digests
             ],
         }
-        # `mine` holds a copy of the notes. Without this the next check would print them again.
+        # `own` holds a copy of the notes. Without this the next check would print them again.
         self._digests.notes.clear()
-        for rank, other in enumerate(self._ranks.gather(mine)):
+        for rank, other in enumerate(self._ranks.gather(own)):
             # Every rank handles the same list in the same order, so all of them raise or none does.
             for note in other["notes"]:
                 self._log(f"warning: {other['who']}: {note}")
