@@ -191,7 +191,7 @@ def test_a_mistake_in_a_layout_is_found(
     folder = prepare(family)
     groups = int(FAMILIES[family].ours.get("num_query_groups", HEADS))
     to_ours = TensorPair.to_ours
-    to_theirs = TensorPair.to_theirs
+    to_hf = TensorPair.to_theirs
 
     def name_inside(pair: TensorPair) -> str:
         return pair.ours if pair.layer is None else pair.ours.split(".", 2)[2]

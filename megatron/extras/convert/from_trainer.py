@@ -243,7 +243,7 @@ def _plan_tensor(
     """Return a tensor of the new checkpoint, which is read when it is written."""
 
     def read() -> Tensor:
-        tensor = pair.to_ours([opened.read(kind, name) for name in pair.theirs])
+        tensor = pair.to_ours([opened.read(kind, name) for name in pair.hf_names])
         if shape.rotary_dim:
             tensor = separate_rotary_halves(pair, tensor, shape)
         if pair.ours in VOCABULARY_TENSORS:
@@ -251,7 +251,7 @@ def _plan_tensor(
             tensor = tensor[: pair.our_shape[0]]
         return tensor
 
-    source = f"{', '.join(pair.theirs)} ({kind})"
+    source = f"{', '.join(pair.hf_names)} ({kind})"
     return TensorToWrite(kind, pair.ours, pair.our_shape, source, read)
 
 
@@ -269,7 +269,7 @@ def _check_names(
     expected = {
         name: (pair, size)
         for pair in pairs
-        for name, size in zip(pair.theirs, pair.their_shapes, strict=True)
+        for name, size in zip(pair.hf_names, pair.hf_shapes, strict=True)
     }
     problems = [f"{name} is missing" for name in expected if name not in opened.shapes]
     for name, (pair, size) in expected.items():
