@@ -269,11 +269,9 @@ def _compare_description(architecture: Architecture, config: Config, hf_config: 
                 f"{getattr(expected, name)}"
             )
     for layer in range(expected.num_layers):
-        our_layer, hf_layer = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
-        if our_layer != hf_layer:
-            raise CheckpointError(
-                f"config.json describes layer {layer} as {hf_layer}, not {our_layer}"
-            )
+        ours, hf = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
+        if ours != hf:
+            raise CheckpointError(f"config.json describes layer {layer} as {hf}, not {ours}")
 
 
 def _compare_ids(hf_config: Any, special_ids: SpecialIds) -> None:

@@ -100,14 +100,14 @@ def _pair_tensor(
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
     if inside in architecture.modules:
         # The table of positions is a parameter of our embedding, and a module of theirs.
-        hf_names = prefix + architecture.modules[inside]
+        hf_name = prefix + architecture.modules[inside]
     elif module in architecture.modules:
-        hf_names = f"{prefix}{architecture.modules[module]}.{leaf}"
+        hf_name = f"{prefix}{architecture.modules[module]}.{leaf}"
     else:
         raise ConfigError(f"{architecture.model_type} has no tensor for our {name}")
     transposed = module in architecture.transposed and len(size) == 2
     hf_size = size[::-1] if transposed else size
-    return TensorPair(name, size, (hf_names,), (hf_size,), layer, transposed, None, fused=False)
+    return TensorPair(name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False)
 
 
 def _pair_qkv(
