@@ -144,7 +144,7 @@ class StoringRank:
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         self._run = start_run(loaded, job, mesh, timers, None)
-        self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
+        self._run.reporter.log = lambda line: None  # type: ignore[method-assign]
         self._root = root
         self._ranks = build_ranks(mesh)
         # One step gives Adam's moments values other than zero.

@@ -30,8 +30,8 @@ from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.observe.throughput import find_peak_tflops
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 Variant = Literal["eager", "fused", "cudnn", "kernels", "compiled", "recompute"]
 FLAGS: dict[Variant, str] = {

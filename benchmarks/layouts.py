@@ -44,7 +44,7 @@ from worlds import (
     WorldFailedError,
 )
 
-from megatron.schedule.pipeline import compute_bubble_fraction
+from megatron.schedule.pipeline_schedule import compute_bubble_fraction
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = (

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
-from megatron.extras.planner.dry_run.step import FakeRank, run_rank
+from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 

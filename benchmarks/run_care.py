@@ -45,7 +45,7 @@ from megatron.extras.trackers.trackers import TRACKERS
 from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.metrics import MetricsFile
-from megatron.parallel.progress import RankProgress, Stopwatch
+from megatron.parallel.rank_progress import RankProgress, Stopwatch
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
@@ -178,7 +178,7 @@ def measure_goodput(rounds: int, folder: Path) -> list[Cost]:
 def measure_tracker(rounds: int, folder: Path) -> list[Cost]:
     """Measure what the training process does for a tracker."""
     tracker = TrackerProcess(
-        "wandb", "benchmark", folder=folder, metrics=folder / "metrics.jsonl", say=print
+        "wandb", "benchmark", folder=folder, metrics=folder / "metrics.jsonl", log=print
     )
     return [Cost("tracker, look for messages", measure(tracker.poll, rounds), 1)]
 
@@ -191,7 +191,7 @@ def measure_feed(tracker: str, home: Path) -> float:
         folder.mkdir()
         metrics = MetricsFile(folder / "metrics.jsonl")
         feed = TrackerProcess(
-            tracker, "benchmark", folder=folder, metrics=folder / "metrics.jsonl", say=print
+            tracker, "benchmark", folder=folder, metrics=folder / "metrics.jsonl", log=print
         )
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         feed.start(0)

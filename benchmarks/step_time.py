@@ -65,8 +65,8 @@ from megatron.parallel.mesh import TensorParallel, build_mesh
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 from megatron.run.run import Run
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.setup import open_data, start_run
@@ -175,7 +175,7 @@ def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     timers = Timers(device)
     job = agree_on_job(loaded, Ranks(), print, choose_parts(loaded.config))
     run = start_run(loaded, job, build_mesh(Grid(1, 1, 1), device), timers, None)
-    run.reporter.say = lambda line: None  # type: ignore[method-assign]
+    run.reporter.log = lambda line: None  # type: ignore[method-assign]
     return run
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.observe.timers import Timers
-from megatron.parallel.progress import RankProgress, Stopwatch
+from megatron.parallel.rank_progress import RankProgress, Stopwatch
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
 

@@ -146,7 +146,7 @@ class Rank:
             self._seen.append(step)
             report(state, step)
 
-        run.reporter.say = lambda line: None  # type: ignore[method-assign]
+        run.reporter.log = lambda line: None  # type: ignore[method-assign]
         run.reporter.report_step = keep  # type: ignore[method-assign]
 
     def steps(self, count: int, microbatches: int | None = None) -> Measured:

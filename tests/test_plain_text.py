@@ -19,7 +19,7 @@ from megatron.commands import chronicle, hub_sync, inspect_dataset, plan
 from megatron.extras.operations.hub.client import _forward_warnings
 from megatron.extras.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
-from megatron.observe.progress import ProgressBar
+from megatron.observe.progress_bar import ProgressBar
 
 HOSTILE = "a\x1b[2J\r\nALERT: forged\u202eb\u2028c\x9bd"
 PLAIN = "a\\x1b[2J  ALERT: forged\\u202eb c\\x9bd"
@@ -61,7 +61,7 @@ def test_chronicle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_hub_sync(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names of files and answers of the Hub."""
-    hub_sync.say(f"would send {HOSTILE}")
+    hub_sync.log(f"would send {HOSTILE}")
     _forward_warnings(hub_sync.warn)
     logging.getLogger("huggingface_hub").warning("%s", HOSTILE)
     printed = capsys.readouterr()
@@ -73,8 +73,8 @@ def test_log_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The exception of a tracker, and any other message of a library."""
     check_output(hide_secrets(f"HTTPError: {HOSTILE}"))
     bar = ProgressBar(total=1, show=False)
-    bar.say(f"warning: tracker trackio: {make_plain(HOSTILE)}")
-    bar.say("a\x1b[2Jforged\u202e")
+    bar.log(f"warning: tracker trackio: {make_plain(HOSTILE)}")
+    bar.log("a\x1b[2Jforged\u202e")
     check_output(capsys.readouterr().out)
 
 

@@ -16,8 +16,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.tree import Config
 from megatron.extras.translators.translator import load_config
 from megatron.model.partition import select_stages_of_rank
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
 

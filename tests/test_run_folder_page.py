@@ -5,8 +5,7 @@ from pathlib import Path
 from megatron.checkpoint import folder, lease, lineage
 from megatron.config.profiling import choose_profile_folder
 from megatron.extras.convert import hf_export
-from megatron.extras.operations.rollback import execution
-from megatron.extras.operations.rollback import plan as rollback_plan
+from megatron.extras.operations.rollback import execution, rollback_plan
 from megatron.extras.operations.slurm import attempts
 from megatron.extras.trackers.feed import FeedRequest
 from megatron.extras.translators.translator import load_config

@@ -10,7 +10,7 @@ import torch
 import megatron.engine.native
 
 # A run imports the next two only if it uses them.
-import megatron.engine.pipeline
+import megatron.engine.pipeline_runner
 import megatron.engine.sharding
 import megatron.run.start.setup  # noqa: F401
 from megatron.base.errors import ConfigError

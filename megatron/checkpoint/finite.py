@@ -61,21 +61,21 @@ def _read_numbers(scalars: Sequence[Tensor]) -> list[float]:
     return numbers
 
 
-def gather_not_finite(mine: Sequence[str], ranks: Ranks) -> list[str]:
+def gather_not_finite(own_lines: Sequence[str], ranks: Ranks) -> list[str]:
     """Return the lines of all ranks, each with its rank and host, on every rank.
 
     At most 8 lines are returned, and a last one that reports that there are more.
     """
     here = f"rank {ranks.rank} on {os.uname().nodename}"
     # One line more than is shown, so that "and more" is right even if only this rank has lines.
-    everyone = ranks.gather([f"{here}: {line}" for line in mine[: _SHOWN + 1]])
+    everyone = ranks.gather([f"{here}: {line}" for line in own_lines[: _SHOWN + 1]])
     found = [line for lines in everyone for line in lines]
     if len(found) <= _SHOWN:
         return found
     return [*found[:_SHOWN], "and more"]
 
 
-def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks) -> None:
+def refuse_not_finite(checkpoint: Checkpoint, own_lines: Sequence[str], ranks: Ranks) -> None:
     """Raise if a checkpoint that was loaded holds numbers that are not finite.
 
     It is not renamed as a damaged one is, because its bytes are what a version without this check
@@ -83,7 +83,7 @@ def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks)
 
     Args:
         checkpoint: The checkpoint.
-        mine: Lines of `describe_not_finite` for the tensors that this rank has loaded.
+        own_lines: Lines of `describe_not_finite` for the tensors that this rank has loaded.
         ranks: The ranks that load together.
 
     Raises:
@@ -96,7 +96,7 @@ def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks)
         for key, value in values_not_finite(record, name)
     ]
     # The scalars are equal on all ranks, so one rank reports them.
-    found = gather_not_finite([*mine, *(scalars if ranks.rank == 0 else ())], ranks)
+    found = gather_not_finite([*own_lines, *(scalars if ranks.rank == 0 else ())], ranks)
     if found:
         raise CheckpointError(
             f"{checkpoint.folder} holds numbers that are not finite. Each step from it would be "

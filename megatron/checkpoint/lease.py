@@ -158,14 +158,14 @@ class Lease:
         self._thread.start()
 
     @classmethod
-    def acquire(cls, root: Path, say: Callable[[str], None]) -> "Lease":
+    def acquire(cls, root: Path, log: Callable[[str], None]) -> "Lease":
         """Become the writer of a folder.
 
         It waits up to STALE_SECONDS if only the heartbeat shows whether another writer is alive.
 
         Args:
             root: Folder of the checkpoints.
-            say: Called with messages for people.
+            log: Called with messages for people.
 
         Raises:
             CheckpointError: If another run writes to the folder.
@@ -187,7 +187,7 @@ class Lease:
                 who = other.describe()
                 alive = _is_alive(other, me)
             if alive is None:
-                say(
+                log(
                     f"{path} names {who}; waiting up to {STALE_SECONDS:g} s for its "
                     "heartbeat. If there is none, this run takes the folder over"
                 )
@@ -200,7 +200,7 @@ class Lease:
                     f"{root} is being written to by {who}; two runs in one folder "
                     "would destroy each other's checkpoints: end that one, or give another --save"
                 )
-            say(f"{path} was left by {who}, which is gone; this run takes the folder over")
+            log(f"{path} was left by {who}, which is gone; this run takes the folder over")
             _take_over(path, other)
         _remove_leftovers(root, me)
         return cls(path, me)

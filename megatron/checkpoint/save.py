@@ -66,7 +66,7 @@ class Saver:
         ranks: Ranks | None = None,
         *,
         lease: Lease | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
         saved: Callable[[int], None] = lambda iteration: None,
         in_use: Callable[[], Collection[int]] = tuple,
         lineage: Lineage = (),
@@ -79,7 +79,7 @@ class Saver:
             config: The flags that determine when to save and which checkpoints to keep.
             ranks: The ranks that save together. Default: this process alone.
             lease: The lease of `root` on rank 0. None on the other ranks, and in tests and tools.
-            say: Called with each message and warning that people must see immediately.
+            log: Called with each message and warning that people must see immediately.
             saved: Called with the iteration of each checkpoint as soon as it is safe.
             in_use: Returns the iterations of checkpoints that must not be removed for now. It is
                 called on rank 0, from any thread.
@@ -90,7 +90,7 @@ class Saver:
         self._config = config or CheckpointConfig()
         self._ranks = ranks or Ranks()
         self._lease = lease
-        self._say = say
+        self._log = log
         self._saved = saved
         self._policy = SavePolicy(self._config)
         publisher = Publisher(root, self._config, lease, in_use, rollback_distance)
@@ -121,7 +121,7 @@ class Saver:
         size = self._count_total_bytes(shards)
         # A call of a network file system can hang. `work` then names this rank.
         free = self._ranks.work(
-            lambda: free_bytes(self._root), f"reading the free space of {self._root}", self._say
+            lambda: free_bytes(self._root), f"reading the free space of {self._root}", self._log
         )
         room = int(free // (size + SMALL_FILES))
         if self._config.async_save:
@@ -187,7 +187,7 @@ class Saver:
         # One save at a time. A second one would overwrite the host buffers that the first one is
         # still written from.
         if self._save is not None:
-            self._say(
+            self._log(
                 f"the save of iteration {self._save.contents.iteration} is still in progress, so "
                 f"the save of iteration {contents.iteration} waits for it. Is --save-interval too "
                 "short for this file system?"
@@ -269,9 +269,9 @@ class Saver:
         """Start the next stage, or end the save, after all ranks have finished the present one."""
         save = self._save
         assert save is not None
-        # First, because no save may appear to be in progress if `_agree` raises.
+        # First, because no save may appear to be in progress if `_end_stage` raises.
         self._set_in_progress(None)
-        results = self._agree(save)
+        results = self._end_stage(save)
         if results is None:
             return
         match save.stage:
@@ -294,11 +294,11 @@ class Saver:
                 self._succeed(published)
 
     def _collect_files(
-        self, mine: StageResult | None, results: Sequence[StageResult]
+        self, own: StageResult | None, results: Sequence[StageResult]
     ) -> tuple[WrittenFile, ...]:
         """Return the files of all ranks, complete on rank 0 and summarised on the others."""
-        assert mine is not None, "the stage has succeeded"
-        record = None if mine.written is None else mine.written.to_json()
+        assert own is not None, "the stage has succeeded"
+        record = None if own.written is None else own.written.to_json()
         complete = self._ranks.gather_on_rank_0(record)
         if complete is None:
             return tuple(result.written for result in results if result.written is not None)
@@ -314,7 +314,7 @@ class Saver:
             others = f" (and {format_count(len(warnings) - 1, 'other rank')})"
         else:
             others = ""
-        self._say(f"warning: {warnings[0]}{others}")
+        self._log(f"warning: {warnings[0]}{others}")
 
     def _start_stage(self, stage: SaveStage, save: SaveInProgress) -> None:
         """Start a stage in a thread. Each rank does its part."""
@@ -327,10 +327,10 @@ class Saver:
         self._set_in_progress(save)
 
     def _complete_stage(self, stage: SaveStage, save: SaveInProgress) -> list[StageResult] | None:
-        """Start a stage, wait until all ranks have finished it, and return as `_agree` does."""
+        """Start a stage, wait until all ranks have finished it, and return as `_end_stage` does."""
         self._start_stage(stage, save)
         self._wait_for(save)
-        return self._agree(save)
+        return self._end_stage(save)
 
     def _set_in_progress(self, save: SaveInProgress | None) -> None:
         """Remember the save in progress, which `poll` and `complete` continue."""
@@ -342,7 +342,7 @@ class Saver:
 
     def _wait_for(self, save: SaveInProgress) -> None:
         """Wait until all ranks have finished the stage, as long as `Ranks.wait_for` allows."""
-        self._ranks.wait_for(save.work, f"saving iteration {save.contents.iteration}", self._say)
+        self._ranks.wait_for(save.work, f"saving iteration {save.contents.iteration}", self._log)
 
     def _succeed(self, published: Published) -> None:
         """Record a checkpoint that is safe, and log its messages."""
@@ -351,21 +351,22 @@ class Saver:
         self._saved(published.iteration)
         self.lineage = published.lineage
         for line in published.lines:
-            self._say(line)
+            self._log(line)
 
-    def _agree(self, save: SaveInProgress) -> list[StageResult] | None:
+    def _end_stage(self, save: SaveInProgress) -> list[StageResult] | None:
         """Exchange how the stage ended, so that all ranks do the same.
 
+        After a failure, remove the unfinished folder, report the failure and set the next attempt.
+
         Returns:
-            The results of all ranks. None after a failure that does not end the run. It was
-            reported then, and the policy has the next attempt.
+            The results of all ranks. None after a failure that does not end the run.
 
         Raises:
             CheckpointError: On every rank, if the failure ends the run.
         """
         cause = save.work.error
-        mine = self._make_outcome(save.work)
-        outcomes = [StageOutcome.from_json(record) for record in self._ranks.gather(mine.to_json())]
+        own = self._make_outcome(save.work)
+        outcomes = [StageOutcome.from_json(record) for record in self._ranks.gather(own.to_json())]
         for outcome in outcomes:
             if outcome.fatal is not None:
                 raise CheckpointError(outcome.fatal) from cause
@@ -373,7 +374,7 @@ class Saver:
         if not failures:
             return [outcome.result for outcome in outcomes]
         failures += self._ranks.work(
-            lambda: self._remove(save.folder), f"removing {save.folder}", self._say
+            lambda: self._remove(save.folder), f"removing {save.folder}", self._log
         )
         self._policy.record_failure(save.contents.iteration, keep=save.keep)
         self._report_failure(save.contents.iteration, failures, cause)
@@ -438,7 +439,7 @@ class Saver:
                 f"checkpoints are untouched, the newest: {self._newest()}. "
                 "Make room or fix the file system, and start again with the same command"
             ) from cause
-        self._say(
+        self._log(
             f"warning: {problem}\nolder checkpoints are untouched; the save is tried again "
             f"{self._policy.describe_retry()}"
         )
@@ -452,12 +453,12 @@ class Saver:
             TrainingError: On every rank. The message names each tensor, its rank, and the number of
                 such values.
         """
-        mine = describe_not_finite(shards)
+        own = describe_not_finite(shards)
         # The counters and scalars are equal on all ranks, so one rank reports them.
         if self._ranks.rank == 0:
             for name, record in (("optimizer", contents.scalars), ("state", contents.state)):
-                mine += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
-        found = gather_not_finite(mine, self._ranks)
+                own += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
+        found = gather_not_finite(own, self._ranks)
         if not found:
             return
         raise TrainingError(

@@ -405,7 +405,7 @@ def take_start(
     known_damage: Mapping[int, str],
     *,
     holds_lease: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> StartPoint:
     """Return the start point, and report what was found on the way to it. Rank 0 calls it.
 
@@ -414,7 +414,7 @@ def take_start(
         known_damage: See `find_start`.
         holds_lease: This run holds the lease of `--load`. It then removes what an interrupted run
             left there, and renames damaged checkpoints.
-        say: Called with warnings.
+        log: Called with warnings.
 
     Raises:
         CheckpointError: As `find_start`, or if the disk cannot be read or written.
@@ -422,16 +422,16 @@ def take_start(
     try:
         if holds_lease:
             for trouble in remove_interrupted_leftovers(Path(str(config.load))):
-                say(f"warning: {trouble}")
+                log(f"warning: {trouble}")
         start = find_start(config, known_damage)
-        _report(start, config, holds_lease=holds_lease, say=say)
+        _report(start, config, holds_lease=holds_lease, log=log)
     except OSError as error:
         raise CheckpointError(f"{config.load} cannot be read or written: {error}") from error
     return start
 
 
 def _report(
-    start: StartPoint, config: CheckpointConfig, *, holds_lease: bool, say: Callable[[str], None]
+    start: StartPoint, config: CheckpointConfig, *, holds_lease: bool, log: Callable[[str], None]
 ) -> None:
     """Log the warnings of a start point, and rename damaged checkpoints if the lease is held.
 
@@ -439,7 +439,7 @@ def _report(
         OSError: If a pointer cannot be moved or a folder cannot be renamed.
     """
     for note in start.notes:
-        say(f"warning: {note}")
+        log(f"warning: {note}")
     # Those that were renamed in an earlier attempt were reported at that time.
     remaining = [
         (i, what)
@@ -447,29 +447,31 @@ def _report(
         if find_stored_folder(Path(str(config.load)), i).is_dir()
     ]
     for iteration, what in remaining:
-        say(f"warning: {what}")
+        log(f"warning: {what}")
         if holds_lease and start.iteration is not None:
             root = Path(str(config.load))
             # Before the rename. After a kill between the two, the pointers would name a folder that
             # does not exist.
             point_to(root, start.iteration)
             aside = set_aside(root, iteration)
-            say(f"warning: global_step{iteration} is renamed to {aside.name}")
+            log(f"warning: global_step{iteration} is renamed to {aside.name}")
     if remaining:
-        say(
+        log(
             f"warning: resuming from global_step{start.iteration}, "
             "the newest intact checkpoint of this lineage"
         )
 
 
-def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ranks) -> str | None:
+def agree_on_damage(
+    checkpoint: Checkpoint, own_damage: DamagedError | None, ranks: Ranks
+) -> str | None:
     """Return the damage that a rank found while loading and that rank 0 confirms.
 
     All ranks call it after all of them have loaded.
 
     Args:
         checkpoint: The checkpoint that was loaded.
-        mine: The damage that this rank found, or None.
+        own_damage: The damage that this rank found, or None.
         ranks: The ranks that load together.
 
     Returns:
@@ -479,11 +481,11 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
         CheckpointError: On every rank, if rank 0 finds the file intact or cannot read it. The fault
             is then in one host and not in the checkpoint, so no checkpoint may be given up for it.
     """
-    if mine is None:
-        mine_as_json = None
+    if own_damage is None:
+        own_damage_as_json = None
     else:
-        mine_as_json = [ranks.rank, str(mine), mine.file]
-    found = [damage for damage in ranks.gather(mine_as_json) if damage is not None]
+        own_damage_as_json = [ranks.rank, str(own_damage), own_damage.file]
+    found = [damage for damage in ranks.gather(own_damage_as_json) if damage is not None]
     if not found:
         return None
     # One damaged file is enough to give the checkpoint up. The others need not be confirmed.

@@ -263,7 +263,7 @@ def run_tasks(
 
 
 def write_results(
-    arguments: EvaluateArguments, found: Evaluation, say: Callable[[str], None]
+    arguments: EvaluateArguments, found: Evaluation, log: Callable[[str], None]
 ) -> None:
     """Print the table of results, and write the files.
 
@@ -274,7 +274,7 @@ def write_results(
     name_width = max(len(name) for name, _, _ in rows)
     measure_width = max(len(measure) for _, measure, _ in rows)
     for name, measure, value in rows:
-        say(f"{name:<{name_width}}  {measure:<{measure_width}}  {value:.6g}")
+        log(f"{name:<{name_width}}  {measure:<{measure_width}}  {value:.6g}")
     if arguments.out is not None:
         record = {"load": arguments.load, "iteration": found.iteration, **found.to_json()}
         replace_file(arguments.out, json.dumps(record, indent=1, default=str) + "\n")

@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"--lines {given.lines} must be 0 or more, and --every {given.every:g} and "
                 f"--timeout {given.timeout:g} more than 0 seconds, and finite"
             )
-        hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=False)
+        hub = Hub(given.repo, timeout_seconds=given.timeout, log=warn, must_write=False)
         follow(Follower(hub, given.path, given.lines), given.every, sys.stdout.buffer)
     except BrokenPipeError:
         # The interpreter flushes standard output when it exits. On the closed pipe that would fail

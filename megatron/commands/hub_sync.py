@@ -86,7 +86,7 @@ class HubSync:
     sync."""
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print a line to standard output. It may contain names of files and answers of the Hub."""
     # Cron jobs and pipes buffer their output. Without a flush a long sync would print nothing for
     # hours.
@@ -113,7 +113,7 @@ def sync(given: HubSync) -> int:
             f"--folder {given.folder} is not a folder; give the folder of the run's logs"
         )
     # A dry run only reads. A public repository can be read without a token.
-    hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=not given.dry_run)
+    hub = Hub(given.repo, timeout_seconds=given.timeout, log=warn, must_write=not given.dry_run)
     patience = RetryPolicy(given.patience, warn)
     request = SyncRequest(
         given.folder, given.patterns, state, given.create, given.private, given.dry_run
@@ -121,7 +121,7 @@ def sync(given: HubSync) -> int:
     # Two syncs of one folder would overwrite each other's state file and send files twice.
     with hold_sync_lock(state, warn):
         if given.patterns:
-            outcome = FolderSync(request, hub, patience, say=say, warn=warn).run()
+            outcome = FolderSync(request, hub, patience, log=log, warn=warn).run()
         else:
             outcome = SyncResult()
         if given.checkpoints is not None:
@@ -132,7 +132,7 @@ def sync(given: HubSync) -> int:
                 request,
                 hub,
                 patience,
-                say=say,
+                log=log,
                 warn=warn,
             )
     if not given.dry_run:
@@ -141,7 +141,7 @@ def sync(given: HubSync) -> int:
             sent = f"{outcome.added} sent ({size}), {outcome.deleted} deleted"
         else:
             sent = "nothing to send"
-        say(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
+        log(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
     # Files that were left out are a success for the others, and cron should report them anyway.
     if outcome.left_out:
         return 1

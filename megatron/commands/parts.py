@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.ranks import Ranks
-    from megatron.plan.plan import Plan
+    from megatron.plan.run_plan import Plan
     from megatron.run.parts import (
         EmissionsMeter,
         Exporter,
@@ -87,10 +87,10 @@ def _has_extras() -> bool:
     return importlib.util.find_spec("megatron.extras") is not None
 
 
-def _build_exporter(config: CheckpointConfig, say: Printer, iteration: int) -> Exporter:
+def _build_exporter(config: CheckpointConfig, log: Printer, iteration: int) -> Exporter:
     from megatron.extras.convert.hf_export import HFExporter
 
-    return HFExporter(config, say, iteration)
+    return HFExporter(config, log, iteration)
 
 
 def _load_source(dataset_format: str) -> SourceKind:
@@ -105,10 +105,10 @@ def _load_guard() -> GuardKind:
     return SpikeGuardKind()
 
 
-def _build_profiling(config: Config, rank: int, say: Printer) -> Profiling:
+def _build_profiling(config: Config, rank: int, log: Printer) -> Profiling:
     from megatron.extras.profiling.profilers import Profilers
 
-    return Profilers(config, rank, say)
+    return Profilers(config, rank, log)
 
 
 def _build_stragglers(
@@ -119,10 +119,10 @@ def _build_stragglers(
     return stragglers.StragglerWatch(stages, timer, interval, factor)
 
 
-def _prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> Tasks:
+def _prepare_tasks(plan: Plan, ranks: Ranks, log: Callable[[str], None]) -> Tasks:
     from megatron.extras.scoring.eval_tasks import prepare_tasks
 
-    return prepare_tasks(plan, ranks, say)
+    return prepare_tasks(plan, ranks, log)
 
 
 def _check_trackers(names: tuple[str, ...]) -> None:
@@ -132,17 +132,17 @@ def _check_trackers(names: tuple[str, ...]) -> None:
 
 
 def _build_tracker(
-    name: str, project: str, folder: Path, metrics: Path, say: Printer
+    name: str, project: str, folder: Path, metrics: Path, log: Printer
 ) -> RunTracker:
     from megatron.extras.trackers.process import TrackerProcess
 
-    return TrackerProcess(name, project, folder=folder, metrics=metrics, say=say)
+    return TrackerProcess(name, project, folder=folder, metrics=metrics, log=log)
 
 
-def _start_emissions(folder: str, country_iso_code: str, say: Printer) -> EmissionsMeter:
+def _start_emissions(folder: str, country_iso_code: str, log: Printer) -> EmissionsMeter:
     from megatron.extras.trackers import emissions
 
-    return emissions.Emissions(folder, country_iso_code, say=say)
+    return emissions.Emissions(folder, country_iso_code, log=log)
 
 
 def _start_goodput(folder: Path, metrics: Path) -> GoodputReport:
@@ -164,10 +164,10 @@ def _check_verification(path: str | None) -> None:
         read_report(path)
 
 
-def _keep_verification(plan: Plan, say: Printer) -> dict[str, Any]:
+def _keep_verification(plan: Plan, log: Printer) -> dict[str, Any]:
     from megatron.extras.verify.kept_report import keep_verification
 
-    return keep_verification(plan.config, plan.world_size, say)
+    return keep_verification(plan.config, plan.world_size, log)
 
 
 _ALL_PARTS = Parts(

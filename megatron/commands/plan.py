@@ -63,13 +63,13 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
 from megatron.plan.rules import replace_wrong_values
-from megatron.schedule.progress import ForecastPoint
+from megatron.plan.run_plan import Plan
+from megatron.schedule.counter_forecast import ForecastPoint
 
 _ASSUMED = {
     "ranks_per_node": 1,

@@ -14,7 +14,7 @@ from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import all_fields, flatten
 from megatron.config.yaml_file import dump_fields
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 _DEEPSPEED_CONFIG = "parallel.deepspeed_config"
 

@@ -25,11 +25,11 @@ from megatron.extras.planner.cost.goodput import (
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.pipeline import SimulatedPipeline, simulate_pipeline
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.pipeline_simulation import SimulatedPipeline, simulate_pipeline
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 _BAR = 50
 """Characters of the bar that shows where the time goes."""

@@ -8,7 +8,7 @@ from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.dry_run.process import choose_microbatches, list_rank_kinds, run_ranks
 from megatron.extras.planner.dry_run.record import RankReport
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:

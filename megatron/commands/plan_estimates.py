@@ -10,8 +10,8 @@ from typing import Any
 from megatron.extras.planner.prediction import get_recomputed_share
 from megatron.model import flops
 from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
-from megatron.plan.plan import Plan
-from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
+from megatron.plan.run_plan import Plan
+from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 
 def estimate_memory(plan: Plan) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from megatron.data.planned_phase import PlannedPhase
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
     can_be_predicted,
     describe_layout,
@@ -36,11 +36,11 @@ from megatron.extras.planner.prediction import (
     predict_plan,
 )
 from megatron.model import flops
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.schedule.clock import format_duration
+from megatron.schedule.counter_forecast import ForecastPoint
 from megatron.schedule.lr import LRSchedule
-from megatron.schedule.pipeline import PipelineSchedule
-from megatron.schedule.progress import ForecastPoint
+from megatron.schedule.pipeline_schedule import PipelineSchedule
 
 SHOWN_SIZES = 8
 """A ramp-up with more batch sizes than this is shortened in the report."""

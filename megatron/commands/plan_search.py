@@ -24,7 +24,7 @@ from megatron.extras.planner.cost.search import (
     find_pareto_front,
     search_layouts,
 )
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
     build_layout_rules,
     build_search_space,
@@ -33,8 +33,8 @@ from megatron.extras.planner.prediction import (
     describe_software,
     predict_plan,
 )
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from megatron.extras.planner.cost.communication import CommunicationTime, estimate_time
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.step import StepPrediction, count_step_traffic
+from megatron.extras.planner.cost.step_prediction import StepPrediction, count_step_traffic
 from megatron.extras.planner.prediction import predict_plan
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 @dataclass(frozen=True)

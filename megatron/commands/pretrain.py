@@ -25,7 +25,7 @@ from megatron.commands.preset_table import format_preset_table, wants_preset_lis
 from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.parallel.launcher import read_launcher_world
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.leaving import leave_with_error
 from megatron.run.start.orphans import die_with_launcher
 from megatron.run.start.refusals import check_before_torch

@@ -22,7 +22,7 @@ from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.extras.operations.rollback.execution import roll_back
-from megatron.extras.operations.rollback.plan import RollbackRequest
+from megatron.extras.operations.rollback.rollback_plan import RollbackRequest
 
 
 @dataclass(frozen=True)

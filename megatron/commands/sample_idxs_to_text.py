@@ -32,8 +32,8 @@ from megatron.data.segments import History
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 from megatron.run.start.job import build_starting_state
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import read_bare_thresholds

@@ -44,8 +44,8 @@ from megatron.extras.translators.launch_script import (
     read_launch_script,
 )
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 NO_END = 10**15
 """A number of iterations that no run reaches."""

@@ -33,8 +33,8 @@ from megatron.commands.plan_source import (
 )
 from megatron.commands.run_tool import run_tool
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
+from megatron.plan.run_plan import Plan
 
 _SWITCHES = ("--expand", "--help", "--json", "--no-expand", "--no-json", "-h")
 _WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--world-size")
@@ -83,7 +83,7 @@ def train(argv: list[str]) -> None:
 def preload() -> None:
     """Import what the ranks need, so that forked ranks start without imports."""
     import megatron.engine.native
-    import megatron.engine.pipeline
+    import megatron.engine.pipeline_runner
     import megatron.engine.sharding
     import megatron.run.pretrain  # noqa: F401
 

@@ -42,7 +42,7 @@ def build_sources(
     request: SourceRequest,
     other: SourceKind | None = None,
     *,
-    say: Say = print_to_stderr,
+    log: Say = print_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
     """Open the data sets and check them.
@@ -52,7 +52,7 @@ def build_sources(
     Args:
         request: What the run asks of its data.
         other: The kind of data of --dataset-format.
-        say: Receives urgent messages while an index is built.
+        log: Receives urgent messages while an index is built.
         wait_seconds: Longest time to wait for another process that builds the same index.
 
     Raises:
@@ -60,7 +60,7 @@ def build_sources(
         DataError: data are missing, damaged or too small, or need another vocabulary.
     """
     data = request.data
-    registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)
+    registry = DatasetRegistry(data.data_cache_path, log=log, wait_seconds=wait_seconds)
     # First, because --mock-data replaces the data of any other flag.
     if data.mock_data:
         return _build_mock_sources(request, registry)

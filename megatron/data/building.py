@@ -59,15 +59,15 @@ class Temporaries:
     Leaving the context removes those that were not renamed.
     """
 
-    def __init__(self, folder: Path, say: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, log: Callable[[], None] = lambda: None) -> None:
         """Create a build without files.
 
         Args:
             folder: Where the files are created.
-            say: Called once if the build takes longer than SAY_AFTER_SECONDS.
+            log: Called once if the build takes longer than SAY_AFTER_SECONDS.
         """
         self._folder = folder
-        self._say = say
+        self._log = log
         self._paths: list[Path] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._show_life, name="index build", daemon=True)
@@ -102,7 +102,7 @@ class Temporaries:
         """Report a long build once, and touch its files until it is over."""
         if self._over.wait(SAY_AFTER_SECONDS):
             return
-        self._say()
+        self._log()
         while not self._over.wait(_TOUCH_SECONDS):
             for path in self._paths:
                 # The file may have been renamed meanwhile.
@@ -177,7 +177,7 @@ def _clock_of(folder: Path) -> float:
 
 @contextlib.contextmanager
 def only_builder(
-    path: Path, what: str, *, limit_seconds: float, say: Say, note: Say
+    path: Path, what: str, *, limit_seconds: float, log: Say, note: Say
 ) -> Iterator[None]:
     """Hold the lock file `path` inside the context. Without file locks, note it and continue.
 
@@ -185,14 +185,14 @@ def only_builder(
         path: The lock file. It is removed at the end.
         what: What is built, for messages.
         limit_seconds: Longest time to wait for another holder.
-        say: Receives urgent messages while waiting.
+        log: Receives urgent messages while waiting.
         note: Receives messages that may be read later.
 
     Raises:
         DataError: another process held it for longer than the limit.
     """
     try:
-        descriptor = _locked(path, what, limit_seconds, say)
+        descriptor = _locked(path, what, limit_seconds, log)
     except OSError as error:
         reason = error.strerror or str(error)
         note(
@@ -213,7 +213,7 @@ def only_builder(
         os.close(descriptor)
 
 
-def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
+def _locked(path: Path, what: str, limit_seconds: float, log: Say) -> int:
     """Return the descriptor of the lock file after it was locked.
 
     Raises:
@@ -246,7 +246,7 @@ def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
             )
         if time.monotonic() > say_at:
             say_at += _SAY_AGAIN_SECONDS
-            say(
+            log(
                 f"waiting for {what}, which {holder} is building: {waited:.0f} s so far, "
                 f"{limit_seconds:.0f} s at most"
             )

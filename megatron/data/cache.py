@@ -60,7 +60,7 @@ class IndexCache:
         notes: list[str] | None = None,
         *,
         background: Background | None = None,
-        say: Say = print_to_stderr,
+        log: Say = print_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Use a folder as a cache.
@@ -69,7 +69,7 @@ class IndexCache:
             folder: Where the entries are. It is created when the first one is built.
             notes: Receives messages that may be read later.
             background: Digests all bytes of large arrays. None verifies samples of them only.
-            say: Receives urgent messages while a build, or the wait for one, takes long.
+            log: Receives urgent messages while a build, or the wait for one, takes long.
             wait_seconds: Longest time to wait for a process that builds the same entry.
         """
         self.folder = Path(folder)
@@ -78,7 +78,7 @@ class IndexCache:
         """The manifests of the entries that were opened."""
         self._background = background
         self._verified: set[str] = set()
-        self._say = say
+        self._log = log
         self._wait_seconds = wait_seconds
 
     def open(
@@ -138,7 +138,7 @@ class IndexCache:
             self.folder / f"{stem}.lock",
             f"the index cache {self.folder / stem}",
             limit_seconds=self._wait_seconds,
-            say=self._say,
+            log=self._log,
             note=self.notes.append,
         ):
             # Another process may have built it while this one waited for the lock.
@@ -218,7 +218,7 @@ class IndexCache:
         open a mixture of them. An earlier manifest stays until it is replaced at the end.
         """
         with Temporaries(
-            self.folder, lambda: self._say(f"building the index cache {self.folder / stem}")
+            self.folder, lambda: self._log(f"building the index cache {self.folder / stem}")
         ) as temporaries:
             partial = {name: temporaries.create(f"{stem}-{name}.npy") for name in shapes}
             arrays = {

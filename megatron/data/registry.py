@@ -24,14 +24,14 @@ class DatasetRegistry:
         self,
         data_cache_path: str | None,
         *,
-        say: Say = print_to_stderr,
+        log: Say = print_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Create a registry without data sets.
 
         Args:
             data_cache_path: Folder of the index caches. None puts them next to each data set.
-            say: See `IndexCache`.
+            log: See `IndexCache`.
             wait_seconds: See `IndexCache`.
         """
         self.notes: list[str] = []
@@ -40,7 +40,7 @@ class DatasetRegistry:
         self.file_sets: list[FileSet] = []
         """The data sets that are streamed from files of rows."""
         self._data_cache_path = data_cache_path
-        self._say = say
+        self._log = log
         self._wait_seconds = wait_seconds
         self._by_prefix: dict[str, IndexedDataset] = {}
         self._caches: dict[str, IndexCache] = {}
@@ -99,7 +99,7 @@ class DatasetRegistry:
                 folder,
                 self.notes,
                 background=self.background,
-                say=self._say,
+                log=self._log,
                 wait_seconds=self._wait_seconds,
             )
         return self._caches[folder]

@@ -42,14 +42,14 @@ class SourceRequest:
 class SourceKind(Protocol):
     """A kind of data."""
 
-    def list_files(self, request: SourceRequest, say: Callable[[str], None]) -> None:
+    def list_files(self, request: SourceRequest, log: Callable[[str], None]) -> None:
         """Find the files on rank 0, before all ranks call `build`.
 
         Results that take long are stored in a cache, so that other ranks need not open all files.
 
         Args:
             request: What the run asks.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
 
         Raises:
             ConfigError: A flag cannot be parsed.

@@ -6,7 +6,7 @@ from megatron.engine.ademamix import AdEMAMix
 from megatron.engine.muon import Muon
 from megatron.engine.optimizer import AdamW, MasterParameter, Optimizer
 from megatron.parallel.mesh import Mesh
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 def build_optimizer(masters: list[MasterParameter], plan: Plan, mesh: Mesh) -> Optimizer:

@@ -11,7 +11,7 @@ from megatron.model.execution import Execution
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.norm import describe_norm
 from megatron.parallel.mesh import Mesh
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 Row = tuple[str, str, str]
 """What is described, which implementation is in use, and why."""

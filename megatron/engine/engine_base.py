@@ -32,10 +32,9 @@ from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.packed_attention import require_packed_attention
 from megatron.model.tally import Tally
-from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 class EngineBase(ABC):
@@ -141,20 +140,6 @@ class EngineBase(ABC):
         """Return whether the other end of the pipeline holds the parameter too."""
         untied = self._plan.config.model.untie_embeddings_and_output_weights
         return global_name == WORD_EMBEDDING and self._mesh.ends is not None and not untied
-
-    def _compute_tensor_offset(self, spec: ParameterSpec, shape: Sequence[int]) -> list[int]:
-        """Return the offset of this rank's tensor-parallel shard in the global parameter.
-
-        It is 0 for a parameter in pieces, whose offsets count in the shard.
-
-        Args:
-            spec: The parameter.
-            shape: The shape of the shard.
-        """
-        offset = [0] * len(spec.shape)
-        if spec.shard_dim is not None and spec.pieces is None:
-            offset[spec.shard_dim] = self._mesh.coordinate.tensor * shape[spec.shard_dim]
-        return offset
 
     def _initialise_weights(self) -> None:
         """Fill the weights with their initial values."""

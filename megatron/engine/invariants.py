@@ -131,8 +131,10 @@ class InvariantChecker:
             # Different step counts mean that ranks have taken different steps. Equal weights would
             # not make such a run right.
             repair = repair and not wrong_scalars
-            mine = [self._measure(replica, group, repair=repair) for group, replica in differing]
-            own = [difference.to_json() for difference in mine if difference is not None]
+            measured = [
+                self._measure(replica, group, repair=repair) for group, replica in differing
+            ]
+            own = [difference.to_json() for difference in measured if difference is not None]
             lines = _describe(
                 [
                     _ReplicaDifference(*difference)
@@ -166,12 +168,12 @@ class InvariantChecker:
 
         All ranks of the group get the same list, which `_measure` relies on.
         """
-        mine = torch.stack(
+        own = torch.stack(
             [compute_checksum(replica.tensor) for replica in replicas]
         )  # [replicas, 2]
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        everyone = [torch.empty_like(own) for _ in range(group.size())]
         with self._mesh.tensor_parallel.comm_timer():
-            dist.all_gather(everyone, mine, group=group)
+            dist.all_gather(everyone, own, group=group)
         sums = torch.stack(everyone)  # [ranks, replicas, 2]
         equal = (sums == sums[0]).all(dim=2).all(dim=0).tolist()
         return [replica for replica, same in zip(replicas, equal, strict=True) if not same]
@@ -217,8 +219,8 @@ class InvariantChecker:
             lines += [f"{rank} differs from rank 0: {'; '.join(differing)}"] if differing else []
         return _shorten_list(lines, "ranks")
 
-    def _gather(self, mine: Any) -> list[Any]:
-        return gather_json(mine, self._mesh.control)
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_json(value, self._mesh.control)
 
 
 def _split_slices(tensor: Tensor, size: int = _SLICE) -> Iterator[Tensor]:

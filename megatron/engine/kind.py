@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron.base.errors import ConfigError
 from megatron.config.tree import Config
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 if TYPE_CHECKING:
     from megatron.engine.base import Engine, PhaseTimers

@@ -184,15 +184,15 @@ class Muon(Optimizer):
             lr: The learning rate.
         """
         pieces = [None if m is None else self._advance_momentum(m) for m in matrices]
-        mine = matrices[self._rank]
+        own = matrices[self._rank]
         received = self._exchange(
             [torch.empty(0) if piece is None else piece.flatten() for piece in pieces],
-            [0] * len(matrices) if mine is None else [part.size for part in mine.parts],
+            [0] * len(matrices) if own is None else [part.size for part in own.parts],
         )
         updates = [torch.empty(0)] * len(matrices)
-        if mine is not None:
-            whole = self._orthogonalise(mine, received)
-            updates = [whole[part.index].flatten() for part in mine.parts]
+        if own is not None:
+            whole = self._orthogonalise(own, received)
+            updates = [whole[part.index].flatten() for part in own.parts]
         returned = self._exchange(
             updates, [0 if piece is None else piece.numel() for piece in pieces]
         )
@@ -322,9 +322,9 @@ def _describe_matrix(
     rows, columns = master.spec.shape
     size = mesh.sharding.size
     parts = list_parts((rows, columns), master.spec.shard_dim, size, mesh.grid.tensor)
-    mine = parts[mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor]
+    own = parts[mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor]
     held = Part((master.offset[0], master.offset[1]), (len(master.weight), master.weight.shape[1]))
-    assert mine == held, f"{master.name} has the part {held} on this rank, but {mine} was computed"
+    assert own == held, f"{master.name} has the part {held} on this rank, but {own} was computed"
     blocks = list_blocks(master.name, rows, shape)
     scales = torch.empty((rows, 1))
     for places in blocks:
@@ -337,7 +337,7 @@ def _describe_matrix(
         parts,
         (rows, columns),
         blocks,
-        scales[mine.index[0]].to(master.weight.device),
+        scales[own.index[0]].to(master.weight.device),
     )
 
 

@@ -113,7 +113,7 @@ class NativeEngine(EngineBase):
         Tensor parallelism shards first, along `shard_dim`. FSDP2 then shards the rows of the
         result. For a parameter in pieces, it is the offset in the tensor-parallel shard.
         """
-        offset = self._compute_tensor_offset(spec, tp_local_shape)
+        offset = spec.compute_offset(tp_local_shape, self._mesh.coordinate.tensor)
         if self._mesh.grid.weight_ranks > 1:
             offset[0] += shard_offset(
                 tp_local_shape[0], self._mesh.sharding.rank, self._mesh.sharding.size
@@ -194,7 +194,7 @@ class NativeEngine(EngineBase):
             vote: See `Engine.train_batch`.
         """
         for master in self._masters:
-            gradient = master.model.grad
+            gradient = master.model_parameter.grad
             assert gradient is not None, f"{master.name} got no gradient"
             master.weight.grad = self._get_local_tensor(gradient)
         self._add_replicated_gradients()
@@ -256,7 +256,7 @@ class NativeEngine(EngineBase):
             assert gradient is not None, "gradients are set before they are added up"
             if master.spec.partial_gradient:
                 partial.append(gradient)
-            elif master.spec.shard_dim is None:
+            elif not master.spec.is_sharded:
                 replicated.append(gradient)
         add_over_tensor_ranks(partial, replicated, self._mesh.tensor_parallel)
 
@@ -279,11 +279,11 @@ class NativeEngine(EngineBase):
         They are those of the complete model and of all ranks. One all-reduce sums all of them. The
         last value is whether no token of the batch counts.
         """
-        mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
+        counted = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
-        squares = compute_squared_norm(mine, loss.device)
+        squares = compute_squared_norm(counted, loss.device)
         if self._count_zeros:
-            zeros = count_zeros(mine, loss.device)
+            zeros = count_zeros(counted, loss.device)
         else:
             zeros = torch.zeros_like(squares)
         own_votes = () if vote is None else vote()
@@ -314,7 +314,7 @@ class NativeEngine(EngineBase):
             return False
         if self._mesh.sharding.copy != 0:
             return False
-        return master.spec.shard_dim is not None or self._mesh.coordinate.tensor == 0
+        return master.spec.is_sharded or self._mesh.coordinate.tensor == 0
 
     def _list_counted(self) -> list[MasterParameter]:
         return [m for m in self._masters if self._is_counted(m)]
@@ -332,7 +332,8 @@ class NativeEngine(EngineBase):
         """
         if self._mesh.grid.weight_ranks == 1 and self._dtype != torch.float32:
             foreach_copy_(
-                [m.model.data for m in self._masters], [m.weight.data for m in self._masters]
+                [m.model_parameter.data for m in self._masters],
+                [m.weight.data for m in self._masters],
             )
 
     # -- state ------------------------------------------------------------------------------------
@@ -372,7 +373,7 @@ class NativeEngine(EngineBase):
         return tensors
 
     def _list_replicas(self) -> list[tuple[dist.ProcessGroup | None, list[Replica]]]:
-        replicated = [m for m in self._masters if m.spec.shard_dim is None]
+        replicated = [m for m in self._masters if not m.spec.is_sharded]
         return [
             (self._mesh.sharding.replicas, self._make_replicas(self._masters)),
             (self._mesh.tensor_parallel.group, self._make_replicas(replicated)),

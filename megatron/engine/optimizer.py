@@ -43,7 +43,7 @@ class MasterParameter:
     spec: ParameterSpec
     offset: tuple[int, ...]
     """Offset of the local shard in the global parameter."""
-    model: nn.Parameter
+    model_parameter: nn.Parameter
     """The parameter that the module computes with.
 
     It has the same memory as `weight`, or it is a low-precision copy.

@@ -18,7 +18,7 @@ from megatron.parallel.layers import ColumnParallelLinear, ParameterSpec, RowPar
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.weight_gradient import number_layer
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 if TYPE_CHECKING:
     from megatron.engine.sharding import ShardedModel

@@ -1,7 +1,7 @@
 """Runners that pass the microbatches of a global batch through the stages of a rank.
 
 `SingleStageRunner` runs the microbatches one after the other. With several pipeline ranks,
-`PipelineRunner` (`megatron.engine.pipeline`) runs them in the order of a schedule.
+`PipelineRunner` (`megatron.engine.pipeline_runner`) runs them in the order of a schedule.
 
 The invariant: every microbatch passes every block once, forward and backward. The gradients are
 those of `factor` x the sum of the losses. Only the rank with the last stage knows the loss.
@@ -74,7 +74,7 @@ def build_runner(
         return SingleStageRunner(stages[0])
     # torch's pipeline schedules import torch's compiler, which takes seconds on every rank. A run
     # without a pipeline needs neither of them.
-    from megatron.engine.pipeline import PipelineRunner
+    from megatron.engine.pipeline_runner import PipelineRunner
 
     # Stages send the residual stream to each other in this dtype.
     if execution.fp32_residual:

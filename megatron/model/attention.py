@@ -145,8 +145,8 @@ class SelfAttention(nn.Module):
         # If several ranks share a group, read 1 for g/t and n/t for n/g in the shapes below.
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
-        n = self.heads_per_group
-        qkv = qkv.view(s, b, self.groups, n + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
+        queries = self.heads_per_group
+        qkv = qkv.view(s, b, self.groups, queries + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
         query, key, value = self._divide(qkv, positions)
         # From [s, b, g/t, 1 or n/g, d].
         query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (query, key, value))
@@ -162,7 +162,7 @@ class SelfAttention(nn.Module):
         Returns:
             Queries [s, b, g/t, n/g, d], keys and values [s, b, g/t, 1, d].
         """
-        n = self.heads_per_group
+        queries = self.heads_per_group
         turn = None
         if self.rotary:
             assert positions.cos is not None, "a rotary layer needs tables"
@@ -172,12 +172,12 @@ class SelfAttention(nn.Module):
             turn = partial(self.operators.rotate or rotate, cos=positions.cos, sin=positions.sin)
         if turn is not None and self.q_norm is None:
             # Queries and keys are adjacent, so one call rotates both.
-            query_key, value = qkv.split((n + 1, 1), dim=3)
-            query, key = turn(query_key).split((n, 1), dim=3)
+            query_key, value = qkv.split((queries + 1, 1), dim=3)
+            query, key = turn(query_key).split((queries, 1), dim=3)
             return query, key, value
         # The backward pass of `split` writes its gradient once. That of a slice would fill a tensor
         # with zeros for each part, and add them up.
-        query, key, value = qkv.split((n, 1, 1), dim=3)
+        query, key, value = qkv.split((queries, 1, 1), dim=3)
         if self.q_norm is not None and self.k_norm is not None:
             query = self.q_norm(query)
             key = self.k_norm(key)

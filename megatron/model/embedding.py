@@ -8,7 +8,7 @@ from megatron.model.inputs import Inputs
 from megatron.model.norm import LayerNorm
 from megatron.model.shape import ModelShape
 from megatron.parallel.context import take_own
-from megatron.parallel.layers import Init, VocabParallelEmbedding, make_replicated_parameter
+from megatron.parallel.layers import Init, VocabParallelEmbedding, make_replicated_outside_region
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.rng import RandomStreams
 
@@ -52,7 +52,9 @@ class Embedding(nn.Module):
         rows = shape.position_table_size
         self.position: nn.Parameter | None = None
         if rows:
-            self.position = make_replicated_parameter((rows, config.hidden_size), tp, Init.NORMAL)
+            self.position = make_replicated_outside_region(
+                (rows, config.hidden_size), tp, Init.NORMAL
+            )
         self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
 
     def forward(self, inputs: Inputs) -> Tensor:

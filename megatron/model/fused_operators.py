@@ -43,7 +43,7 @@ class LossKernels(Protocol):
     """Computes softmax and gradient from logits that stay in the dtype of their product."""
 
     def reduce(
-        self, logits: Tensor, real: int, local: Tensor, here: Tensor, *, find_hits: bool
+        self, logits: Tensor, real: int, local: Tensor, holds_target: Tensor, *, find_hits: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return this rank's part of what the ranks combine.
 
@@ -51,7 +51,7 @@ class LossKernels(Protocol):
             logits: [n', columns]. Columns after the real ones are padding.
             real: Number of real ids. It may be 0.
             local: [n'], the index of each target on this rank. It is 0 if another rank holds it.
-            here: [n'], whether this rank holds the target.
+            holds_target: [n'], whether this rank holds the target.
             find_hits: Whether to return the hits.
 
         Returns:
@@ -65,7 +65,7 @@ class LossKernels(Protocol):
         logits: Tensor,
         real: int,
         local: Tensor,
-        here: Tensor,
+        holds_target: Tensor,
         top: Tensor,
         factor: Tensor,
         mask: Tensor | None,
@@ -78,7 +78,7 @@ class LossKernels(Protocol):
             logits: [n', columns], overwritten.
             real: See above.
             local: See above.
-            here: See above.
+            holds_target: See above.
             top: [n'] in fp32, the highest logit of this rank.
             factor: [n'] in fp32. It turns exp(logit - top) into a softmax over all ranks.
             mask: [n'] in fp32. None means 1.

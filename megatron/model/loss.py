@@ -166,8 +166,8 @@ def score_labels(
     counted = loss_mask.reshape(-1).nonzero().squeeze(1)
     wanted = labels.reshape(-1)[counted]
     local = wanted - rows.first
-    here = (local >= 0) & (local < rows.real)
-    local = local.where(here, 0)
+    holds_target = (local >= 0) & (local < rows.real)
+    local = local.where(holds_target, 0)
     states = hidden.detach().flatten(0, 1)[counted]
     used = weight.detach()[: rows.real]
     log_likelihoods = states.new_zeros(length * samples, dtype=torch.float64)
@@ -176,8 +176,8 @@ def score_labels(
     for part in split_rows(len(counted), columns, on_gpu=hidden.is_cuda):
         logits = F.linear(states[part], used).float()
         # This must come before `_reduce_in_place`, which overwrites the logits.
-        hit = _find_hits(logits, local[part], here[part])
-        top, total, target = _reduce_in_place(logits, local[part], here[part])
+        hit = _find_hits(logits, local[part], holds_target[part])
+        top, total, target = _reduce_in_place(logits, local[part], holds_target[part])
         highest, total, target, most_likely = _combine(top, total, target, tp, hit)
         assert most_likely is not None, "it was given"
         misses[counted[part]] = most_likely == 0
@@ -214,10 +214,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         used = weight[: _count_product_columns(weight, rows, on_gpu=hidden.is_cuda)]
         # Index of the target on this rank. It is out of range if another rank holds the target.
         local = labels - rows.first
-        here = (local >= 0) & (local < real)
+        holds_target = (local >= 0) & (local < real)
         # `gather` and `scatter_add_` need valid indices everywhere. Where another rank holds the
-        # target, `here` masks the result.
-        local = local.where(here, 0)
+        # target, `holds_target` masks the result.
+        local = local.where(holds_target, 0)
         # Without gradients, the next two matrices have no rows, and nothing is written into them.
         kept = n if keep_gradients else 0
         grad_logits = hidden.new_empty((kept, used.shape[0]))
@@ -234,11 +234,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = _compute_logits(hidden[part], used, place)
             if kernels is None:
                 logits = logits[:, :real].float()
-                hit = None if tally is None else _find_hits(logits, local[part], here[part])
-                top, total, target = _reduce_in_place(logits, local[part], here[part])
+                hit = None if tally is None else _find_hits(logits, local[part], holds_target[part])
+                top, total, target = _reduce_in_place(logits, local[part], holds_target[part])
             else:
                 top, total, target, hit = kernels.reduce(
-                    logits, real, local[part], here[part], find_hits=tally is not None
+                    logits, real, local[part], holds_target[part], find_hits=tally is not None
                 )
             highest, total, target, hit = _combine(top, total, target, tp, hit)
             losses = total.log() - (target - highest)
@@ -256,7 +256,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # The gradient of log(Z) is the softmax.
                 to_softmax *= 1 + 2 * z_loss * log_z
             if kernels is None:
-                _write_gradient(logits, local[part], here[part], to_softmax, of_part)
+                _write_gradient(logits, local[part], holds_target[part], to_softmax, of_part)
                 if not in_place:
                     # The assignment rounds to the compute dtype, which both matrix products have.
                     grad_logits[part, :real] = logits
@@ -264,7 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_logits[part, real:] = 0
             else:
                 kernels.write_gradient(
-                    logits, real, local[part], here[part], top, to_softmax, of_part
+                    logits, real, local[part], holds_target[part], top, to_softmax, of_part
                 )
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
@@ -347,7 +347,7 @@ def _count_columns(weight: Tensor, rows: VocabSlice, tp: TensorParallel) -> int:
     return weight.shape[0]
 
 
-def _find_hits(logits: Tensor, local: Tensor, here: Tensor) -> Tensor:
+def _find_hits(logits: Tensor, local: Tensor, holds_target: Tensor) -> Tensor:
     """Return 1 where the target has the highest logit of this rank, else 0, [n'] in fp32.
 
     Of equal logits the one with the lowest id counts. The arguments are those of
@@ -355,16 +355,18 @@ def _find_hits(logits: Tensor, local: Tensor, here: Tensor) -> Tensor:
     """
     if logits.shape[1] == 0:
         return logits.new_zeros(logits.shape[0])
-    return ((logits.argmax(dim=1) == local) & here).float()
+    return ((logits.argmax(dim=1) == local) & holds_target).float()
 
 
-def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce_in_place(
+    logits: Tensor, local: Tensor, holds_target: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Replace this rank's logits by exp(logit - highest logit), and return what `_combine` takes.
 
     Args:
         logits: [n', v/t] in fp32, overwritten.
         local: [n'], the index of each target on this rank. It is 0 if another rank holds it.
-        here: [n'], whether this rank holds the target.
+        holds_target: [n'], whether this rank holds the target.
 
     Returns:
         This rank's highest logit, sum of exp(logit - highest) and the target's logit, each [n'].
@@ -376,28 +378,28 @@ def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tenso
         return logits.new_full((logits.shape[0],), float("-inf")), zeros, zeros
     # Each rank subtracts its own maximum, so that exp cannot overflow. `_combine` corrects for the
     # difference to the maximum over all ranks.
-    target = logits.gather(1, local[:, None])[:, 0].where(here, 0.0)
+    target = logits.gather(1, local[:, None])[:, 0].where(holds_target, 0.0)
     top = logits.amax(dim=1)
     total = logits.sub_(top[:, None]).exp_().sum(dim=1)
     return top, total, target
 
 
 def _write_gradient(
-    exponentials: Tensor, local: Tensor, here: Tensor, factor: Tensor, mask: Tensor | None
+    exponentials: Tensor, local: Tensor, holds_target: Tensor, factor: Tensor, mask: Tensor | None
 ) -> None:
     """Turn exp(logit - highest logit) into the gradient of the logits, [n', real] in fp32.
 
     Args:
         exponentials: What `_reduce_in_place` leaves. It is overwritten.
         local: See `_reduce_in_place`.
-        here: See `_reduce_in_place`.
+        holds_target: See `_reduce_in_place`.
         factor: [n'], which turns exp(logit - highest) into the softmax over all ranks.
         mask: [n'], or None.
     """
     gradient = exponentials.mul_(factor[:, None])
     # The gradient of the loss with respect to the logits is softmax - one_hot(target).
     if gradient.shape[1]:
-        gradient.scatter_add_(1, local[:, None], -here[:, None].to(gradient.dtype))
+        gradient.scatter_add_(1, local[:, None], -holds_target[:, None].to(gradient.dtype))
     if mask is not None:
         gradient.mul_(mask[:, None])
 

@@ -16,7 +16,7 @@ from megatron.parallel.layers import (
     Init,
     RowParallelLinear,
     list_numbers,
-    make_inner_parameter,
+    make_replicated_inside_region,
 )
 from megatron.parallel.mesh import TensorParallel
 
@@ -61,8 +61,8 @@ class XIELU(nn.Module):
     def __init__(self, tp: TensorParallel) -> None:
         """Create both weights, uninitialised."""
         super().__init__()
-        self.alpha_p = make_inner_parameter((1,), tp, Init.XIELU_P)
-        self.alpha_n = make_inner_parameter((1,), tp, Init.XIELU_N)
+        self.alpha_p = make_replicated_inside_region((1,), tp, Init.XIELU_P)
+        self.alpha_n = make_replicated_inside_region((1,), tp, Init.XIELU_N)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation of each element, computed in fp32."""

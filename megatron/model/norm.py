@@ -17,9 +17,9 @@ from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_t
 from megatron.parallel.layers import (
     Init,
     ParameterSpec,
-    make_inner_parameter,
     make_parameter,
-    make_replicated_parameter,
+    make_replicated_inside_region,
+    make_replicated_outside_region,
     split_evenly,
 )
 from megatron.parallel.mesh import TensorParallel
@@ -42,7 +42,7 @@ class LayerNorm(nn.Module):
         size: int,
         eps: float,
         tp: TensorParallel,
-        make: MakeParameter = make_replicated_parameter,
+        make: MakeParameter = make_replicated_outside_region,
         *,
         bias: bool = True,
     ) -> None:
@@ -129,7 +129,7 @@ class RMSNorm(nn.Module):
         size: int,
         eps: float,
         tp: TensorParallel,
-        make: MakeParameter = make_replicated_parameter,
+        make: MakeParameter = make_replicated_outside_region,
     ) -> None:
         """Create the weight, uninitialised.
 
@@ -190,7 +190,7 @@ class ShardedRMSNorm(nn.Module):
 
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over the hidden size."""
-    return _build_norm(config, config.hidden_size, tp, make_replicated_parameter)
+    return _build_norm(config, config.hidden_size, tp, make_replicated_outside_region)
 
 
 def _build_norm(
@@ -223,7 +223,7 @@ def build_query_key_norm(
         case "full":
             return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
         case "head":
-            return _build_norm(config, head_dim, tp, make_inner_parameter)
+            return _build_norm(config, head_dim, tp, make_replicated_inside_region)
         case _:
             assert_never(config.qk_norm)
 

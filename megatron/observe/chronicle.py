@@ -52,15 +52,15 @@ class Chronicle:
     When one succeeds, the number of lost events is reported.
     """
 
-    def __init__(self, path: Path, *, say: Callable[[str], None] = print_line) -> None:
+    def __init__(self, path: Path, *, log: Callable[[str], None] = print_line) -> None:
         """Store the path. The file is created with the first event.
 
         Args:
             path: The file to append to.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
         """
         self._path = path
-        self._say = say
+        self._log = log
         self._lost_events = 0
 
     @property
@@ -75,13 +75,13 @@ class Chronicle:
         except OSError as error:
             self._lost_events += 1
             if self._lost_events == 1:
-                self._say(
+                self._log(
                     f"cannot write the chronicle {self._path}: {error.strerror}; training "
                     "continues, and each event is tried again"
                 )
             return
         if self._lost_events:
-            self._say(
+            self._log(
                 f"the chronicle {self._path} is written again; {self._lost_events} events were lost"
             )
             self._lost_events = 0

@@ -53,16 +53,16 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, say: Callable[[str], None] = print_line
+        self, path: str | os.PathLike[str], *, log: Callable[[str], None] = print_line
     ) -> None:
         """Store the path. The file and its folder are created with the first line.
 
         Args:
             path: The file to append to.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
         """
         self._path = Path(path)
-        self._say = say
+        self._log = log
         self._lost_lines = 0
         # Not known before the file is open, so the first line starts with a newline if needed.
         self._at_line_start = False
@@ -139,7 +139,7 @@ class MetricsFile:
         try:
             self._close()
         except OSError as error:
-            self._say(
+            self._log(
                 f"cannot write metrics to {self._path}: {error.strerror}; lines at its end may be "
                 "lost"
             )
@@ -166,13 +166,13 @@ class MetricsFile:
                 self._close()
             self._lost_lines += 1
             if self._lost_lines == 1:
-                self._say(
+                self._log(
                     f"cannot write metrics to {self._path}: {error.strerror}; training "
                     "continues, and each line is tried again"
                 )
             return
         if self._lost_lines:
-            self._say(
+            self._log(
                 f"metrics are written to {self._path} again; {self._lost_lines} lines were lost"
             )
             self._lost_lines = 0

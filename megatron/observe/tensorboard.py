@@ -42,21 +42,21 @@ class TensorBoard:
     It does nothing if `--tensorboard-dir` was not given.
     """
 
-    def __init__(self, logging: LoggingConfig, *, say: Callable[[str], None] = print_line) -> None:
+    def __init__(self, logging: LoggingConfig, *, log: Callable[[str], None] = print_line) -> None:
         """Open the event file if --tensorboard-dir is given.
 
         Args:
             logging: The settings.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
 
         Raises:
             ConfigError: The folder cannot be written.
         """
         self._logging = logging
-        self._say = say
+        self._log = log
         self._file: EventFile | None = None
         if logging.tensorboard_dir is not None:
-            self._file = _open(logging, say)
+            self._file = _open(logging, log)
 
     @property
     def enabled(self) -> bool:
@@ -196,13 +196,13 @@ class EventFile:
     matters because a reader finds nothing after a damaged record.
     """
 
-    def __init__(self, folder: Path, queue_size: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, queue_size: int, log: Callable[[str], None]) -> None:
         """Create the folder and the file.
 
         Args:
             folder: The folder of the file.
             queue_size: Number of events in memory after which they are written.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
 
         Raises:
             OSError: The folder or the file cannot be written.
@@ -211,7 +211,7 @@ class EventFile:
 
         self._folder = folder
         self._queue_size = queue_size
-        self._say = say
+        self._log = log
         self._pending = io.BytesIO()
         self._events = 0
         """Number of events in memory."""
@@ -247,14 +247,14 @@ class EventFile:
         except OSError as error:
             self._write_at = time.monotonic() + _RETRY_SECONDS
             if not self._failing:
-                self._say(
+                self._log(
                     f"cannot write TensorBoard events to {self._folder}: {error.strerror}; "
                     "training continues, and the events are kept in memory and written later"
                 )
             self._failing = True
             return
         if self._failing:
-            self._say(
+            self._log(
                 f"TensorBoard events are written to {self._folder} again; {self._lost_events} were "
                 "lost"
             )
@@ -268,12 +268,12 @@ class EventFile:
             os.close(self._descriptor)
         except OSError as error:
             # A network file system may report a failed write only at this point.
-            self._say(
+            self._log(
                 f"cannot write TensorBoard events to {self._folder}: {error.strerror}; the last "
                 "ones may be lost"
             )
         if self._failing:
-            self._say(f"{self._lost_events + self._events} TensorBoard events were lost")
+            self._log(f"{self._lost_events + self._events} TensorBoard events were lost")
 
     def _record(self, event: Event) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -325,7 +325,7 @@ def _create(folder: Path) -> int:
             number += 1
 
 
-def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile:
+def _open(logging: LoggingConfig, log: Callable[[str], None]) -> EventFile:
     """Open the event file.
 
     Raises:
@@ -338,7 +338,7 @@ def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile:
             "(tools/hub_sync.py)"
         )
     try:
-        return EventFile(Path(folder), logging.tensorboard_queue_size, say)
+        return EventFile(Path(folder), logging.tensorboard_queue_size, log)
     except OSError as error:
         raise ConfigError(
             f"--tensorboard-dir {folder} cannot be written: {error}; give another folder"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.base.errors import LayoutError
-from megatron.parallel.progress import Phase, RankProgress
+from megatron.parallel.rank_progress import Phase, RankProgress
 from megatron.parallel.waiting import wait_for
 
 _SHOWN = 8

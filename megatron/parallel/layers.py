@@ -11,7 +11,7 @@ h: hidden size, s: sequence, b: micro-batch, t: tensor-parallel size. Source:
 https://arxiv.org/abs/1909.08053, section 3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,18 +73,40 @@ class ParameterSpec:
 
     The gradients of both must be added up. The original is counted and stored, and the copy is not.
     """
-    part_of: str | None = None
-    """The attribute of the same module whose global tensor this parameter is a part of.
+    rows_of: str | None = None
+    """The attribute of the same module under whose name the global tensor is stored.
 
-    It needs `pieces`. `shard_dim` then only says whether the ranks hold different parts.
+    This parameter has some rows of that tensor. `pieces` says which.
     """
     pieces: tuple[Piece, ...] | None = None
-    """Where the rows of the local tensor are in the global one. None: see `shard_dim`."""
+    """Where the rows of the local tensor are in the global one.
+
+    None: the rows are all rows, or the rank's equal part of dimension `shard_dim`.
+    """
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the tensor-parallel ranks hold different parts of the tensor."""
+        return self.shard_dim is not None
+
+    def compute_offset(self, shape: Sequence[int], tensor_rank: int) -> list[int]:
+        """Return the offset of a tensor-parallel rank's tensor in the global one.
+
+        For a parameter in `pieces` it is 0, because rows count in the local tensor then.
+
+        Args:
+            shape: The shape of the local tensor.
+            tensor_rank: The tensor-parallel rank.
+        """
+        offset = [0] * len(self.shape)
+        if self.shard_dim is not None and self.pieces is None:
+            offset[self.shard_dim] = tensor_rank * shape[self.shard_dim]
+        return offset
 
     def get_global_name(self, name: str) -> str:
         """Return the name that a parameter `name` of a module has in the complete model."""
-        if self.part_of is not None:
-            return f"{name.rpartition('.')[0]}.{self.part_of}"
+        if self.rows_of is not None:
+            return f"{name.rpartition('.')[0]}.{self.rows_of}"
         return self.copy_of or name
 
     def locate_rows(self, first: int, rows: int) -> Iterator[Piece]:
@@ -113,7 +135,7 @@ def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Para
     return parameter
 
 
-def make_replicated_parameter(
+def make_replicated_outside_region(
     shape: tuple[int, ...], tp: TensorParallel, init: Init
 ) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold.
@@ -124,7 +146,9 @@ def make_replicated_parameter(
     return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
 
 
-def make_inner_parameter(shape: tuple[int, ...], tp: TensorParallel, init: Init) -> nn.Parameter:
+def make_replicated_inside_region(
+    shape: tuple[int, ...], tp: TensorParallel, init: Init
+) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold, each for its own heads or channels.
 
     It is for places inside a tensor-parallel region. A rank's gradient covers only its own heads
@@ -238,7 +262,7 @@ class SharedGroupsLinear(nn.Module):
         self.own_pair = slice(group * pair, (group + 1) * pair)
 
         def make(
-            part_of: str, columns: tuple[int, ...], kind: Init, *, shared: bool
+            rows_of: str, columns: tuple[int, ...], kind: Init, *, shared: bool
         ) -> nn.Parameter:
             return make_parameter(
                 (groups * pair if shared else own, *columns),
@@ -247,7 +271,7 @@ class SharedGroupsLinear(nn.Module):
                     kind,
                     shard_dim=None if shared else 0,
                     partial_gradient=shared,
-                    part_of=part_of,
+                    rows_of=rows_of,
                     pieces=keys_values if shared else queries,
                 ),
             )
@@ -302,7 +326,7 @@ class RowParallelLinear(nn.Module):
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = make_replicated_parameter((out_features,), tp, Init.ZERO)
+            self.bias = make_replicated_outside_region((out_features,), tp, Init.ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism."""

@@ -53,7 +53,7 @@ def _find_sender() -> list[str]:
     return [f"{path} {name}", f"{path}:{frame.f_lineno} {frame.f_code.co_name}"]
 
 
-def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return every rank's value on every rank of a gloo group, in the order of the ranks.
 
     A value may contain None, bool, int, finite float, str, list, and dict with str keys. A tuple
@@ -66,7 +66,7 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
         OutOfStepError: Ranks send from different functions.
     """
     # A value that JSON refuses raises here, before the first collective.
-    text = json.dumps([_find_sender(), mine], allow_nan=False).encode()
+    text = json.dumps([_find_sender(), value], allow_nan=False).encode()
     if group is None:
         return [json.loads(text)[1]]
     # All tensors of an all-gather must have one shape. So the ranks exchange lengths first, and pad
@@ -89,7 +89,7 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [value for _, value in messages]
 
 
-def gather_json_on_rank_0(mine: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+def gather_json_on_rank_0(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Return every rank's value on rank 0 of a gloo group of all ranks, and None elsewhere.
 
     `gather_json` gives every rank all values, so its memory and messages grow with the square of
@@ -100,7 +100,7 @@ def gather_json_on_rank_0(mine: Any, group: dist.ProcessGroup | None) -> list[An
         ValueError: The value contains a float that is not finite, or a message is not JSON text.
         OutOfStepError: Ranks send from different functions. Every rank raises it.
     """
-    text = json.dumps(mine, allow_nan=False).encode()
+    text = json.dumps(value, allow_nan=False).encode()
     if group is None:
         return [json.loads(text)]
     # All tensors of a gather must have one shape, so each text is padded to the longest one. The
@@ -123,24 +123,24 @@ def gather_json_on_rank_0(mine: Any, group: dist.ProcessGroup | None) -> list[An
     return [json.loads(row.numpy().tobytes()) for row in received]
 
 
-def broadcast_integers(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def broadcast_integers(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return rank 0's tensor on every rank of a gloo group of all ranks.
 
     Args:
-        mine: int32 on the CPU. On the other ranks, only its number of dimensions counts.
+        tensor: int32 on the CPU. On the other ranks, only its number of dimensions counts.
         group: The group, or None for one process.
     """
     if group is None:
-        return mine
-    shape = torch.tensor(mine.shape)
+        return tensor
+    shape = torch.tensor(tensor.shape)
     dist.broadcast(shape, src=0, group=group)
     if dist.get_rank(group) != 0:
-        mine = torch.empty(shape.tolist(), dtype=torch.int32)
-    dist.broadcast(mine, src=0, group=group)
-    return mine
+        tensor = torch.empty(shape.tolist(), dtype=torch.int32)
+    dist.broadcast(tensor, src=0, group=group)
+    return tensor
 
 
-def broadcast_json(mine: Any, group: dist.ProcessGroup | None) -> Any:
+def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Return rank 0's value on every rank of a gloo group of all ranks.
 
     See `gather_json` for what a value may be. The values of the other ranks are ignored.
@@ -151,11 +151,11 @@ def broadcast_json(mine: Any, group: dist.ProcessGroup | None) -> Any:
         OutOfStepError: Rank 0 sends from another function than this rank.
     """
     if group is None:
-        return json.loads(json.dumps(mine, allow_nan=False))
+        return json.loads(json.dumps(value, allow_nan=False))
     own = _find_sender()
     text = bytearray()
     if dist.get_rank(group) == 0:
-        text = bytearray(json.dumps([own, mine], allow_nan=False).encode())
+        text = bytearray(json.dumps([own, value], allow_nan=False).encode())
     length = torch.tensor([len(text)])
     dist.broadcast(length, src=0, group=group)
     if dist.get_rank(group) == 0:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.code_version import PACKAGE
-from megatron.parallel.progress import RankProgress
+from megatron.parallel.rank_progress import RankProgress
 from megatron.parallel.torch_private import read_flight_recorder
 from megatron.parallel.waiting import is_waiting
 

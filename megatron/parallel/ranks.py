@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.base.errors import CheckpointError, HungRanksError, MegatronError, make_error
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
-from megatron.parallel.progress import Phase, RankProgress
+from megatron.parallel.rank_progress import Phase, RankProgress
 from megatron.parallel.rank_state import FILE_THREAD
 from megatron.parallel.roll_call import RollCall
 from megatron.parallel.time_limit import TimeLimit
@@ -84,16 +84,16 @@ class Ranks:
     progress: RankProgress = field(default_factory=RankProgress, compare=False)
     """The phase of this rank, for the watchdog."""
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, on every rank. See `gather_json` for what a value may be."""
-        return gather_json(mine, self.group)
+        return gather_json(value, self.group)
 
-    def gather_on_rank_0(self, mine: Any) -> list[Any] | None:
+    def gather_on_rank_0(self, value: Any) -> list[Any] | None:
         """Return every rank's value on rank 0, and None elsewhere. It is for long values."""
-        return gather_json_on_rank_0(mine, self.group)
+        return gather_json_on_rank_0(value, self.group)
 
     def work(
-        self, act: Callable[[], Result], what: str, say: Callable[[str], None] = lambda line: None
+        self, act: Callable[[], Result], what: str, log: Callable[[str], None] = lambda line: None
     ) -> Result:
         """Call a function that takes a different time on each rank. Return when all are done.
 
@@ -103,7 +103,7 @@ class Ranks:
         Args:
             act: The function.
             what: The work in words, for messages.
-            say: Called with a message if it takes long.
+            log: Called with a message if it takes long.
 
         Returns:
             What `act` returned on this rank.
@@ -113,14 +113,14 @@ class Ranks:
         """
         # A single process needs no thread, because no other rank asks for its progress.
         own = Work(act, in_thread=self.size > 1)
-        self.wait_for(own, what, say, until_failure=True)
+        self.wait_for(own, what, log, until_failure=True)
         if own.error is not None:
             raise own.error
         # Not an assertion, because None may be what `act` returned.
         return cast(Result, own.result)
 
     def call_on_rank_0(
-        self, act: Callable[[], Any], what: str, say: Callable[[str], None] = lambda line: None
+        self, act: Callable[[], Any], what: str, log: Callable[[str], None] = lambda line: None
     ) -> Any:
         """Call a function on rank 0 only. Return its result on every rank.
 
@@ -129,7 +129,7 @@ class Ranks:
         Args:
             act: The function. Its result must have a form in JSON. See `gather_json`.
             what: The work in words, for messages.
-            say: Called with a message if it takes long.
+            log: Called with a message if it takes long.
 
         Raises:
             MegatronError: `act` raised it. It is raised on every rank.
@@ -145,7 +145,7 @@ class Ranks:
             except MegatronError as error:
                 return None, error
 
-        result, error = self.work(attempt, what, say)
+        result, error = self.work(attempt, what, log)
         refusal = None
         if error is not None:
             refusal = [type(error).__name__, str(error)]
@@ -161,7 +161,7 @@ class Ranks:
         self,
         work: Work[Any],
         what: str,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
         *,
         until_failure: bool = False,
     ) -> None:
@@ -173,7 +173,7 @@ class Ranks:
         Args:
             work: The work of this rank.
             what: The work in words, such as "saving iteration 3", for messages.
-            say: Called with a message if it takes long.
+            log: Called with a message if it takes long.
             until_failure: Return as soon as this rank's own work has failed.
 
         Raises:
@@ -181,10 +181,10 @@ class Ranks:
                 message names it.
         """
         with self.progress.enter(Phase(what, in_threads=True)):
-            self._wait_in_rounds(work, what, say, until_failure=until_failure)
+            self._wait_in_rounds(work, what, log, until_failure=until_failure)
 
     def _wait_in_rounds(
-        self, work: Work[Any], what: str, say: Callable[[str], None], *, until_failure: bool
+        self, work: Work[Any], what: str, log: Callable[[str], None], *, until_failure: bool
     ) -> None:
         """Wait as `wait_for` does."""
         start = time.monotonic()
@@ -211,7 +211,7 @@ class Ranks:
                     f"not done on {names}{more}; check the file system on that host, and start "
                     "again with the same command"
                 )
-            say(f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the run waits")
+            log(f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the run waits")
 
     def _ask(self, done: bool, seconds: float) -> tuple[list[int], float]:
         """Return the ranks that are not done, and the seconds that rank 0 has waited."""

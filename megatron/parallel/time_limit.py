@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
-from megatron.parallel.progress import LONG_FACTOR
+from megatron.parallel.rank_progress import LONG_FACTOR
 
 _LONGEST_SECONDS = 10.0
 """The longest time for a roll call, for any `--distributed-timeout-minutes`."""

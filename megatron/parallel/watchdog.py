@@ -28,7 +28,7 @@ from megatron.base.durable import replace_file
 from megatron.base.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
 from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.messages import OutOfStepError
-from megatron.parallel.progress import RankProgress, Stopwatch
+from megatron.parallel.rank_progress import RankProgress, Stopwatch
 from megatron.parallel.rank_state import RankState, read_state, write_state
 from megatron.parallel.roll_call import (
     CALLED,

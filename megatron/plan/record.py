@@ -8,7 +8,7 @@ from megatron.config.yaml_file import dump_yaml
 from megatron.data.planned_phase import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,
     ConstantBatchSize,

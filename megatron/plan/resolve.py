@@ -16,7 +16,6 @@ from megatron.data.planned_phase import PlannedPhase
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
-from megatron.plan.plan import Plan
 from megatron.plan.rules import (
     PlanReport,
     check_batch_sizes,
@@ -33,6 +32,7 @@ from megatron.plan.rules import (
     warn_of_pipeline,
     warn_of_shape,
 )
+from megatron.plan.run_plan import Plan
 from megatron.plan.width_rules import warn_of_widths
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,
@@ -88,21 +88,19 @@ def resolve(
             neither for this number nor for the data phases nor for a warning.
         ranks_per_node: Ranks of a node, which --sharding-strategy hsdp shards over.
     """
-    # The plan keeps the configuration as the user gave it. The other one is only for deriving.
-    asked = config
-    # `check_rules` reports wrong values. They are replaced here, so that the rest of the plan can
-    # be derived and its errors are reported in the same run.
-    errors, warnings = check_rules(asked, origin or {})
+    # `check_rules` reports wrong values. They are replaced in `usable`, so that the rest of the
+    # plan can be derived and its errors are reported in the same run. The plan keeps `config`.
+    errors, warnings = check_rules(config, origin or {})
     report = PlanReport(
-        replace_wrong_values(ConfigWithOrigin(asked, origin or {})), errors, warnings
+        replace_wrong_values(ConfigWithOrigin(config, origin or {})), errors, warnings
     )
-    config = report.config
-    tensor = config.parallel.tensor_model_parallel_size
-    pipeline = config.parallel.pipeline_model_parallel_size
+    usable = report.config
+    tensor = usable.parallel.tensor_model_parallel_size
+    pipeline = usable.parallel.pipeline_model_parallel_size
 
     grid_fits = check_grid(world_size, report)
     # At least 1, so that the numbers below exist even if the grid does not fit.
-    context = config.parallel.context_parallel_size
+    context = usable.parallel.context_parallel_size
     data_parallel_size = max(1, world_size // (tensor * pipeline * context))
     shard_size = data_parallel_size * context
     if grid_fits:
@@ -115,20 +113,20 @@ def resolve(
     else:
         tokens = vocab_size
     if tokens:
-        padded = report.attempt(lambda: _pad_vocab_size(config, tokens), tokens)
+        padded = report.attempt(lambda: _pad_vocab_size(usable, tokens), tokens)
     else:
         padded = 0
-    shape = ModelShape(config.model, tokens, padded)
+    shape = ModelShape(usable.model, tokens, padded)
     check_tensor_parallel(shape, report)
     check_context_parallel(report)
     check_muon(shape, report)
     # If the model cannot be partitioned, one stage with all layers is the placeholder.
     uncut: tuple[Stage, ...] = (make_single_stage(shape),)
-    stages = report.attempt(lambda: partition(shape, config.parallel), uncut)
+    stages = report.attempt(lambda: partition(shape, usable.parallel), uncut)
 
     # If the batch sizes do not give a valid schedule, a constant size is the placeholder.
     stand_in: BatchSizeSchedule = ConstantBatchSize(
-        config.batch.global_batch_size or data_parallel_size
+        usable.batch.global_batch_size or data_parallel_size
     )
     at_known_position = consumed_samples is not None
     batch_size = report.attempt(
@@ -138,14 +136,14 @@ def resolve(
     # sizes would only mislead.
     if grid_fits:
         check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
-    train_seconds = report.attempt(lambda: _parse_train_time(config), None)
+    train_seconds = report.attempt(lambda: _parse_train_time(usable), None)
     train_iters, train_samples = _find_train_end(
         batch_size, iteration, consumed_samples or 0, consumed_tokens, report
     )
     # After the end of training, because the default end of the decay is the end of the run.
     lr_schedule = report.attempt(
         lambda: _build_lr_schedule(
-            config, batch_size.final, train_iters, train_samples, train_seconds
+            usable, batch_size.final, train_iters, train_samples, train_seconds
         ),
         LRSchedule(0.0, 0.0, "constant", 0, 1),
     )
@@ -159,9 +157,9 @@ def resolve(
     no_phases: tuple[PlannedPhase, ...] = ()
     data_phases = no_phases
     if vocab_size is None:
-        steps = Steps(batch_size, config.model.seq_length, curriculum)
+        steps = Steps(batch_size, usable.model.seq_length, curriculum)
         position = Progress(iteration, consumed_samples or 0, consumed_tokens)
-        data_phases = report.attempt(lambda: _plan_data_phases(config, steps, position), no_phases)
+        data_phases = report.attempt(lambda: _plan_data_phases(usable, steps, position), no_phases)
         warn_of_phases(data_phases, train_iters, report)
     warn_of_shape(shape, report)
     warn_of_widths(shape, report)
@@ -169,7 +167,7 @@ def resolve(
     if vocab_size is None:
         warn_of_files(report, data_phases)
     return Plan(
-        config=asked,
+        config=config,
         world_size=world_size,
         data_parallel_size=data_parallel_size,
         vocab_size=tokens,
@@ -293,37 +291,37 @@ def build_curriculum(config: Config) -> Curriculum | None:
     Raises:
         ConfigError: The numbers do not give a valid schedule.
     """
-    asked = config.curriculum
-    style = asked.curriculum_schedule_type
-    if asked.curriculum_max_difficulty is None:
+    settings = config.curriculum
+    style = settings.curriculum_schedule_type
+    if settings.curriculum_max_difficulty is None:
         longest = config.model.seq_length
     else:
-        longest = asked.curriculum_max_difficulty
+        longest = settings.curriculum_max_difficulty
     # This style lists its lengths. The others compute them from minimum, maximum and steps.
-    if style == "fixed_discrete" and asked.curriculum_difficulties:
-        lengths = asked.curriculum_difficulties
+    if style == "fixed_discrete" and settings.curriculum_difficulties:
+        lengths = settings.curriculum_difficulties
         return Curriculum(
             style,
             min(lengths),
             max(lengths),
             difficulties=lengths,
-            max_steps=asked.curriculum_max_steps,
+            max_steps=settings.curriculum_max_steps,
         )
     if (
         style in (None, "fixed_discrete")
-        or asked.curriculum_min_difficulty is None
-        or asked.curriculum_total_step is None
+        or settings.curriculum_min_difficulty is None
+        or settings.curriculum_total_step is None
     ):
         return None
-    if style == "fixed_root" and asked.curriculum_root_degree is None:
+    if style == "fixed_root" and settings.curriculum_root_degree is None:
         return None
     return Curriculum(
         style,
-        asked.curriculum_min_difficulty,
+        settings.curriculum_min_difficulty,
         longest,
-        total_curriculum_step=asked.curriculum_total_step,
-        difficulty_step=asked.curriculum_difficulty_step,
-        root_degree=asked.curriculum_root_degree,
+        total_curriculum_step=settings.curriculum_total_step,
+        difficulty_step=settings.curriculum_difficulty_step,
+        root_degree=settings.curriculum_root_degree,
     )
 
 

@@ -25,7 +25,7 @@ from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
-from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
+from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
 from megatron.schedule.clock import (
     ExpectedCosts,
@@ -150,7 +150,7 @@ class RunClock:
         self._eval_interval = _parse_interval(config.batch.eval_interval_time)
         self._save_interval = _parse_interval(config.checkpoint.save_interval_time)
         self.costs = CostMeter(plan, state.costs, sets=sets)
-        self.upcoming = NextStep()
+        self.next_step = NextStep()
         """What was decided about the next step."""
         self._looked_at = state.elapsed_seconds
         """Time up to which intervals were looked at."""
@@ -195,7 +195,7 @@ class RunClock:
 
     def finish_step(self) -> None:
         """Record that the step took place. After the last one, the time counts as used up."""
-        if self.upcoming.is_last:
+        if self.next_step.is_last:
             self._use_up()
 
     @contextmanager
@@ -234,7 +234,7 @@ class RunClock:
         # A step may end before its expected time. The same interval would then be over twice.
         self._looked_at = max(after, self._looked_at)
         if self._budget is None:
-            return NextStep(evaluate=evaluate, save=save)
+            return NextStep(evaluation_is_due=evaluate, save_is_due=save)
         # What follows the step must end within the time too.
         eval_is_due, save_is_due = due_by_iteration
         due = 0.0
@@ -248,7 +248,7 @@ class RunClock:
         return NextStep(placed.position, placed.is_last, placed.time_is_up, evaluate, save)
 
     def _accept(self, decided: NextStep) -> None:
-        self.upcoming = decided
+        self.next_step = decided
         self._state.lr_seconds = decided.position
         if decided.time_is_up:
             self._use_up()
@@ -262,7 +262,7 @@ class RunClock:
         if self._plan.train_seconds is None:
             return self._plan.train_iters
         # Before a measurement there is no speed, and after the last step nothing follows.
-        if self.costs.steps == 0 or self.upcoming.is_last:
+        if self.costs.steps == 0 or self.next_step.is_last:
             return self._state.iteration
         left = max(0.0, self._plan.train_seconds - self.read())
         return self._state.iteration + round(left * self.costs.steps / self._estimate_busy_time())

@@ -51,7 +51,7 @@ def evaluate_tasks(run: Run) -> None:
     if tasks is None or tasks.evaluated_at == run.state.iteration:
         return
     with run.timers(EVALUATE), run.mesh.progress.return_after():
-        scores = tasks.evaluate(run.engine, run.plan, run.mesh, run.reporter.say)
+        scores = tasks.evaluate(run.engine, run.plan, run.mesh, run.reporter.log)
     for task, values in scores.items():
         run.reporter.report_task(run.state.iteration, task, values)
     tasks.evaluated_at = run.state.iteration
@@ -68,7 +68,7 @@ def evaluate_only(run: Run) -> None:
     """
     samples = run.plan.config.batch.eval_iters * run.plan.batch_size.final
     if samples and (run.sources.valid or run.sources.test):
-        run.reporter.say(f"--eval-only: evaluating the first {samples} samples of each set")
+        run.reporter.log(f"--eval-only: evaluating the first {samples} samples of each set")
     elif run.tasks is None:
         raise ConfigError(
             "--eval-only has nothing to evaluate: give validation data (--split, "
@@ -122,7 +122,7 @@ def _evaluate_set(
             text_bytes += sum(_count_bytes(each, token_bytes) for each in microbatches)
     nats, correct, positions, counted = _sum_over_ranks(run.mesh, tally, text_bytes)
     if positions == 0:
-        run.reporter.say(
+        run.reporter.log(
             "warning: no token of the evaluation counts, so its loss of 0 means nothing"
         )
     loss = losses / iterations
@@ -185,8 +185,8 @@ def _find_token_bytes(run: Run) -> torch.Tensor:
         return counts + [0] * (run.plan.vocab_size - len(counts))
 
     counts = build_ranks(run.mesh).call_on_rank_0(
-        find, "counting the bytes of each token", run.reporter.say
+        find, "counting the bytes of each token", run.reporter.log
     )
     for reason in found:
-        run.reporter.say(f"bits per byte are left out of the evaluation: {reason}")
+        run.reporter.log(f"bits per byte are left out of the evaluation: {reason}")
     return torch.tensor(counts, dtype=torch.int64)

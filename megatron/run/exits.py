@@ -93,19 +93,19 @@ class Exits:
     """Decides when the run stops, and handles the signals that stop it."""
 
     def __init__(
-        self, config: BatchConfig, mesh: Mesh, say: Callable[[str], None], *, saves: bool
+        self, config: BatchConfig, mesh: Mesh, log: Callable[[str], None], *, saves: bool
     ) -> None:
         """Start the clock of the run.
 
         Args:
             config: The flags that stop a run.
             mesh: The ranks of the run.
-            say: Prints a warning.
+            log: Prints a warning.
             saves: Whether the run has a folder to save to. Only messages depend on it.
         """
         self._config = config
         self._mesh = mesh
-        self._say = say
+        self._log = log
         self._saves = saves
         self._start = time.monotonic()
         self._signal = 0
@@ -242,7 +242,7 @@ class Exits:
             return self._find_own_reason(before, after), list(numbers), shared
         if votes is not None and not numbers and not shared and not ask_again:
             return _read_votes(votes), [], []
-        mine = self._find_own_reason(before, after)
+        own_reason = self._find_own_reason(before, after)
         if self._mesh.rank != 0:
             # The maximum is then rank 0's number, bit for bit.
             numbers = [-math.inf] * len(numbers)
@@ -255,7 +255,7 @@ class Exits:
         # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
         # iteration show that this has not happened.
         check = [float(after), -float(after)]
-        own = [float(mine), float(works_on_save), *check, *numbers, *shared]
+        own = [float(own_reason), float(works_on_save), *check, *numbers, *shared]
         agreed = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
         reason, working, largest, smallest, *others = agreed.tolist()
@@ -298,14 +298,14 @@ class Exits:
             reason = error.strerror or str(error)
             # Warn once for each new reason. A warning in each iteration would fill the log.
             if reason != self._switch_error:
-                self._say(
+                self._log(
                     f"warning: --kill-switch-path {path} cannot be looked for ({reason}); the run "
                     "continues and looks for it again after each iteration"
                 )
             self._switch_error = reason
             return False
         if self._switch_error is not None:
-            self._say(f"--kill-switch-path {path} can be looked for again")
+            self._log(f"--kill-switch-path {path} can be looked for again")
             self._switch_error = None
         return found
 

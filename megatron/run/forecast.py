@@ -30,7 +30,7 @@ def report_forecast(run: Run) -> None:
     for warning in warn_of_many_epochs(uses):
         lines.append(f"warning: {warning}")
     for line in lines:
-        run.reporter.say(line)
+        run.reporter.log(line)
 
 
 def report_end(run: Run) -> None:
@@ -65,10 +65,10 @@ def report_end(run: Run) -> None:
         rows.append((name, f"{_describe_result(result)} (iteration {iteration})"))
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name.ljust(width)}  {text}" for name, text in rows]
-    run.reporter.say("\n".join(["report of the run:", *lines]))
+    run.reporter.log("\n".join(["report of the run:", *lines]))
     closing = run.clock.costs.expect(0).closing
     if closing > _LARGEST_CLOSING_SHARE * plan.train_seconds:
-        run.reporter.say(
+        run.reporter.log(
             f"warning: the last save, validation and test take about {format_duration(closing)} of "
             f"--train-time {plan.config.batch.train_time}. Lower --eval-iters, or give more time"
         )

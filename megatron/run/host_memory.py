@@ -4,7 +4,7 @@ from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError
 from megatron.base.meminfo import read_total_memory
 from megatron.model import flops
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 _MASTER_BYTES = 4
 """Bytes of a parameter in fp32."""

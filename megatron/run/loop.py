@@ -15,9 +15,9 @@ from megatron.engine.base import StepResult
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
-from megatron.parallel.progress import Phase
+from megatron.parallel.rank_progress import Phase
 from megatron.parallel.ranks import build_ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
 from megatron.run.exits import StopReason
 from megatron.run.forecast import report_end, report_forecast
@@ -59,17 +59,17 @@ def train(run: Run) -> StopReason:
             # A save in progress has a good state, which was checked when the save began. So the
             # save is completed. The error is printed first, because a file system may be slow or
             # hang.
-            run.reporter.say(f"{error}\nthe run ends when the save in progress is complete")
+            run.reporter.log(f"{error}\nthe run ends when the save in progress is complete")
             run.saver.complete()
         raise
     if stop != StopReason.NONE:
-        run.reporter.say(run.exits.format_stop_line(stop, state.iteration))
+        run.reporter.log(run.exits.format_stop_line(stop, state.iteration))
         if is_finished(plan, state):
-            run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
+            run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
         return stop
     if state.validated_at == state.iteration == first:
         # Another validation would read other samples, and its result would replace the first one.
-        run.reporter.say(
+        run.reporter.log(
             f"the validation of iteration {first} is in the log of an earlier start; "
             "--eval-only evaluates the checkpoint again"
         )
@@ -83,7 +83,7 @@ def train(run: Run) -> StopReason:
     if run.exporter is not None:
         with run.mesh.progress.enter(Phase("the export", is_limited=False)):
             run.exporter.finish()
-    run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
+    run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
     report_end(run)
     return stop
 
@@ -136,7 +136,8 @@ def train_until_stop(run: Run) -> StopReason:
             with run.step_clock.pause():
                 check_invariants(run)
         if skipped is None and (
-            is_due(run.clock.eval_interval, before, state.iteration) or run.clock.upcoming.evaluate
+            is_due(run.clock.eval_interval, before, state.iteration)
+            or run.clock.next_step.evaluation_is_due
         ):
             with run.step_clock.pause():
                 evaluate_validation(run)
@@ -196,10 +197,10 @@ def extend_data(run: Run) -> None:
     # Building an index takes long. The ranks wait for each other outside of other collectives.
     with run.step_clock.pause():
         build_ranks(run.mesh).work(
-            lambda: train.extend(batch_size), "building the next data index", run.reporter.say
+            lambda: train.extend(batch_size), "building the next data index", run.reporter.log
         )
     for note in run.sources.take_notes():
-        run.reporter.say(note)
+        run.reporter.log(note)
 
 
 def announce_phase(run: Run) -> None:
@@ -210,7 +211,7 @@ def announce_phase(run: Run) -> None:
     phases = run.plan.data_phases
     for number, planned in enumerate(phases, 1):
         if planned.first_iteration == run.state.iteration + 1 > 1:
-            run.reporter.say(f"data phase {number} of {len(phases)} begins")
+            run.reporter.log(f"data phase {number} of {len(phases)} begins")
             if run.guard is not None:
                 run.guard.start_phase()
 
@@ -296,9 +297,9 @@ def train_iteration(run: Run) -> None:
     if result.applied:
         warning = run.divergence.observe(result.loss, state.iteration)
         if warning is not None:
-            run.reporter.say(warning)
+            run.reporter.log(warning)
     if result.empty:
-        run.reporter.say(
+        run.reporter.log(
             f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
             "weights. Its samples are consumed"
         )
@@ -346,7 +347,7 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
     run.reporter.jump(state.iteration - before)
     windows = state.spike_guard.get("windows", [])
     by_guard = any(first <= state.iteration and last > before for first, last in windows)
-    run.reporter.say(format_skipped_range_line(before + 1, state.iteration, by_guard=by_guard))
+    run.reporter.log(format_skipped_range_line(before + 1, state.iteration, by_guard=by_guard))
 
 
 def check_nan_iterations(plan: Plan, state: TrainState) -> None:
@@ -393,7 +394,7 @@ def check_invariants(run: Run) -> None:
     for line in run.engine.check_invariants(
         repair=repair, iteration=iteration, last_good=run.checked_at
     ):
-        run.reporter.say(
+        run.reporter.log(
             "warning: overwritten with the first rank's replica after iteration "
             f"{iteration}: {line}"
         )
@@ -415,7 +416,7 @@ def save_when_due(run: Run, before: int) -> None:
     # iteration, also when no save is due.
     saver.poll(stage_is_done=run.exits.take_stage_is_done())
     saver.record_iterations(before, run.state.iteration)
-    if saver.is_due(before, run.state.iteration) or run.clock.upcoming.save:
+    if saver.is_due(before, run.state.iteration) or run.clock.next_step.save_is_due:
         with run.step_clock.pause():
             begin_save(run, saver)
             if not run.plan.config.checkpoint.async_save:

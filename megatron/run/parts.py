@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
-    from megatron.plan.plan import Plan
+    from megatron.plan.run_plan import Plan
     from megatron.run.state import TrainState
 
 Printer = Callable[[str], None]
@@ -89,10 +89,10 @@ class Guard(Protocol):
 class GuardKind(Protocol):
     """Builds a guard, and carries out its rollbacks while the training loop does not run."""
 
-    def build(self, plan: Plan, state: TrainState, mesh: Mesh, say: Printer) -> Guard | None:
+    def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Guard | None:
         """Return the guard of a run, or None if it has none."""
 
-    def finish_interrupted_rollback(self, config: Config, ranks: Ranks, say: Printer) -> None:
+    def finish_interrupted_rollback(self, config: Config, ranks: Ranks, log: Printer) -> None:
         """Complete a rollback that an earlier launch did not finish. All ranks call it.
 
         Raises:
@@ -180,7 +180,7 @@ class Tasks(Protocol):
     """The last iteration after which the tasks were evaluated."""
 
     def evaluate(
-        self, engine: Engine, plan: Plan, mesh: Mesh, say: Printer
+        self, engine: Engine, plan: Plan, mesh: Mesh, log: Printer
     ) -> dict[str, dict[str, float]]:
         """Return the scores on rank 0: task -> metric -> value. Other ranks return an empty dict.
 
@@ -229,10 +229,10 @@ class GoodputReport(Protocol):
     def compute_share(self) -> float | None:
         """Return the share, from 0 to 1. It is None until the files of the run are read."""
 
-    def report_if_due(self, say: Printer) -> None:
+    def report_if_due(self, log: Printer) -> None:
         """Print the goodput at a save, if the last line was long enough ago."""
 
-    def report_end(self, say: Printer) -> None:
+    def report_end(self, log: Printer) -> None:
         """Print the goodput at the end of a launch."""
 
 

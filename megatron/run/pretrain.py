@@ -10,7 +10,7 @@ from megatron.config.config_with_origin import LoadedConfig
 from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.ranks import build_ranks, build_roll_call
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.evaluate import evaluate_only
 from megatron.run.leaving import (
     close_after_error,
@@ -85,18 +85,18 @@ def pretrain(
         report=report_hang,
     ) as roll_call:
         check_agreement(config, ranks, parts.engine or NATIVE)
-        say = make_printer(ranks.rank)
+        log = make_printer(ranks.rank)
         guards = None
         if parts.load_guard is not None:
             guards = parts.load_guard()
         if guards is not None:
             # First, because no run starts from a folder that is half rolled back.
-            guards.finish_interrupted_rollback(config, ranks, say)
+            guards.finish_interrupted_rollback(config, ranks, log)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
-        job = agree_on_job(loaded, ranks, say, parts, early)
+        job = agree_on_job(loaded, ranks, log, parts, early)
         tasks = None
         if parts.prepare_tasks is not None and config.batch.eval_tasks:
-            tasks = parts.prepare_tasks(job.plan, ranks, say)
+            tasks = parts.prepare_tasks(job.plan, ranks, log)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         if roll_call is not None:
@@ -126,8 +126,8 @@ def pretrain(
             # The next pass needs as much memory as this one. Reference cycles would keep the memory
             # of this one allocated.
             del run
-            build_ranks(mesh).work(opened.close, "closing the files", say)
+            build_ranks(mesh).work(opened.close, "closing the files", log)
             gc.collect()
             assert guards is not None, "the guard has decided on the rollback"
             guards.roll_back(rollback, job.plan, mesh, lease)
-            job = agree_on_job(loaded, ranks, say, parts)
+            job = agree_on_job(loaded, ranks, log, parts)

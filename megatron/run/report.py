@@ -22,7 +22,7 @@ from megatron.observe.log_line import (
     format_validation_line,
 )
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.progress import ProgressBar
+from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.report import Axes, EvaluationResult, IterationReport
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import (
@@ -31,7 +31,7 @@ from megatron.observe.throughput import (
     find_peak_tflops,
 )
 from megatron.parallel.mesh import Mesh
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.parts import EmissionsMeter, GoodputReport, Parts, RankTimes, RunTracker
 from megatron.run.state import TrainState
 
@@ -140,26 +140,26 @@ class Reporter:
         self._bar = ProgressBar(total=self._plan.train_iters, show=show)
         # Other ranks must not open the files. Two writers would corrupt them.
         if self._is_rank_zero:
-            self._tensorboard = TensorBoard(logging, say=self.say)
+            self._tensorboard = TensorBoard(logging, log=self.log)
             save = self._plan.config.checkpoint.save
             # By default the metrics are stored with the checkpoints that they belong to.
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             if path:
                 self._metrics_path = Path(path)
-                self._metrics = MetricsFile(path, say=self.say)
+                self._metrics = MetricsFile(path, log=self.log)
             # A dictionary removes a name that was given twice.
             for name in dict.fromkeys(logging.tracker):
                 build = self._parts.build_tracker
                 assert build is not None, "`check_parts` has checked it"
                 project = logging.tracker_project
-                tracker = build(name, project, Path(str(save)), Path(str(path)), self.say)
+                tracker = build(name, project, Path(str(save)), Path(str(path)), self.log)
                 self._trackers.append(tracker)
             if save and not self._plan.config.batch.eval_only:
-                self._chronicle = Chronicle(Path(save) / CHRONICLE, say=self._bar.say)
+                self._chronicle = Chronicle(Path(save) / CHRONICLE, log=self._bar.log)
             start_emissions = self._parts.start_emissions
             if logging.codecarbon_dir is not None and start_emissions is not None:
                 self._emissions = start_emissions(
-                    logging.codecarbon_dir, logging.codecarbon_country_iso_code, self.say
+                    logging.codecarbon_dir, logging.codecarbon_country_iso_code, self.log
                 )
 
     def describe_conventions(self) -> list[tuple[str, str, str]]:
@@ -186,10 +186,10 @@ class Reporter:
             ),
         ]
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line of the log above the progress bar. A warning is also in the chronicle."""
         if self._is_rank_zero:
-            self._bar.say(line)
+            self._bar.log(line)
             # The words may also occur within a line that is no warning.
             prefix, _, text = line.partition("warning: ")
             if text and not prefix:
@@ -238,7 +238,7 @@ class Reporter:
         schedule = self._plan.choose_pipeline_schedule(batch_size)
         if self._plan.pipeline_size > 1 and schedule.name != self._pipeline_schedule:
             self._pipeline_schedule = schedule.name
-            self.say(schedule.describe(batch_size))
+            self.log(schedule.describe(batch_size))
 
     def jump(self, iterations: int) -> None:
         """Move the progress bar over iterations that were skipped, and record them."""
@@ -283,7 +283,7 @@ class Reporter:
         self._bar.update(1, f"loss {step.result.loss:.3f}")
         if state.iteration % config.logging.log_interval == 0:
             due = self._report(state, step, self._interval)
-            self.say(self._format_line(due))
+            self.log(self._format_line(due))
             self._explain_peak(due.tflops)
             self._interval = _Interval()
 
@@ -292,7 +292,7 @@ class Reporter:
         text = explain_above_peak(tflops, self._peak, self._causal_share)
         if text is not None and not self._explained_peak:
             self._explained_peak = True
-            self.say(f"warning: {text}")
+            self.log(f"warning: {text}")
 
     def _report(self, state: TrainState, step: StepRecord, interval: _Interval) -> IterationReport:
         """Build the report of an interval that ends with `step`."""
@@ -362,7 +362,7 @@ class Reporter:
         """Record a checkpoint that is safe, and print the goodput from time to time."""
         self.record("save", {}, iteration)
         if self._goodput is not None:
-            self._goodput.report_if_due(self.say)
+            self._goodput.report_if_due(self.log)
 
     def add_last_phases(self, phases: Mapping[str, float]) -> None:
         """Count the save and the evaluation after the last iteration in the goodput."""
@@ -393,9 +393,9 @@ class Reporter:
             iteration, slow, (slowest, largest / times.median), times.median
         )
         if times.slow.keys() - (self._slow_ranks or set()):
-            self.say(f"warning: {line}")
+            self.log(f"warning: {line}")
         elif slow or self._slow_ranks is None or self._slow_ranks:
-            self.say(line)
+            self.log(line)
         self._slow_ranks = set(times.slow)
 
     def report_validation(
@@ -413,8 +413,8 @@ class Reporter:
         )
         for name, result in results.items():
             self.evaluated[name] = state.iteration, result
-            self.say(format_validation_line(state.iteration, result.loss, name))
-            self.say(format_measures_line(state.iteration, result, name))
+            self.log(format_validation_line(state.iteration, result.loss, name))
+            self.log(format_measures_line(state.iteration, result, name))
             if self._tensorboard is not None:
                 self._tensorboard.write_validation(
                     at,
@@ -434,7 +434,7 @@ class Reporter:
 
     def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
         """Report the scores of one task, by metric."""
-        self.say(format_task_line(iteration, task, scores))
+        self.log(format_task_line(iteration, task, scores))
         if self._tensorboard is not None:
             self._tensorboard.write_task(iteration, task, scores)
         if self._metrics is not None:
@@ -446,10 +446,10 @@ class Reporter:
         A launch warns once about each data set of which more than half is left out.
         """
         for report in reports:
-            self.say(report.describe())
+            self.log(report.describe())
             if report.document_share > 0.5 and report.name not in self._mostly_left_out:
                 self._mostly_left_out.add(report.name)
-                self.say(
+                self.log(
                     "warning: the filters leave out more than half of the documents of data set "
                     f"{report.name}. Check their limits against some documents"
                 )
@@ -475,7 +475,7 @@ class Reporter:
         for tracker in self._trackers:
             tracker.close()
         if self._goodput is not None:
-            self._goodput.report_end(self.say)
+            self._goodput.report_end(self.log)
         if self._last_event is not None:
             self.record(*self._last_event)
         if self._emissions is not None:

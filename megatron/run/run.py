@@ -10,7 +10,7 @@ from megatron.data.source import Sources
 from megatron.engine.base import Engine
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
 from megatron.run.divergence import DivergenceWatch
 from megatron.run.exits import Exits

@@ -93,9 +93,9 @@ class NextStep:
     """Whether the run ends after it."""
     time_is_up: bool = False
     """Whether it does not take place any more."""
-    evaluate: bool = False
+    evaluation_is_due: bool = False
     """Whether an evaluation is due after it, by time."""
-    save: bool = False
+    save_is_due: bool = False
     """Whether a save is due after it, by time."""
 
     def to_numbers(self) -> list[float]:
@@ -104,8 +104,8 @@ class NextStep:
             self.position,
             float(self.is_last),
             float(self.time_is_up),
-            float(self.evaluate),
-            float(self.save),
+            float(self.evaluation_is_due),
+            float(self.save_is_due),
         ]
 
     @classmethod

@@ -409,20 +409,20 @@ class LRSchedule:
         return warmup_tokens or lr_tokens
 
 
-def list_schedule_differences(here: LRSchedule, checkpoint: LRSchedule) -> list[str]:
+def list_schedule_differences(current: LRSchedule, checkpoint: LRSchedule) -> list[str]:
     """Return one entry for each parameter that differs, with its flag and both values.
 
     The list is empty if the two agree. For a constant rate the end of the decay is not compared. It
     has no effect, and its default changes when a run is prolonged.
     """
     # Without this, each prolonged run with a constant rate would need --override-lr-scheduler.
-    constant = here.style == checkpoint.style == "constant"
+    constant = current.style == checkpoint.style == "constant"
     names = [
         f.name
         for f in fields(LRSchedule)
         if not (constant and f.name in ("decay_steps", "decay_tokens"))
     ]
-    pairs = [(name, getattr(here, name), getattr(checkpoint, name)) for name in names]
+    pairs = [(name, getattr(current, name), getattr(checkpoint, name)) for name in names]
     return [
         f"{FIELD_NAMES[name]}: {ours} here, {theirs} in the checkpoint"
         for name, ours, theirs in pairs

@@ -144,7 +144,7 @@ def test_too_little_memory_fails_the_save_and_not_the_run(
     messages: list[str] = []
     root = tmp_path / "checkpoints"
     root.mkdir()
-    saver = Saver(root, CheckpointConfig(async_save=True), say=messages.append)
+    saver = Saver(root, CheckpointConfig(async_save=True), log=messages.append)
     with monkeypatch.context() as patched:
         if overcommitted:
             patched.setattr("megatron.base.meminfo._MEMINFO", meminfo)

@@ -52,7 +52,7 @@ class Run:
             keep_latest_checkpoints=2, max_save_failures=100, async_save=asynchronous
         )
         self._saver = Saver(
-            root, config, say=self.messages.append, saved=self.saved.append, lineage=lineage
+            root, config, log=self.messages.append, saved=self.saved.append, lineage=lineage
         )
 
     def save(self, iteration: int) -> bool:

@@ -123,7 +123,7 @@ def test_saver_keeps_what_the_flags_request(tmp_path: Path) -> None:
         save_interval=1, keep_latest_checkpoints=2, keep_every=4, save_at=(3,)
     )
     messages: list[str] = []
-    saver = Saver(tmp_path, config, say=messages.append)
+    saver = Saver(tmp_path, config, log=messages.append)
     for iteration in range(1, 10):
         saver.record_iterations(iteration - 1, iteration)
         assert saver.is_due(iteration - 1, iteration)
@@ -157,7 +157,7 @@ def test_nothing_is_removed_if_the_disk_holds_wrong_bytes(tmp_path: Path) -> Non
     """A save fails if the bytes on the disk change before they are read back."""
     config = CheckpointConfig(keep_latest_checkpoints=1)
     messages: list[str] = []
-    saver = Saver(tmp_path, config, say=messages.append)
+    saver = Saver(tmp_path, config, log=messages.append)
     shard = make_shard(torch.ones(4))
     saver.begin(CheckpointContents(1, None, {}, ""), [shard])
     saver.complete()

@@ -61,7 +61,7 @@ def test_background_save_holds_the_state_at_its_start(tmp_path: Path) -> None:
 
 def test_second_save_waits_for_the_first_and_reports_it(tmp_path: Path) -> None:
     messages: list[str] = []
-    saver = Saver(tmp_path, CheckpointConfig(async_save=True), say=messages.append)
+    saver = Saver(tmp_path, CheckpointConfig(async_save=True), log=messages.append)
     tensor = torch.ones(2000, 1000)
     for iteration in (1, 2):
         saver.begin(CheckpointContents(iteration, None, {}, ""), [make_shard(tensor)])
@@ -89,7 +89,7 @@ def test_failures_are_reported_and_retried_and_end_the_run(
     config = CheckpointConfig(
         save_interval=100, save_retry_interval=7, max_save_failures=3, async_save=asynchronous
     )
-    saver = Saver(root, config, say=messages.append)
+    saver = Saver(root, config, log=messages.append)
     tensor = torch.ones(10)
     saver.begin(CheckpointContents(100, None, {}, ""), [make_shard(tensor)])
     saver.complete()
@@ -147,7 +147,7 @@ def test_lack_of_memory_is_a_failed_save(
     fail: Callable[[], None], asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[str] = []
-    saver = Saver(tmp_path, CheckpointConfig(async_save=asynchronous), say=messages.append)
+    saver = Saver(tmp_path, CheckpointConfig(async_save=asynchronous), log=messages.append)
     tensor = torch.ones(30, 10)
     with monkeypatch.context() as patched:
         # Both kinds of save write through this function.

@@ -5,8 +5,8 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.extras.deepspeed.support import list_unsupported
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 RUN = (
     "--num-layers 2 --hidden-size 48 --num-attention-heads 6 --seq-length 96 --micro-batch-size 1 "

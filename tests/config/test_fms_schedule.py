@@ -17,8 +17,8 @@ from megatron.base.errors import ConfigError
 from megatron.commands.plan import main
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 COMPLETE = (
     "--model_variant=llama3_194m_4k --ckpt_load_path=runs/a --ckpt_save_path=runs/a "

@@ -15,8 +15,8 @@ import pytest
 
 from megatron.commands.plan import main
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = json.loads((ROOT / "tests" / "fixtures" / "published_runs" / "modern.json").read_text())

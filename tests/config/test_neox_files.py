@@ -11,8 +11,8 @@ from megatron.commands import plan as plan_tool
 from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
 from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 SMALL = """
 pipe_parallel_size: 0

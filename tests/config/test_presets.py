@@ -16,8 +16,8 @@ from megatron.config.presets import list_preset_names, read_preset
 from megatron.config.saved import load_yaml
 from megatron.config.yaml_file import dump_yaml
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 BATCH = ["--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-3"]
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"

@@ -191,7 +191,7 @@ def test_a_mistake_in_a_layout_is_found(
     folder = prepare(family)
     groups = int(FAMILIES[family].ours.get("num_query_groups", HEADS))
     to_ours = TensorPair.to_ours
-    to_theirs = TensorPair.to_theirs
+    to_hf = TensorPair.to_hf
 
     def name_inside(pair: TensorPair) -> str:
         return pair.ours if pair.layer is None else pair.ours.split(".", 2)[2]
@@ -200,10 +200,10 @@ def test_a_mistake_in_a_layout_is_found(
         return change(name_inside(pair), to_ours(pair, parts), groups, False)
 
     def write(pair: TensorPair, tensor: Tensor) -> tuple[Tensor, ...]:
-        return to_theirs(pair, change(name_inside(pair), tensor, groups, True))
+        return to_hf(pair, change(name_inside(pair), tensor, groups, True))
 
     monkeypatch.setattr(TensorPair, "to_ours", read)
-    monkeypatch.setattr(TensorPair, "to_theirs", write)
+    monkeypatch.setattr(TensorPair, "to_hf", write)
     if change is not shift_rows:
         check_that_both_directions_fail(folder)
         return
@@ -225,7 +225,7 @@ def test_a_wish_that_cannot_be_met_and_a_missing_folder_are_named(
     with pytest.raises(CheckpointError, match="the folder does not exist"):
         import_model(folder / "nowhere", folder / "ours")
     said: list[str] = []
-    import_model(folder / "source", folder / "again", say=said.append)
+    import_model(folder / "source", folder / "again", log=said.append)
     assert any("no tokenizer is imported" in line for line in said)
 
 

@@ -16,7 +16,7 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.layout import SOFTWARE, RankLayout
 from megatron.extras.planner.cost.memory import BALANCED_ENDS
 from megatron.extras.planner.cost.search import SearchSpace, search_layouts
-from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 

@@ -7,8 +7,8 @@ from megatron.commands.plan_cost import CostOptions, format_cost, list_possible_
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 LLAMA = "--preset llama2-7b --bf16 --micro-batch-size 1 --global-batch-size 16 --train-iters 9"
 BLOCKS = "--rope-fusion --bias-swiglu-fusion"

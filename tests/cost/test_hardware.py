@@ -23,7 +23,7 @@ from megatron.extras.planner.cost.kernels import (
 )
 from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
-from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.tensors import choose_kernel
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config

@@ -9,8 +9,8 @@ from megatron.extras.operations.chronicle.summary import format_text, list_facts
 from megatron.extras.planner.prediction import describe_prediction
 from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import CHRONICLE
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 
 def make_plan(*more: str) -> Plan:

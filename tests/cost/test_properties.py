@@ -15,14 +15,14 @@ from megatron.commands.plan_search import format_flags, predict_explained, searc
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import estimate_memory
-from megatron.extras.planner.cost.pipeline import simulate_pipeline
+from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.search import SearchSpace, list_divisors, search_layouts
-from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 BASE = (
     "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "

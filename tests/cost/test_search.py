@@ -20,7 +20,7 @@ from megatron.extras.planner.cost.search import (
     iterate_layouts,
     search_layouts,
 )
-from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 
 BLOOM = make_gpt(14336, 70, 112, 2048, 250880, position_embedding_type="alibi")
 CHOSEN = RankLayout(

@@ -10,7 +10,7 @@ from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.layout import TRAINER
 from megatron.extras.planner.cost.memory import Verdict, judge_peak
 from megatron.extras.planner.cost.search import SearchResult, SearchSpace, search_layouts
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve

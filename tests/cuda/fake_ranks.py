@@ -16,8 +16,8 @@ from megatron.extras.planner.dry_run.process import choose_microbatches
 from megatron.extras.planner.dry_run.record import RankReport, StepTrace
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.grid import Grid, GridCoordinate
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
@@ -59,7 +59,7 @@ def plan_case(case: Case) -> Plan:
 
 def run_case(case: Case) -> RankReport:
     """Run the steps of a case, and return the report of the last one."""
-    from megatron.extras.planner.dry_run.step import make_batch, run_rank
+    from megatron.extras.planner.dry_run.fake_rank import make_batch, run_rank
 
     def make(number: int, size: int, length: int) -> "list[Microbatch]":
         batch = make_batch(number, size, length)
@@ -74,7 +74,7 @@ def run_case(case: Case) -> RankReport:
 
 def measure_peaks(flags: str, world_size: int, stages: Sequence[int]) -> list[int]:
     """Return the peak bytes of pipeline ranks in a step of a complete command."""
-    from megatron.extras.planner.dry_run.step import run_rank
+    from megatron.extras.planner.dry_run.fake_rank import run_rank
 
     plan = resolve(load_config(shlex.split(flags)).config, world_size)
     parallel = plan.config.parallel
@@ -106,8 +106,8 @@ def count_parameter_bytes(flags: str, world_size: int) -> ParameterBytes:
     An activation must not have the shape of a parameter, and the world size must divide all rows.
     """
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+    from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
     from megatron.extras.planner.dry_run.stand_ins import get_current_stream
-    from megatron.extras.planner.dry_run.step import FakeRank, run_rank
 
     found = ParameterBytes()
     shapes: set[tuple[int, ...]] = set()
@@ -243,7 +243,7 @@ def plant(fault: str) -> Iterator[None]:
 
 def train(arguments: list[str]) -> StepTrace:
     """Run a complete training of one process on the fake GPU, and return what all of it did."""
-    from megatron.extras.planner.dry_run.step import get_gpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
     from megatron.run.pretrain import pretrain
 
     gpu = get_gpu()
@@ -259,7 +259,7 @@ def train_without_pinning(arguments: list[str]) -> tuple[StepTrace, str]:
     """Train as `train` does, on a GPU that pins no memory. Return what it did, and its log."""
     import torch
 
-    from megatron.extras.planner.dry_run.step import get_gpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     # `cudart` is the stand-in from here on.
     get_gpu()
@@ -280,7 +280,7 @@ def pin_buffers() -> list[tuple[int, int, str | None]]:
     import torch
 
     from megatron.checkpoint.host_buffer import HostBuffer
-    from megatron.extras.planner.dry_run.step import get_gpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     gpu = get_gpu()
     # The buffers of earlier trainings in this process.
@@ -306,7 +306,7 @@ def evaluate(case: Case) -> tuple[float, list[list[float]], StepTrace, StepTrace
     """Evaluate a batch and score another one. Return both results, and what each of them did."""
     import torch
 
-    from megatron.extras.planner.dry_run.step import FakeRank, make_batch, run_rank
+    from megatron.extras.planner.dry_run.fake_rank import FakeRank, make_batch, run_rank
 
     results: list[Any] = []
 
@@ -327,7 +327,7 @@ def evaluate(case: Case) -> tuple[float, list[list[float]], StepTrace, StepTrace
 
 def check_replicas(case: Case) -> tuple[list[str], float, StepTrace]:
     """Check the invariants. Return the lines about repairs, the parameter norm, and what it did."""
-    from megatron.extras.planner.dry_run.step import FakeRank, run_rank
+    from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
 
     results: list[Any] = []
 

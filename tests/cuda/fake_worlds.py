@@ -39,10 +39,10 @@ def train_worlds(world_size: int, runs: list[list[str]]) -> list[list[RankRun]]:
         For each run, what each rank did.
     """
     # Imported once. The ranks are forks of this process.
-    import megatron.engine.pipeline
+    import megatron.engine.pipeline_runner
     import megatron.engine.sharding
     import megatron.run.pretrain  # noqa: F401
-    from megatron.extras.planner.dry_run.step import get_gpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     # It installs the stand-ins, which DeepSpeed's import needs.
     get_gpu()

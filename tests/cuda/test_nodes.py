@@ -22,8 +22,8 @@ def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrac
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.extras.operations.slurm import node_probe
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
     from megatron.extras.planner.dry_run.stand_ins import GPU
-    from megatron.extras.planner.dry_run.step import get_gpu
 
     gpu = get_gpu()
     gpu.forget_memory()
@@ -54,7 +54,7 @@ def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrac
 def measure_with_local_rank(local_rank: int, folder: str) -> tuple[NodeReport, Measured]:
     """Probe the node of a task that sees one GPU, and measure the GPU."""
     from megatron.extras.operations.slurm import device_benchmark, node_probe
-    from megatron.extras.planner.dry_run.step import get_gpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     gpu = get_gpu()
     gpu.forget_memory()

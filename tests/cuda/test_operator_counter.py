@@ -25,7 +25,7 @@ def count_calls() -> dict[str, Numbers]:
     sys.path.insert(0, BENCHMARKS)
     from operator_counter import OperatorCounter
 
-    from megatron.extras.planner.dry_run.step import get_gpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     library = torch.library.Library("counted", "DEF")
     library.define("halve(Tensor x, Tensor(a!) logits) -> Tensor")

@@ -283,8 +283,8 @@ def test_a_wait_is_reported_and_its_limit_is_an_error(tmp_path, monkeypatch):
     """The error names the lock file and the process that holds it."""
     monkeypatch.setattr(building, "SAY_AFTER_SECONDS", 0.2)
     messages: list[str] = []
-    builder = IndexCache(tmp_path, say=messages.append)
-    waiting = IndexCache(tmp_path, say=messages.append, wait_seconds=1)
+    builder = IndexCache(tmp_path, log=messages.append)
+    waiting = IndexCache(tmp_path, log=messages.append, wait_seconds=1)
     holder = f"process {os.getpid()} on "
     errors = []
 

@@ -20,10 +20,10 @@ from megatron.data.planned_phase import DataPhase
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.source_kind import SourceRequest
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
+from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.position import Progress, Steps
-from megatron.schedule.progress import Forecast
 
 # 300 tokens, which give 29 samples in each epoch.
 SEQ = 10

@@ -20,7 +20,7 @@ from megatron.model.gpt import GPT
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.start.refusals import check_before_torch
 
 CALLS: Counter[str] = Counter()

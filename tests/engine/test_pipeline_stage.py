@@ -79,9 +79,11 @@ class Watch:
 @contextmanager
 def count_schedules() -> Iterator[mock.Mock]:
     """Count the schedules that the pipeline builds. It chooses each one once."""
-    from megatron.engine import pipeline
+    from megatron.engine import pipeline_runner
 
-    with mock.patch.object(pipeline, "choose_schedule", wraps=pipeline.choose_schedule) as chosen:
+    with mock.patch.object(
+        pipeline_runner, "choose_schedule", wraps=pipeline_runner.choose_schedule
+    ) as chosen:
         yield chosen
 
 
@@ -90,7 +92,7 @@ def list_receives() -> Iterator[list[Any]]:
     """List a weak reference to the memory of each receive buffer."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from megatron.engine.pipeline import _Stage
+    from megatron.engine.pipeline_runner import _Stage
 
     receives: list[Any] = []
 
@@ -285,24 +287,24 @@ def walk_through_host_memory(flags: str, steps: list[Work]) -> tuple[list[Seen],
     """
     import torch
 
-    from megatron.engine import pipeline
+    from megatron.engine import pipeline_runner
 
     counts = {"_prepare_messages": 0, "_complete_messages": 0}
 
     def count(name: str) -> mock._patch:
-        original = getattr(pipeline._Stage, name)
+        original = getattr(pipeline_runner._Stage, name)
 
         def counted(stage, messages):
             # The first stage receives nothing, and its buffer is None.
             counts[name] += sum(getattr(each, "buffer", each) is not None for each in messages)
             return original(stage, messages)
 
-        return mock.patch.object(pipeline._Stage, name, counted)
+        return mock.patch.object(pipeline_runner._Stage, name, counted)
 
     # "cpu:0" is the same memory as "cpu", and another device for torch's comparison.
     elsewhere = torch.device("cpu", 0)
     with (
-        mock.patch.object(pipeline, "choose_message_device", return_value=elsewhere),
+        mock.patch.object(pipeline_runner, "choose_message_device", return_value=elsewhere),
         count("_prepare_messages"),
         count("_complete_messages"),
     ):
@@ -332,10 +334,10 @@ def walk_and_measure_messages(
     flags: str, steps: list[Work], split: bool
 ) -> tuple[list[Seen], set[int]]:
     """Return what `walk` returns, and the numbers of elements of the messages that were sent."""
-    from megatron.engine import pipeline
+    from megatron.engine import pipeline_runner
 
     sizes: set[int] = set()
-    prepare = pipeline._Stage._prepare_messages
+    prepare = pipeline_runner._Stage._prepare_messages
 
     def measure(stage, ops):
         prepared = prepare(stage, ops)
@@ -344,8 +346,8 @@ def walk_and_measure_messages(
 
     whole: AbstractContextManager[Any] = nullcontext()
     if not split:
-        whole = mock.patch.object(pipeline._Stage, "_splits", return_value=False)
-    with whole, mock.patch.object(pipeline._Stage, "_prepare_messages", measure):
+        whole = mock.patch.object(pipeline_runner._Stage, "_splits", return_value=False)
+    with whole, mock.patch.object(pipeline_runner._Stage, "_prepare_messages", measure):
         seen = walk(flags, steps)
     return seen, sizes
 

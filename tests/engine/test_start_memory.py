@@ -11,8 +11,8 @@ from process_pool import ProcessPool, succeed
 
 from megatron.engine.native import NativeEngine
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 2 --data-path none"
 # 53 million parameters, of which no block has more than 3.2 million.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from equivalence.corpus import DOCUMENTS, GOLDFISH, OPTIMIZERS, SIZES, UNTIED
 
-from megatron.schedule.pipeline import choose_schedule
+from megatron.schedule.pipeline_schedule import choose_schedule
 
 PROCESSES = 8
 LAYERS = 6

@@ -15,8 +15,8 @@ from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.extras.verify.reduction import reduce_plan
 from megatron.extras.verify.report import describe_layout
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "long_context"

@@ -66,7 +66,7 @@ TRAIN = Site("megatron.run.loop.count_step", "run/loop.py", 3, is_long=False)
 DECISION = Site("megatron.run.loop.decide", "run/loop.py", 3, is_long=False)
 EVALUATE = Site("megatron.run.evaluate._sum_over_ranks", "run/", 3, is_long=False, result=[1.0] * 4)
 EVALUATION = Site("megatron.run.loop.evaluate_validation", "run/", 3, is_long=False)
-SAVE = Site("megatron.checkpoint.save.Saver._agree", "checkpoint/save.py")
+SAVE = Site("megatron.checkpoint.save.Saver._end_stage", "checkpoint/save.py")
 WRITE = Site("megatron.checkpoint.shard_file.write_tensors", "checkpoint/")
 PUBLISH = Site("megatron.checkpoint.publish.Publisher.publish", "checkpoint/stages.py")
 

@@ -36,7 +36,7 @@ VERDICT = (
     r"(?:the run hangs: .*|(?:the run has lost ranks: )?a collective of .* failed:"
     r"|the ranks cannot continue together:)\n  (.*)"
 )
-CONSTANTS = {"megatron.parallel.progress.LONG_FACTOR": LONG_FACTOR}
+CONSTANTS = {"megatron.parallel.rank_progress.LONG_FACTOR": LONG_FACTOR}
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "count_step": loop.count_step,
     "decide": loop.decide,

@@ -102,7 +102,7 @@ def list_slices(
     """
     spec = parameter.spec  # type: ignore[attr-defined]
     if spec.pieces is not None:
-        whole = f"{name.rpartition('.')[0]}.{spec.part_of}"
+        whole = f"{name.rpartition('.')[0]}.{spec.rows_of}"
         for piece in spec.pieces:
             index = (slice(piece.start, piece.start + piece.rows),)
             yield whole, index, slice(piece.local, piece.local + piece.rows)

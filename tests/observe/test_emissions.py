@@ -56,7 +56,7 @@ def test_missing_package_is_reported_in_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "codecarbon", None)
     messages: list[str] = []
-    emissions = Emissions(str(tmp_path), "FRA", say=messages.append)
+    emissions = Emissions(str(tmp_path), "FRA", log=messages.append)
     assert not emissions.enabled
     assert len(messages) == 1
     assert "codecarbon is not installed" in messages[0]
@@ -86,7 +86,7 @@ def test_failure_of_codecarbon_does_not_end_training(
 
     monkeypatch.setattr(codecarbon, "OfflineEmissionsTracker", Tracker)
     messages: list[str] = []
-    emissions = Emissions(str(tmp_path), "FRA", say=messages.append)
+    emissions = Emissions(str(tmp_path), "FRA", log=messages.append)
     emissions.flush()
     assert emissions.stop() is None
     assert len(messages) == 1

@@ -36,7 +36,7 @@ def list_names(folder: Path) -> list[str]:
 
 def test_snapshots_of_chosen_iterations(recorded: list[int], tmp_path: Path) -> None:
     lines: list[str] = []
-    run_iterations(MemoryHistory(tmp_path / "new", (2, 4, 9), rank=3, say=lines.append))
+    run_iterations(MemoryHistory(tmp_path / "new", (2, 4, 9), rank=3, log=lines.append))
     assert len(recorded) == 1
     names = ["iteration-2.rank-3.pickle", "iteration-4.rank-3.pickle"]
     assert list_names(tmp_path / "new") == names
@@ -45,7 +45,7 @@ def test_snapshots_of_chosen_iterations(recorded: list[int], tmp_path: Path) -> 
 
 
 def test_a_snapshot_when_memory_runs_out(recorded: list[int], tmp_path: Path) -> None:
-    history = MemoryHistory(tmp_path, (), rank=0, say=print)
+    history = MemoryHistory(tmp_path, (), rank=0, log=print)
     with pytest.raises(torch.OutOfMemoryError):
         run_iterations(history, torch.OutOfMemoryError("full"))
     assert list_names(tmp_path) == ["out-of-memory-3.rank-0.pickle"]
@@ -59,7 +59,7 @@ def test_a_failed_snapshot_does_not_hide_that_memory_ran_out(
 
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fail)
     lines: list[str] = []
-    history = MemoryHistory(tmp_path, (), rank=0, say=lines.append)
+    history = MemoryHistory(tmp_path, (), rank=0, log=lines.append)
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         run_iterations(history, torch.OutOfMemoryError("full"))
     assert "no history" in lines[0]
@@ -68,27 +68,27 @@ def test_a_failed_snapshot_does_not_hide_that_memory_ran_out(
 
 def test_other_errors_write_no_snapshot(recorded: list[int], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        run_iterations(MemoryHistory(tmp_path, (), rank=0, say=print), RuntimeError("other"))
+        run_iterations(MemoryHistory(tmp_path, (), rank=0, log=print), RuntimeError("other"))
     assert list_names(tmp_path) == []
 
 
 def test_a_failed_write_is_a_warning(recorded: list[int], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     lines: list[str] = []
-    run_iterations(MemoryHistory(tmp_path / "file" / "folder", (2,), rank=0, say=lines.append))
+    run_iterations(MemoryHistory(tmp_path / "file" / "folder", (2,), rank=0, log=lines.append))
     assert len(lines) == 1
     assert "warning: the memory snapshot" in lines[0]
 
 
 def test_nothing_is_recorded_on_other_ranks(recorded: list[int]) -> None:
-    run_iterations(MemoryHistory(None, (2,), rank=1, say=print))
+    run_iterations(MemoryHistory(None, (2,), rank=1, log=print))
     assert recorded == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA memory")
 def test_without_cuda_there_is_one_warning(tmp_path: Path) -> None:
     lines: list[str] = []
-    run_iterations(MemoryHistory(tmp_path / "new", (2,), rank=0, say=lines.append))
+    run_iterations(MemoryHistory(tmp_path / "new", (2,), rank=0, log=lines.append))
     assert len(lines) == 1
     assert "no CUDA memory" in lines[0]
     assert not (tmp_path / "new").exists()

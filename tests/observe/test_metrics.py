@@ -130,7 +130,7 @@ def test_filters_belong_to_their_iteration(tmp_path: Path) -> None:
 def test_failed_writes_are_reported_once_and_never_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     messages: list[str] = []
-    metrics = MetricsFile(tmp_path / "file" / "metrics.jsonl", say=messages.append)
+    metrics = MetricsFile(tmp_path / "file" / "metrics.jsonl", log=messages.append)
     metrics.write_training(report(1))
     metrics.write_training(report(2))
     assert len(messages) == 1
@@ -147,7 +147,7 @@ def test_failed_writes_are_reported_once_and_never_fatal(tmp_path: Path) -> None
 def test_full_disk_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     messages: list[str] = []
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", say=messages.append)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", log=messages.append)
     metrics.write_training(report(1))
     metrics.write_training(report(2))
     assert len(messages) == 1
@@ -161,7 +161,7 @@ def test_partly_written_line_counts_as_lost(tmp_path: Path) -> None:
     """
     messages: list[str] = []
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, say=messages.append)
+    metrics = MetricsFile(path, log=messages.append)
     metrics.write_training(report(1))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, limit[1]))

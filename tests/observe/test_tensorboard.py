@@ -138,7 +138,7 @@ def test_truncated_record_is_written_again(tmp_path: Path) -> None:
     The kernel's limit on a file's size truncates the record.
     """
     messages: list[str] = []
-    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=messages.append)
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), log=messages.append)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -172,7 +172,7 @@ def test_events_dropped_from_memory_are_counted(
 ) -> None:
     monkeypatch.setattr(tensorboard, "_MEMORY_BYTES", 3000)
     messages: list[str] = []
-    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=messages.append)
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), log=messages.append)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

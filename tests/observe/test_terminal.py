@@ -6,7 +6,7 @@ import io
 import pytest
 
 from megatron.observe import startup
-from megatron.observe.progress import ProgressBar
+from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.startup import format_start_table
 
 
@@ -32,7 +32,7 @@ def test_bar_is_drawn_on_a_terminal_that_asks_for_it(capsys: pytest.CaptureFixtu
     terminal = Terminal()
     bar = ProgressBar(total=10, initial=4, show=True, stream=terminal)
     bar.update(3, "loss 2.50")
-    bar.say(" iteration 5")
+    bar.log(" iteration 5")
     bar.close()
     assert "7/10" in terminal.getvalue()
     assert "loss 2.50" in terminal.getvalue()
@@ -45,7 +45,7 @@ def test_no_bar_without_a_terminal_or_without_asking(
 ) -> None:
     bar = ProgressBar(total=10, show=show, stream=stream)
     bar.update()
-    bar.say(" iteration 1")
+    bar.log(" iteration 1")
     bar.close()
     assert stream.getvalue() == ""
     captured = capsys.readouterr()

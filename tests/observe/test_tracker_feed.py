@@ -273,7 +273,7 @@ def test_messages_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_end_of_a_problem_is_no_warning(tmp_path: Path) -> None:
     lines: list[str] = []
     process = TrackerProcess(
-        "wandb", "project", folder=tmp_path, metrics=tmp_path / "metrics.jsonl", say=lines.append
+        "wandb", "project", folder=tmp_path, metrics=tmp_path / "metrics.jsonl", log=lines.append
     )
     for text in ("ConnectionError: no route", WORKS_AGAIN):
         process._messages.put(text)

@@ -42,7 +42,7 @@ def log(run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, pauses: list[flo
 @pytest.fixture
 def follower(hub: HubServer, log: Path) -> Callable[[int], Follower]:
     """Return a function that makes a reader of the log, which starts with so many last lines."""
-    return lambda lines: Follower(Hub(REPO, timeout_seconds=5.0, say=print), path=LOG, lines=lines)
+    return lambda lines: Follower(Hub(REPO, timeout_seconds=5.0, log=print), path=LOG, lines=lines)
 
 
 def test_follow_prints_the_last_lines_and_then_the_new_ones(

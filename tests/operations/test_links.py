@@ -37,7 +37,11 @@ from megatron.extras.operations.hub import push as hub_push
 from megatron.extras.operations.hub import queue as hub_queue
 from megatron.extras.operations.hub.inside import OutsideError, open_inside
 from megatron.extras.operations.rollback.execution import roll_back
-from megatron.extras.operations.rollback.plan import RollbackPlan, RollbackRequest, make_plan
+from megatron.extras.operations.rollback.rollback_plan import (
+    RollbackPlan,
+    RollbackRequest,
+    make_plan,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"

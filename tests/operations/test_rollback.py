@@ -21,7 +21,7 @@ from training.runs import Runner
 
 import megatron.checkpoint.lease as lease_module
 import megatron.extras.operations.rollback.execution as rollback_module
-import megatron.extras.operations.rollback.plan as plan_module
+import megatron.extras.operations.rollback.rollback_plan as plan_module
 from megatron.base.errors import CheckpointError, MegatronError, OperationsError
 from megatron.checkpoint.folder import list_saved_iterations, remove_interrupted_leftovers
 from megatron.checkpoint.lease import Lease, LeaseHolder
@@ -29,7 +29,7 @@ from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.start import find_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.operations.rollback.execution import roll_back
-from megatron.extras.operations.rollback.plan import RollbackRequest
+from megatron.extras.operations.rollback.rollback_plan import RollbackRequest
 from megatron.observe.log_line import parse_log_line
 from megatron.observe.metrics import read_metrics
 

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from megatron.schedule.pipeline import choose_schedule, compute_bubble_fraction
+from megatron.schedule.pipeline_schedule import choose_schedule, compute_bubble_fraction
 
 TORCH: dict[str, Any] = {
     "1F1B": Schedule1F1B,

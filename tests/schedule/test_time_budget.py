@@ -174,7 +174,7 @@ def test_positions_do_not_decrease_if_costs_are_expected_to_be_lower() -> None:
 
 
 def test_a_decision_survives_as_numbers() -> None:
-    decided = NextStep(math.pi * 1e3, is_last=True, evaluate=True)
+    decided = NextStep(math.pi * 1e3, is_last=True, evaluation_is_due=True)
     assert NextStep.from_numbers(decided.to_numbers()) == decided
 
 

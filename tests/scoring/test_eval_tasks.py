@@ -64,9 +64,9 @@ def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
     seen: list[tuple[Any, Any]] = []
     compute = EvalTasks.compute_scores
 
-    def record(self: EvalTasks, likelihoods: Any, say: Any) -> Any:
+    def record(self: EvalTasks, likelihoods: Any, log: Any) -> Any:
         seen.append((list(unpack(self.requests)), likelihoods.tolist()))
-        return compute(self, likelihoods, say)
+        return compute(self, likelihoods, log)
 
     EvalTasks.compute_scores = record  # type: ignore[method-assign]
     try:

@@ -21,8 +21,8 @@ from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "hsdp_fsdp_or_tp.md"

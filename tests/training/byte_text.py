@@ -44,7 +44,7 @@ class ByteSource(PositionSource):
 class ByteText:
     """One text file, which --split divides by its samples."""
 
-    def list_files(self, request: SourceRequest, say: Callable[[str], None]) -> None:
+    def list_files(self, request: SourceRequest, log: Callable[[str], None]) -> None:
         """Do nothing, because one file is found quickly."""
 
     def build(self, request: SourceRequest, registry: DatasetRegistry) -> Sources:

@@ -55,7 +55,7 @@ def test_full_disk_is_a_warning(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "no-folder-yet"
     path.write_text("a file where the folder should be")
-    chronicle = Chronicle(path / CHRONICLE, say=said.append)
+    chronicle = Chronicle(path / CHRONICLE, log=said.append)
     chronicle.record("save", 1, {})
     chronicle.record("save", 2, {})
     path.unlink()

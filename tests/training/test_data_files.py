@@ -247,7 +247,7 @@ def test_digest_is_none_until_it_is_computed(
     library.background.submit("a check that takes long", wait_until_released)
     content.SMALL_BYTES = 0
     try:
-        files = DataFiles(library, TrainState(), ranks=Ranks(), who="rank 0", say=lambda line: None)
+        files = DataFiles(library, TrainState(), ranks=Ranks(), who="rank 0", log=lambda line: None)
         files.check()
         assert files.record() == {fingerprint: None}
         held.set()

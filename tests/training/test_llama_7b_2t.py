@@ -13,8 +13,8 @@ from process_pool import ProcessPool, pretrain, succeed
 from megatron.extras.translators.launch_script import read_launch_script
 from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "train" / "llama-7b-2T"

@@ -104,7 +104,7 @@ def test_memory_snapshots_without_cuda_are_a_warning(run: Runner) -> None:
 
 def profile_one_iteration(folder: Path) -> list[str]:
     lines: list[str] = []
-    with Profiler(folder, (1, 1), rank=0, say=lines.append) as profiler, profiler.record(1):
+    with Profiler(folder, (1, 1), rank=0, log=lines.append) as profiler, profiler.record(1):
         torch.ones(4).sum()
     return lines
 
@@ -155,7 +155,7 @@ def test_an_error_in_an_iteration_writes_nothing_and_stops(tmp_path: Path) -> No
     lines: list[str] = []
     with (
         pytest.raises(ValueError, match="of training"),
-        Profiler(tmp_path, (1, 3), rank=0, say=lines.append) as profiler,
+        Profiler(tmp_path, (1, 3), rank=0, log=lines.append) as profiler,
         profiler.record(1),
     ):
         raise ValueError("of training")

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron.extras.translators.translator import load_config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
 from megatron.run.state import TrainState
 
@@ -63,9 +63,9 @@ class TimedRun:
             self.clock.costs.record_step(self.step, STEP_TOKENS)
             self.clock.finish_step()
             self.state.elapsed_seconds = self.clock.read()
-            if self.clock.upcoming.evaluate:
+            if self.clock.next_step.evaluation_is_due:
                 self.evaluate()
-            if self.clock.upcoming.save:
+            if self.clock.next_step.save_is_due:
                 self.save()
             self.clock.accept(self.clock.propose(eval_is_due=False, save_is_due=False))
 
@@ -166,7 +166,7 @@ def test_a_slow_first_step_does_not_end_the_run(total: int, first: float) -> Non
     run = TimedRun(f"--train-time {total}s --eval-iters 20", step=first)
     run.train(1)
     assert not run.is_finished
-    assert not run.clock.upcoming.is_last
+    assert not run.clock.next_step.is_last
     run.step = 1.0
     run.train()
     assert 0.8 * total - first < len(run.rates)
@@ -222,7 +222,7 @@ def test_intervals_of_time_without_a_run_by_time() -> None:
     clock.start()
     due = []
     for _ in range(15):
-        due.append(clock.upcoming.save)
+        due.append(clock.next_step.save_is_due)
         hand.seconds += 1.0
         clock.costs.record_step(1.0, STEP_TOKENS)
         clock.accept(clock.propose(eval_is_due=False, save_is_due=False))

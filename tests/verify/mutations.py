@@ -37,7 +37,7 @@ def leave_shared_groups_apart() -> None:
 
     def make(build: Any) -> Any:
         def make_parameter(local_shape: Any, spec: Any) -> Any:
-            if spec.part_of is not None:
+            if spec.rows_of is not None:
                 spec = dataclasses.replace(spec, partial_gradient=False)
             return build(local_shape, spec)
 
@@ -49,7 +49,7 @@ def leave_shared_groups_apart() -> None:
 def leave_inner_norms_apart() -> None:
     from megatron.model import norm
 
-    wrap(norm, "make_inner_parameter", lambda _: norm.make_replicated_parameter)
+    wrap(norm, "make_replicated_inside_region", lambda _: norm.make_replicated_outside_region)
 
 
 # -- gradient norm and clipping --------------------------------------------------------------------
@@ -156,7 +156,7 @@ def multiply_z_loss_by_tensor_size() -> None:
 
 
 def average_microbatches_of_unequal_counts() -> None:
-    from megatron.plan.plan import Plan
+    from megatron.plan.run_plan import Plan
 
     wrap(Plan, "counts_tokens_of_step", lambda _: lambda plan, training: False)
 
@@ -324,11 +324,11 @@ def _replace_initialise(make: Callable[[Any], Any]) -> None:
 
 
 def divide_by_microbatches_again() -> None:
-    from megatron.engine import pipeline
+    from megatron.engine import pipeline_runner
 
     for name in ("Schedule1F1B", "ScheduleGPipe"):
         wrap(
-            pipeline,
+            pipeline_runner,
             name,
             lambda make: lambda *args, **kwargs: make(*args, **{**kwargs, "scale_grads": True}),
         )

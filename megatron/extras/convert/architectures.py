@@ -59,7 +59,7 @@ class Architecture:
     """Patterns of their tensors that hold no weights, such as tables of frequencies."""
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Name inside a layer -> the fixed number that their tensor of this name holds."""
-    theirs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hf_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields of config.json, each with its only supported value."""
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -69,16 +69,16 @@ class Architecture:
             ConfigError: the class has no such part. The message names our flag.
         """
         model = normalise_model(model)
-        found = dict(self.theirs)
+        found = dict(self.hf_fields)
         for pair in self.pairs:
             found |= pair.write(model)
         return found
 
-    def read(self, theirs: Mapping[str, Any], seq_length: int | None = None) -> ModelConfig:
+    def read(self, hf: Mapping[str, Any], seq_length: int | None = None) -> ModelConfig:
         """Return our description of a config.json.
 
         Args:
-            theirs: The fields of config.json, with the defaults of its class.
+            hf: The fields of config.json, with the defaults of its class.
             seq_length: Sequence length of the training that follows. Default: the largest that
                 config.json allows, or 2048 if it does not say.
 
@@ -87,13 +87,13 @@ class Architecture:
         """
         found: dict[str, Any] = {}
         for pair in self.pairs:
-            found |= pair.read(theirs)
+            found |= pair.read(hf)
         # Learned positions bound the length too. Without either number, as in BLOOM, nothing does.
         longest = found.get("seq_length") or found.get("max_position_embeddings") or _USUAL_LENGTH
         found["seq_length"] = seq_length or longest
-        for name, value in self.theirs.items():
-            if theirs.get(name, value) != value:
-                raise ConfigError(f"{name} {theirs[name]} is not supported here, only {value}")
+        for name, value in self.hf_fields.items():
+            if hf.get(name, value) != value:
+                raise ConfigError(f"{name} {hf[name]} is not supported here, only {value}")
         return ModelConfig(**found)
 
 
@@ -334,7 +334,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         base="transformer",
         # The causal mask. It has the name of a bias.
         not_stored=(r".*\.attn\.(masked_)?bias",),
-        theirs={
+        hf_fields={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
             "reorder_and_upcast_attn": False,
@@ -376,7 +376,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ("self_attention.query_key_value",),
         "by head",
         base="transformer",
-        theirs={"apply_residual_connection_post_layernorm": False},
+        hf_fields={"apply_residual_connection_post_layernorm": False},
     ),
     Architecture(
         "gpt_neox",

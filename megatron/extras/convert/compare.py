@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.extras.convert.architectures import Architecture
+from megatron.extras.convert.hf_files import HfTensors, import_transformers
 from megatron.extras.convert.tensors import VOCABULARY_TENSORS, TensorPair
-from megatron.extras.convert.their_files import TheirTensors, import_transformers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
@@ -42,7 +42,7 @@ _SHARE_OF_MEMORY = 0.7
 
 
 @dataclass(frozen=True)
-class TheirModel:
+class HfModel:
     """A folder in the format of Hugging Face, and how to read it as a model of this trainer."""
 
     architecture: Architecture
@@ -51,10 +51,10 @@ class TheirModel:
     config: Any
     """Their description, an object of `transformers`."""
     pairs: Sequence[TensorPair]
-    """Our tensors beside theirs."""
+    """Our tensors with those of Hugging Face."""
     names: Mapping[str, str]
     """Their name of a tensor -> its name in the files."""
-    tensors: TheirTensors
+    tensors: HfTensors
     rows: tuple[int, int] | None = None
     """The first row of the vocabulary that belongs to the model, and the one after the last."""
 
@@ -73,7 +73,7 @@ class TheirModel:
     def read(self, pair: TensorPair) -> tuple[Tensor, ...]:
         """Return their tensors of a pair, in the dtype of the files."""
         rows = self.rows if pair.ours in VOCABULARY_TENSORS else None
-        return tuple(self.tensors.read(self.names[name], rows) for name in pair.theirs)
+        return tuple(self.tensors.read(self.names[name], rows) for name in pair.hf_names)
 
 
 @dataclass(frozen=True)
@@ -103,28 +103,28 @@ class Comparison:
 
 
 def compare_models(
-    theirs: TheirModel, say: Callable[[str], None] = lambda line: None, *, complete: bool = True
+    hf: HfModel, log: Callable[[str], None] = lambda line: None, *, complete: bool = True
 ) -> Comparison:
     """Compare a folder with our model of the same tensors.
 
     Args:
-        theirs: The folder.
-        say: Receives a line for each part that was compared.
+        hf: The folder.
+        log: Receives a line for each part that was compared.
         complete: Compare the complete model as well, if it fits into the memory.
 
     Raises:
         CheckpointError: a difference exceeds the bound. The message names the part.
     """
     worst = 0.0
-    for layer in range(theirs.model.num_layers):
-        found = _compare_layer(theirs, layer)
+    for layer in range(hf.model.num_layers):
+        found = _compare_layer(hf, layer)
         _check_difference(found, f"layer {layer}")
         worst = max(worst, found)
-    say(f"{theirs.model.num_layers} layers agree")
-    if not complete or 2 * 4 * theirs.parameters > _SHARE_OF_MEMORY * _count_free_bytes():
-        _compare_ends(theirs)
+    log(f"{hf.model.num_layers} layers agree")
+    if not complete or 2 * 4 * hf.parameters > _SHARE_OF_MEMORY * _count_free_bytes():
+        _compare_ends(hf)
         return Comparison(worst, None, None, None)
-    logits, divergence, same = _compare_logits(theirs, theirs.model.num_layers)
+    logits, divergence, same = _compare_logits(hf, hf.model.num_layers)
     _check_difference(logits, "the logits of the complete model")
     if same < 1:
         raise CheckpointError(
@@ -133,16 +133,16 @@ def compare_models(
     return Comparison(worst, logits, divergence, same)
 
 
-def _compare_ends(theirs: TheirModel) -> None:
+def _compare_ends(hf: HfModel) -> None:
     """Compare the embedding, the last norm and the output matrix, without layers.
 
     Raises:
         CheckpointError: a difference exceeds the bound.
     """
-    rows = max(1, PART_NUMBERS // theirs.model.hidden_size)
-    for begin in range(0, theirs.vocab_size, rows):
-        part = (begin, min(begin + rows, theirs.vocab_size))
-        found, _, _ = _compare_logits(dataclasses.replace(theirs, rows=part), layers=0)
+    rows = max(1, PART_NUMBERS // hf.model.hidden_size)
+    for begin in range(0, hf.vocab_size, rows):
+        part = (begin, min(begin + rows, hf.vocab_size))
+        found, _, _ = _compare_logits(dataclasses.replace(hf, rows=part), layers=0)
         _check_difference(found, "the embedding, the last norm and the output matrix together")
 
 
@@ -156,31 +156,29 @@ def _check_difference(difference: float, what: str) -> None:
         )
 
 
-def _compare_layer(theirs: TheirModel, layer: int) -> float:
+def _compare_layer(hf: HfModel, layer: int) -> float:
     """Return the difference of one layer, relative to the deviation of what it adds."""
-    pairs = [pair for pair in theirs.pairs if pair.layer == layer]
+    pairs = [pair for pair in hf.pairs if pair.layer == layer]
     # Only one side is in memory at a time, so each function builds its own.
-    given, expected = _run_their_layer(theirs, layer, pairs)
-    found = _run_our_layer(theirs, layer, pairs, given)
+    given, expected = _run_hf_layer(hf, layer, pairs)
+    found = _run_our_layer(hf, layer, pairs, given)
     added = expected - given
     return float((found - expected).abs().max() / added.std())
 
 
-def _run_their_layer(
-    theirs: TheirModel, layer: int, pairs: Sequence[TensorPair]
-) -> tuple[Tensor, Tensor]:
+def _run_hf_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair]) -> tuple[Tensor, Tensor]:
     """Return input and output of a layer of `transformers`, both [b, s, h].
 
     Args:
-        theirs: The folder.
+        hf: The folder.
         layer: Number of the layer.
         pairs: The tensors of the layer.
     """
-    config = _select_layers(theirs.config, [layer])
+    config = _select_layers(hf.config, [layer])
     config.vocab_size = _FEW_IDS
-    made = _build_theirs(import_transformers().AutoModel, config)
-    _load_theirs(made, theirs, pairs, {layer: 0})
-    model = theirs.model
+    made = _build_hf_model(import_transformers().AutoModel, config)
+    _load_hf_model(made, hf, pairs, {layer: 0})
+    model = hf.model
     generator = torch.Generator().manual_seed(layer)
     length = min(_LENGTH, model.seq_length)
     # Small inputs, so that their rounding does not hide what a layer with small weights adds.
@@ -193,7 +191,7 @@ def _run_their_layer(
 
     # The complete model makes the masks and positions of the layer. Its embedding may have a norm
     # or positions, so the input of the layer is not `given`.
-    path = theirs.architecture.layers.removeprefix(f"{theirs.architecture.base}.")
+    path = hf.architecture.layers.removeprefix(f"{hf.architecture.base}.")
     block = made.get_submodule(f"{path}.0")
     handle = block.register_forward_hook(record, with_kwargs=True)
     with torch.no_grad():
@@ -202,18 +200,16 @@ def _run_their_layer(
     return seen["in"], seen["out"]
 
 
-def _run_our_layer(
-    theirs: TheirModel, layer: int, pairs: Sequence[TensorPair], given: Tensor
-) -> Tensor:
+def _run_our_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair], given: Tensor) -> Tensor:
     """Return the output of our layer with their weights, [b, s, h].
 
     Args:
-        theirs: The folder.
+        hf: The folder.
         layer: Number of the layer.
         pairs: The tensors of the layer.
         given: Input of the layer, [b, s, h].
     """
-    model = theirs.model
+    model = hf.model
     described = ModelShape(model, 0, 0).describe_layer(layer)
     # The lists of layers count from the first one. A model of one layer has shorter lists.
     without_rope = None
@@ -227,7 +223,7 @@ def _run_our_layer(
         full_attention_layers=None,
     )
     ours = _build_ours(one, _FEW_IDS)
-    _load_ours(ours, theirs, pairs, {layer: 0})
+    _load_ours(ours, hf, pairs, {layer: 0})
     with torch.no_grad():
         inputs = Inputs(torch.zeros(given.shape[:2], dtype=torch.long))
         positions = ours.position_tables.make_positions(inputs, torch.float32)
@@ -236,20 +232,20 @@ def _run_our_layer(
         return ours.get_blocks()[0](stream, positions, inputs.dropout_key).transpose(0, 1)
 
 
-def _compare_logits(theirs: TheirModel, layers: int) -> tuple[float, float, float]:
+def _compare_logits(hf: HfModel, layers: int) -> tuple[float, float, float]:
     """Compare a model of the first `layers` layers, with its embedding and head.
 
     Returns:
         The largest difference of the logits relative to their deviation, the mean divergence of
         the predictions, and the share of the clear ones with the same most likely id.
     """
-    pairs = [pair for pair in theirs.pairs if pair.layer is None or pair.layer < layers]
+    pairs = [pair for pair in hf.pairs if pair.layer is None or pair.layer < layers]
     generator = torch.Generator().manual_seed(1)
-    length = min(_LENGTH, theirs.model.seq_length)
-    tokens = torch.randint(0, theirs.vocab_size, (2, length), generator=generator)
+    length = min(_LENGTH, hf.model.seq_length)
+    tokens = torch.randint(0, hf.vocab_size, (2, length), generator=generator)
     # Only one side is in memory at a time, so each function builds its own.
-    expected = _compute_their_logits(theirs, layers, pairs, tokens)
-    logits = _compute_our_logits(theirs, layers, pairs, tokens)
+    expected = _compute_hf_logits(hf, layers, pairs, tokens)
+    logits = _compute_our_logits(hf, layers, pairs, tokens)
     deviation = expected.std()
     difference = float((logits - expected).abs().max() / deviation)
     log_p = expected.log_softmax(-1)
@@ -257,7 +253,7 @@ def _compare_logits(theirs: TheirModel, layers: int) -> tuple[float, float, floa
     # Rounding can give a small negative number.
     divergence = max(0.0, divergence)
     # Where two ids are nearly equally likely, rounding alone may exchange them.
-    top = expected.topk(min(2, theirs.vocab_size), dim=-1).values
+    top = expected.topk(min(2, hf.vocab_size), dim=-1).values
     clear = (top[..., 0] - top[..., -1]) > 2 * BOUND * deviation
     same = (logits.argmax(-1) == expected.argmax(-1))[clear]
     share = 1.0
@@ -266,36 +262,36 @@ def _compare_logits(theirs: TheirModel, layers: int) -> tuple[float, float, floa
     return difference, divergence, share
 
 
-def _compute_their_logits(
-    theirs: TheirModel, layers: int, pairs: Sequence[TensorPair], tokens: Tensor
+def _compute_hf_logits(
+    hf: HfModel, layers: int, pairs: Sequence[TensorPair], tokens: Tensor
 ) -> Tensor:
     """Return the logits of the first `layers` layers in `transformers`, [b, s, v] in fp32."""
-    config = _select_layers(theirs.config, range(layers))
-    config.vocab_size = theirs.vocab_size
-    made = _build_theirs(import_transformers().AutoModelForCausalLM, config)
-    _load_theirs(made, theirs, pairs, {layer: layer for layer in range(layers)})
+    config = _select_layers(hf.config, range(layers))
+    config.vocab_size = hf.vocab_size
+    made = _build_hf_model(import_transformers().AutoModelForCausalLM, config)
+    _load_hf_model(made, hf, pairs, {layer: layer for layer in range(layers)})
     with torch.no_grad():
         logits: Tensor = made(tokens, use_cache=False).logits.float()
     return logits
 
 
 def _compute_our_logits(
-    theirs: TheirModel, layers: int, pairs: Sequence[TensorPair], tokens: Tensor
+    hf: HfModel, layers: int, pairs: Sequence[TensorPair], tokens: Tensor
 ) -> Tensor:
     """Return the logits of our first `layers` layers with their weights, [b, s, v] in fp32."""
-    model = dataclasses.replace(theirs.model, num_layers=layers)
+    model = dataclasses.replace(hf.model, num_layers=layers)
     if layers == 0:
         # No layer can be chosen.
         model = dataclasses.replace(
             model, no_rope_layers=None, sliding_window=None, full_attention_layers=None
         )
-    ours = _build_ours(model, theirs.vocab_size)
-    _load_ours(ours, theirs, pairs, {layer: layer for layer in range(layers)})
+    ours = _build_ours(model, hf.vocab_size)
+    _load_ours(ours, hf, pairs, {layer: layer for layer in range(layers)})
     with torch.no_grad():
         return ours.compute_logits(tokens)
 
 
-def _build_theirs(model_class: Any, config: Any) -> Any:
+def _build_hf_model(model_class: Any, config: Any) -> Any:
     """Return a model of `transformers` in evaluation mode, with weights that are not loaded yet."""
     # The id of padding may be outside of the smaller vocabulary. It does not change the results.
     config.pad_token_id = None
@@ -304,9 +300,9 @@ def _build_theirs(model_class: Any, config: Any) -> Any:
     return made.eval()
 
 
-def _select_layers(their_config: Any, layers: Sequence[int]) -> Any:
+def _select_layers(hf_config: Any, layers: Sequence[int]) -> Any:
     """Return a copy of their configuration with some of the layers."""
-    config = copy.deepcopy(their_config)
+    config = copy.deepcopy(hf_config)
     for name in ("layer_types", "no_rope_layers"):
         values = getattr(config, name, None)
         if values is not None:
@@ -326,7 +322,7 @@ def _build_ours(model: ModelConfig, vocab_size: int) -> GPT:
 
 
 def _load_ours(
-    ours: GPT, theirs: TheirModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
+    ours: GPT, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
 ) -> None:
     """Fill our parameters. `numbers` maps the layers of the folder to those of the model."""
     parameters = dict(ours.named_parameters())
@@ -334,22 +330,22 @@ def _load_ours(
         name = pair.ours
         if pair.layer is not None:
             name = name.replace(f"blocks.{pair.layer}.", f"blocks.{numbers[pair.layer]}.", 1)
-        parameters[name].data.copy_(pair.to_ours(theirs.read(pair)))
+        parameters[name].data.copy_(pair.to_ours(hf.read(pair)))
 
 
-def _load_theirs(
-    made: nn.Module, theirs: TheirModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
+def _load_hf_model(
+    made: nn.Module, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
 ) -> None:
     """Fill their parameters. `numbers` maps the layers of the folder to those of the model."""
     parameters = dict(made.named_parameters())
-    layers = theirs.architecture.layers
+    layers = hf.architecture.layers
     for pair in pairs:
-        for name, tensor in zip(pair.theirs, theirs.read(pair), strict=True):
+        for name, tensor in zip(pair.hf_names, hf.read(pair), strict=True):
             if pair.layer is not None:
                 name = name.replace(
                     f"{layers}.{pair.layer}.", f"{layers}.{numbers[pair.layer]}.", 1
                 )
-            _find_parameter(parameters, name, theirs.architecture).data.copy_(tensor)
+            _find_parameter(parameters, name, hf.architecture).data.copy_(tensor)
 
 
 def _find_parameter(

@@ -23,15 +23,15 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.extras.convert.architectures import Architecture, choose_architecture
 from megatron.extras.convert.card import write_card
-from megatron.extras.convert.compare import PART_NUMBERS, Comparison, TheirModel, compare_models
+from megatron.extras.convert.compare import PART_NUMBERS, Comparison, HfModel, compare_models
 from megatron.extras.convert.fields import normalise_model
-from megatron.extras.convert.tensors import TensorPair, pair_tensors
-from megatron.extras.convert.their_files import (
-    TheirTensors,
+from megatron.extras.convert.hf_files import (
+    HfTensors,
     import_transformers,
     read_config,
     write_tensors,
 )
+from megatron.extras.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.convert.writing import write_folder
 from megatron.model.shape import ModelShape
@@ -65,7 +65,7 @@ def export_checkpoint(
     checkpoint: Checkpoint,
     out: Path,
     options: ExportOptions,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
     """Write a checkpoint to the folder `out`, which must not exist, and compare both.
 
@@ -83,34 +83,34 @@ def export_checkpoint(
     dtype = _choose_dtype(config, options.dtype)
     with write_folder(out) as unfinished:
         # Before the tensors, which take much longer.
-        ids = _export_tokenizer(unfinished, checkpoint, options.tokenizer, vocab_size, say)
+        ids = _export_tokenizer(unfinished, checkpoint, options.tokenizer, vocab_size, log)
         with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
             def read(pair: TensorPair) -> Tensor:
                 return _read_rounded(reader, index, pair, dtype)
 
             shapes = _list_shapes(architecture, config, pairs)
-            say(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
+            log(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
             write_tensors(
                 unfinished,
-                _iterate_theirs(architecture, config, pairs, read, dtype),
+                _iterate_hf_tensors(architecture, config, pairs, read, dtype),
                 shapes,
                 dtype,
                 options.shard_bytes,
             )
             _write_config(unfinished, architecture, config, vocab_size, dtype, ids)
-            say("comparing what was written with the checkpoint and with transformers")
-            tensors = TheirTensors(unfinished)
+            log("comparing what was written with the checkpoint and with transformers")
+            tensors = HfTensors(unfinished)
             _compare_tensors(pairs, read, tensors)
-            their_config = read_config(unfinished)
-            _compare_description(architecture, config, their_config)
-            _compare_ids(their_config, ids)
-            _warn_of_dropout(architecture, config, say)
-            names = {name: name for pair in pairs for name in pair.theirs}
+            hf_config = read_config(unfinished)
+            _compare_description(architecture, config, hf_config)
+            _compare_ids(hf_config, ids)
+            _warn_of_dropout(architecture, config, log)
+            names = {name: name for pair in pairs for name in pair.hf_names}
             model = normalise_model(config.model)
             comparison = compare_models(
-                TheirModel(architecture, model, their_config, pairs, names, tensors),
-                say,
+                HfModel(architecture, model, hf_config, pairs, names, tensors),
+                log,
                 complete=options.compare_complete,
             )
         write_card(
@@ -125,7 +125,7 @@ def _export_tokenizer(
     checkpoint: Checkpoint,
     given: TokenizerConfig | None,
     rows: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> SpecialIds:
     """Write the tokenizer's files, and return its special ids.
 
@@ -136,8 +136,8 @@ def _export_tokenizer(
     if given is not None:
         config = replace(config, tokenizer=given)
     for warning in check_tokenizer(config, TrainState.from_json(checkpoint.state)):
-        say(f"warning: {warning}")
-    return write_tokenizer(folder, config.tokenizer, rows, say)
+        log(f"warning: {warning}")
+    return write_tokenizer(folder, config.tokenizer, rows, log)
 
 
 def _choose_dtype(config: Config, requested: str | None) -> torch.dtype:
@@ -180,7 +180,7 @@ def _list_constants(
     architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
 ) -> dict[str, float]:
     """Return name -> number of their tensors with one fixed number, for the parts of this model."""
-    stored = {name.rpartition(".")[0] for pair in pairs for name in pair.theirs}
+    stored = {name.rpartition(".")[0] for pair in pairs for name in pair.hf_names}
     found = {}
     for layer in range(config.model.num_layers):
         for name, value in architecture.constants.items():
@@ -197,12 +197,12 @@ def _list_shapes(
     shapes: dict[str, tuple[int, ...]] = {
         name: shape
         for pair in pairs
-        for name, shape in zip(pair.theirs, pair.their_shapes, strict=True)
+        for name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
     }
     return shapes | dict.fromkeys(_list_constants(architecture, config, pairs), ())
 
 
-def _iterate_theirs(
+def _iterate_hf_tensors(
     architecture: Architecture,
     config: Config,
     pairs: Sequence[TensorPair],
@@ -210,7 +210,7 @@ def _iterate_theirs(
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
     for pair in pairs:
-        yield from zip(pair.theirs, pair.to_theirs(read(pair)), strict=True)
+        yield from zip(pair.hf_names, pair.to_hf(read(pair)), strict=True)
     for name, value in _list_constants(architecture, config, pairs).items():
         yield name, torch.tensor(value, dtype=dtype)
 
@@ -237,7 +237,7 @@ def _write_config(
 
 
 def _compare_tensors(
-    pairs: Sequence[TensorPair], read: Callable[[TensorPair], Tensor], tensors: TheirTensors
+    pairs: Sequence[TensorPair], read: Callable[[TensorPair], Tensor], tensors: HfTensors
 ) -> None:
     """Check that the files have the checkpoint's numbers.
 
@@ -245,19 +245,19 @@ def _compare_tensors(
         CheckpointError: a tensor is missing or differs.
     """
     for pair in pairs:
-        written = pair.to_ours([tensors.read(name) for name in pair.theirs])
+        written = pair.to_ours([tensors.read(name) for name in pair.hf_names])
         if not torch.equal(written, read(pair)):
-            raise CheckpointError(f"{', '.join(pair.theirs)} differ from our {pair.ours}")
+            raise CheckpointError(f"{', '.join(pair.hf_names)} differ from our {pair.ours}")
 
 
-def _compare_description(architecture: Architecture, config: Config, their_config: Any) -> None:
+def _compare_description(architecture: Architecture, config: Config, hf_config: Any) -> None:
     """Check that config.json describes the model of the checkpoint.
 
     Raises:
         CheckpointError: it does not.
     """
     expected = normalise_model(config.model)
-    found = normalise_model(architecture.read(their_config.to_dict(), config.model.seq_length))
+    found = normalise_model(architecture.read(hf_config.to_dict(), config.model.seq_length))
     for name in (name for pair in architecture.pairs for name in pair.ours):
         # Two texts may choose the same layers, which are compared below. The sequence length was
         # passed to `read`.
@@ -269,32 +269,32 @@ def _compare_description(architecture: Architecture, config: Config, their_confi
                 f"{getattr(expected, name)}"
             )
     for layer in range(expected.num_layers):
-        ours, theirs = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
-        if ours != theirs:
-            raise CheckpointError(f"config.json describes layer {layer} as {theirs}, not {ours}")
+        ours, hf = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
+        if ours != hf:
+            raise CheckpointError(f"config.json describes layer {layer} as {hf}, not {ours}")
 
 
-def _compare_ids(their_config: Any, special_ids: SpecialIds) -> None:
+def _compare_ids(hf_config: Any, special_ids: SpecialIds) -> None:
     """Check that config.json has the special ids of the tokenizer.
 
     Raises:
         CheckpointError: it does not.
     """
     for name, value in special_ids.to_fields().items():
-        if getattr(their_config, name) != value:
+        if getattr(hf_config, name) != value:
             raise CheckpointError(
-                f"config.json gives {name} {getattr(their_config, name)}, and the tokenizer {value}"
+                f"config.json gives {name} {getattr(hf_config, name)}, and the tokenizer {value}"
             )
 
 
 def _warn_of_dropout(
-    architecture: Architecture, config: Config, say: Callable[[str], None]
+    architecture: Architecture, config: Config, log: Callable[[str], None]
 ) -> None:
     """Print a warning if the class has no field for the dropout of the run."""
     covered = {name for pair in architecture.pairs for name in pair.ours}
     dropout = config.model.hidden_dropout
     if dropout and "hidden_dropout" not in covered:
-        say(
+        log(
             f"warning: {architecture.class_name} has no field for --hidden-dropout {dropout}, so a "
             "training of the exported model has none"
         )

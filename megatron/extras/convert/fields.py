@@ -57,7 +57,7 @@ class Pair(Protocol):
         """
         ...
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return our fields.
 
         Raises:
@@ -71,7 +71,7 @@ class Same:
     """A field with the same value on both sides."""
 
     name: str
-    their_name: str
+    hf_name: str
 
     @property
     def ours(self) -> tuple[str, ...]:
@@ -80,11 +80,11 @@ class Same:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
-        return {self.their_name: getattr(model, self.name)}
+        return {self.hf_name: getattr(model, self.name)}
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        return {self.name: theirs[self.their_name]}
+        return {self.name: hf[self.hf_name]}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Cases:
     With a single case, it is a value that the class needs or always has.
     """
 
-    their_name: str
+    hf_name: str
     cases: tuple[tuple[Any, Mapping[str, Any]], ...]
     """(their value, our values). The first one that fits is written."""
 
@@ -105,20 +105,20 @@ class Cases:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
-        for their_value, values in self.cases:
+        for hf_value, values in self.cases:
             if all(getattr(model, name) == value for name, value in values.items()):
-                return {self.their_name: their_value}
+                return {self.hf_name: hf_value}
         shown = " ".join(describe_setting(name, getattr(model, name)) for name in self.ours)
-        raise ConfigError(f"{shown} has no equivalent in {self.their_name}")
+        raise ConfigError(f"{shown} has no equivalent in {self.hf_name}")
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        found = theirs.get(self.their_name)
-        for their_value, values in self.cases:
-            if found == their_value:
+        found = hf.get(self.hf_name)
+        for hf_value, values in self.cases:
+            if found == hf_value:
                 return dict(values)
         known = ", ".join(str(value) for value, _ in self.cases)
-        raise ConfigError(f"{self.their_name} {found} is not supported here, only {known}")
+        raise ConfigError(f"{self.hf_name} {found} is not supported here, only {known}")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Needed:
                 )
         return {}
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
         return dict(self.values)
 
@@ -169,7 +169,7 @@ class Derived:
             )
         return {}
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
         return {}
 
@@ -193,9 +193,9 @@ class HeadDim:
             return {}
         return {"head_dim": model.kv_channels}
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        return {"kv_channels": theirs.get("head_dim")}
+        return {"kv_channels": hf.get("head_dim")}
 
 
 @dataclass(frozen=True)
@@ -229,14 +229,14 @@ class Biases:
             raise _refuse_bias("add_qkv_bias", qkv)
         return found
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
         attention = self.attention
         if attention is None:
-            attention = bool(theirs["attention_bias"])
+            attention = bool(hf["attention_bias"])
         mlp = self.mlp
         if mlp is None:
-            mlp = bool(theirs["mlp_bias"])
+            mlp = bool(hf["mlp_bias"])
         every = attention and mlp
         # The other flags have no effect if all layers have biases.
         return {
@@ -288,9 +288,9 @@ class Rope:
             return {"rope_parameters": {_FULL: dict(found), _SLIDING: dict(found)}}
         return {"rope_parameters": found}
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        found = theirs["rope_parameters"]
+        found = hf["rope_parameters"]
         # Ours are the same in every layer.
         if _FULL in found:
             if found[_FULL] != found[_SLIDING]:
@@ -313,7 +313,7 @@ class Rope:
             # Other fields stay at our defaults. Unused numbers must not make two models differ.
             return values
         if kind == "yarn":
-            found = _complete_yarn(found, theirs)
+            found = _complete_yarn(found, hf)
         for name, key in _OF_ROPE_SCALING[kind].items():
             # The factor of attention is None by default.
             convert = float if _DEFAULTS[name] is None else type(_DEFAULTS[name])
@@ -321,11 +321,11 @@ class Rope:
         return values | {"rope_scaling": kind}
 
 
-def _complete_yarn(found: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _complete_yarn(found: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_parameters` of YaRN with the values that `transformers` uses by default."""
     factor = found["factor"]
     if factor is None:
-        factor = theirs["max_position_embeddings"] / found["original_max_position_embeddings"]
+        factor = hf["max_position_embeddings"] / found["original_max_position_embeddings"]
     log = math.log(max(1.0, factor))
     attention_factor = found.get("attention_factor")
     mscale = found.get("mscale")
@@ -369,17 +369,17 @@ class Training:
             **dict.fromkeys(self.hidden, model.hidden_dropout),
         }
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        hidden = [float(theirs[name]) for name in self.hidden] or [0.0]
+        hidden = [float(hf[name]) for name in self.hidden] or [0.0]
         if len(set(hidden)) > 1:
             raise ConfigError(
                 f"{' and '.join(self.hidden)} are {hidden}, and this trainer has one "
                 "--hidden-dropout for all of them; give them one value in config.json"
             )
         return {
-            "attention_dropout": float(theirs[self.attention]),
-            "init_method_std": float(theirs["initializer_range"]),
+            "attention_dropout": float(hf[self.attention]),
+            "init_method_std": float(hf["initializer_range"]),
             "hidden_dropout": hidden[0],
         }
 
@@ -418,9 +418,9 @@ class Windows:
             )
         return found
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        kinds = theirs.get("layer_types") or []
+        kinds = hf.get("layer_types") or []
         unknown = sorted(set(kinds) - {_FULL, _SLIDING})
         if unknown:
             raise ConfigError(f"layer_types {', '.join(unknown)} are not supported here")
@@ -429,7 +429,7 @@ class Windows:
             return {"sliding_window": None, "full_attention_layers": None}
         full = [index for index, kind in enumerate(kinds) if kind == _FULL]
         return {
-            "sliding_window": int(theirs["sliding_window"]),
+            "sliding_window": int(hf["sliding_window"]),
             "full_attention_layers": describe_layers(full, len(kinds)),
         }
 
@@ -449,9 +449,9 @@ class LayersWithoutRope:
         rotated = [shape.describe_layer(index).rotary for index in range(model.num_layers)]
         return {"no_rope_layers": [int(each) for each in rotated]}
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        rotated = theirs["no_rope_layers"]
+        rotated = hf["no_rope_layers"]
         return {
             "no_rope_layers": describe_layers(
                 [index for index, each in enumerate(rotated) if not each], len(rotated)

@@ -56,7 +56,7 @@ class MegatronImport:
 
 
 def import_megatron(
-    command: MegatronImport, say: Callable[[str], None] = lambda line: None
+    command: MegatronImport, log: Callable[[str], None] = lambda line: None
 ) -> None:
     """Write a checkpoint of Megatron as one of this trainer, of the same iteration.
 
@@ -78,7 +78,7 @@ def import_megatron(
     vocab_size = command.vocab_size or run.vocab_size
     if vocab_size is None:
         vocab_size = _count_rows(source)
-        say(
+        log(
             f"the checkpoint does not give the size of the vocabulary, so all {vocab_size} rows of "
             "its embedding are imported; give --vocab-size to leave out the padding"
         )
@@ -88,9 +88,9 @@ def import_megatron(
     else:
         loaded, unused = load_run_config(run, vocab_size)
     for warning in loaded.warnings:
-        say(warning)
+        log(warning)
     if unused:
-        say(f"not used of the saved arguments: {', '.join(unused)}")
+        log(f"not used of the saved arguments: {', '.join(unused)}")
     if loaded.config.model.num_layers > len(source.names):
         # Each layer would be built, and a wrong number may be too large for that.
         raise CheckpointError(
@@ -102,7 +102,7 @@ def import_megatron(
     tied = not loaded.config.model.untie_embeddings_and_output_weights
     _check_names(source, tensors, tied=tied)
     steps = None if command.weights_only else source.steps
-    kinds, scalars = choose_states(steps, say)
+    kinds, scalars = choose_states(steps, log)
     state = make_state(run, loaded, steps)
     contents = CheckpointContents(
         run.iteration,
@@ -118,7 +118,7 @@ def import_megatron(
         [_plan_tensor(source, kind, tensor, shape, layout) for tensor in tensors for kind in kinds],
         contents,
     )
-    say(
+    log(
         f"iteration {run.iteration}, {state.consumed_samples:,} samples, "
         f"{state.consumed_tokens:,} tokens, {state.lr_samples:,} samples of the learning rate"
     )

@@ -87,7 +87,7 @@ class TrainerImport:
     """Leave out the optimizer's states."""
 
 
-def import_trainer(command: TrainerImport, say: Callable[[str], None] = lambda line: None) -> None:
+def import_trainer(command: TrainerImport, log: Callable[[str], None] = lambda line: None) -> None:
     """Write a checkpoint of another trainer as one of this trainer, of the same iteration.
 
     Raises:
@@ -98,15 +98,15 @@ def import_trainer(command: TrainerImport, say: Callable[[str], None] = lambda l
     """
     check_is_new(command.out)
     opened = _open(command)
-    loaded, vocab_size = _load_run_config(command, opened, say)
+    loaded, vocab_size = _load_run_config(command, opened, log)
     for warning in loaded.warnings:
-        say(warning)
+        log(warning)
     config = loaded.config
     shape = ModelShape(config.model, vocab_size, vocab_size)
     names = _choose_names(command.trainer, config)
     pairs = pair_tensors(names, shape)
     _check_names(opened, names, pairs, vocab_size)
-    kinds, scalars = choose_states(opened.steps, say)
+    kinds, scalars = choose_states(opened.steps, log)
     state = _make_state(opened, config)
     contents = CheckpointContents(
         opened.iteration,
@@ -121,7 +121,7 @@ def import_trainer(command: TrainerImport, say: Callable[[str], None] = lambda l
         [_plan_tensor(opened, kind, pair, shape) for pair in pairs for kind in kinds],
         contents,
     )
-    say(
+    log(
         f"iteration {opened.iteration}, {state.consumed_samples:,} samples, "
         f"{state.consumed_tokens:,} tokens"
     )
@@ -144,7 +144,7 @@ def _choose_names(trainer: Trainer, config: Config) -> Architecture:
 
 
 def _load_run_config(
-    command: TrainerImport, opened: TrainerCheckpoint, say: Callable[[str], None]
+    command: TrainerImport, opened: TrainerCheckpoint, log: Callable[[str], None]
 ) -> tuple[LoadedConfig, int]:
     """Return the configuration of the run, and the number of token ids.
 
@@ -162,7 +162,7 @@ def _load_run_config(
         raise CheckpointError(f"{opened.path} has no word embedding, {word}")
     vocab_size = command.vocab_size or opened.shapes[word][0]
     if command.vocab_size is None:
-        say(
+        log(
             f"all {vocab_size} rows of the embedding are imported; give --vocab-size to leave out "
             "the padding"
         )
@@ -243,7 +243,7 @@ def _plan_tensor(
     """Return a tensor of the new checkpoint, which is read when it is written."""
 
     def read() -> Tensor:
-        tensor = pair.to_ours([opened.read(kind, name) for name in pair.theirs])
+        tensor = pair.to_ours([opened.read(kind, name) for name in pair.hf_names])
         if shape.rotary_dim:
             tensor = separate_rotary_halves(pair, tensor, shape)
         if pair.ours in VOCABULARY_TENSORS:
@@ -251,7 +251,7 @@ def _plan_tensor(
             tensor = tensor[: pair.our_shape[0]]
         return tensor
 
-    source = f"{', '.join(pair.theirs)} ({kind})"
+    source = f"{', '.join(pair.hf_names)} ({kind})"
     return TensorToWrite(kind, pair.ours, pair.our_shape, source, read)
 
 
@@ -269,7 +269,7 @@ def _check_names(
     expected = {
         name: (pair, size)
         for pair in pairs
-        for name, size in zip(pair.theirs, pair.their_shapes, strict=True)
+        for name, size in zip(pair.hf_names, pair.hf_shapes, strict=True)
     }
     problems = [f"{name} is missing" for name in expected if name not in opened.shapes]
     for name, (pair, size) in expected.items():

@@ -27,13 +27,13 @@ class HFExporter:
     """Exports the checkpoints of a run, one at a time."""
 
     def __init__(
-        self, config: CheckpointConfig, say: Callable[[str], None], iteration: int
+        self, config: CheckpointConfig, log: Callable[[str], None], iteration: int
     ) -> None:
         """Create an exporter without an export in progress.
 
         Args:
             config: The flags of checkpoints, with --save and --hf-export-interval.
-            say: Prints a message.
+            log: Prints a message.
             iteration: Iteration at which this launch starts. Earlier intervals are over.
         """
         assert config.save is not None, "config.rules checks it"
@@ -41,7 +41,7 @@ class HFExporter:
         self._root = Path(config.save)
         self._folder = self._root / FOLDER
         self._interval = config.hf_export_interval
-        self._say = say
+        self._log = log
         self._last = iteration
         """Iteration of the last checkpoint that was recorded, or at which this launch starts."""
         self._waiting: int | None = None
@@ -66,7 +66,7 @@ class HFExporter:
         if not due or step_folder(self._folder, iteration).exists():
             return
         if self._waiting is not None:
-            self._say(
+            self._log(
                 f"warning: iteration {self._waiting} is not exported, because the export before it "
                 "is still in progress; use a longer --hf-export-interval"
             )
@@ -93,7 +93,7 @@ class HFExporter:
             self.poll()
             if self._process is None:
                 return
-            self._say(f"waiting for the export of iteration {self._iteration}")
+            self._log(f"waiting for the export of iteration {self._iteration}")
             try:
                 self._process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
@@ -106,7 +106,7 @@ class HFExporter:
             self._process.kill()
             self._process.wait()
             self._process = None
-            self._say(
+            self._log(
                 f"warning: the export of iteration {self._iteration} was ended with the run; "
                 f"{self._describe_repetition()}"
             )
@@ -135,7 +135,7 @@ class HFExporter:
         except OSError as error:
             # The process may have ended already, so it has no priority to change.
             if self._process is None:
-                self._say(
+                self._log(
                     f"warning: iteration {self._iteration} is not exported: {error}; "
                     f"{self._describe_repetition()}"
                 )
@@ -151,9 +151,9 @@ class HFExporter:
     def _report(self, code: int) -> None:
         if code == 0:
             out = step_folder(self._folder, self._iteration)
-            self._say(f"exported iteration {self._iteration} to {out}")
+            self._log(f"exported iteration {self._iteration} to {out}")
         else:
-            self._say(
+            self._log(
                 f"warning: the export of iteration {self._iteration} failed (exit code {code}); "
                 f"see {self._folder / LOG}"
             )

@@ -18,9 +18,9 @@ from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
 from megatron.extras.convert.architectures import Architecture, find_architecture
-from megatron.extras.convert.compare import Comparison, TheirModel, compare_models
+from megatron.extras.convert.compare import Comparison, HfModel, compare_models
+from megatron.extras.convert.hf_files import HfTensors, match_names, read_config
 from megatron.extras.convert.tensors import TensorPair, pair_tensors
-from megatron.extras.convert.their_files import TheirTensors, match_names, read_config
 from megatron.extras.convert.tokenizer_files import (
     GENERATION_CONFIG,
     copy_files,
@@ -39,7 +39,7 @@ def import_model(
     folder: Path,
     out: Path,
     seq_length: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     *,
     compare_complete: bool = True,
 ) -> Comparison:
@@ -49,7 +49,7 @@ def import_model(
         folder: A folder in the format of Hugging Face.
         out: Folder of the new checkpoint. It must not exist.
         seq_length: Sequence length of the training that follows. Default: that of config.json.
-        say: Receives messages.
+        log: Receives messages.
         compare_complete: See `ExportOptions`.
 
     Raises:
@@ -60,28 +60,28 @@ def import_model(
     """
     # Before the comparison, which takes most of the time.
     check_is_new(out)
-    their_config = read_config(folder)
-    architecture = find_architecture(their_config.model_type)
-    fields = their_config.to_dict()
+    hf_config = read_config(folder)
+    architecture = find_architecture(hf_config.model_type)
+    fields = hf_config.to_dict()
     model = _read_model(architecture, fields, seq_length)
     pairs = pair_tensors(
-        architecture, ModelShape(model, their_config.vocab_size, their_config.vocab_size)
+        architecture, ModelShape(model, hf_config.vocab_size, hf_config.vocab_size)
     )
-    tensors = TheirTensors(folder)
+    tensors = HfTensors(folder)
     expected = {
         name: size
         for pair in pairs
-        for name, size in zip(pair.theirs, pair.their_shapes, strict=True)
+        for name, size in zip(pair.hf_names, pair.hf_shapes, strict=True)
     }
-    theirs = TheirModel(
+    hf = HfModel(
         architecture,
         model,
-        their_config,
+        hf_config,
         pairs,
         match_names(architecture, expected, tensors),
         tensors,
     )
-    tokenizer = _find_tokenizer(folder, their_config.vocab_size, say)
+    tokenizer = _find_tokenizer(folder, hf_config.vocab_size, log)
     digests = compute_tokenizer_digests(tokenizer)
     copied: list[Path] = []
     if tokenizer.tokenizer_name_or_path is not None:
@@ -91,7 +91,7 @@ def import_model(
         if (folder / GENERATION_CONFIG).is_file():
             copied.append(Path(GENERATION_CONFIG))
         tokenizer = replace(tokenizer, tokenizer_name_or_path=str(out.absolute() / _TOKENIZER))
-    comparison = compare_models(theirs, say, complete=compare_complete)
+    comparison = compare_models(hf, log, complete=compare_complete)
     # Only the model and the tokenizer are known. A user gives the rest when training starts.
     config = Config(model=model, batch=BatchConfig(micro_batch_size=1), tokenizer=tokenizer)
     state = TrainState(tokenizer=digests)
@@ -107,7 +107,7 @@ def import_model(
     def copy_tokenizer(root: Path) -> None:
         copy_files(folder, copied, root / _TOKENIZER)
 
-    write_checkpoint(out, _list_tensors(theirs), contents, copy_tokenizer)
+    write_checkpoint(out, _list_tensors(hf), contents, copy_tokenizer)
     return comparison
 
 
@@ -138,7 +138,7 @@ def _read_model(
     return model
 
 
-def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -> TokenizerConfig:
+def _find_tokenizer(folder: Path, vocab_size: int, log: Callable[[str], None]) -> TokenizerConfig:
     """Return the settings of the folder's tokenizer, if it has one.
 
     Raises:
@@ -153,7 +153,7 @@ def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -
         # Without the size of the embedding, so that the tokenizer's own size is compared with it.
         size = build_tokenizer(replace(named, vocab_size=None)).vocab_size
     except ConfigError as error:
-        say(f"warning: no tokenizer is imported: {error}")
+        log(f"warning: no tokenizer is imported: {error}")
         return without
     if size > vocab_size:
         raise ConfigError(
@@ -163,14 +163,14 @@ def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -
     return named
 
 
-def _list_tensors(theirs: TheirModel) -> list[TensorToWrite]:
+def _list_tensors(hf: HfModel) -> list[TensorToWrite]:
     def describe(pair: TensorPair) -> TensorToWrite:
         return TensorToWrite(
             "weight",
             pair.ours,
             pair.our_shape,
-            ", ".join(pair.theirs),
-            lambda: pair.to_ours(theirs.read(pair)),
+            ", ".join(pair.hf_names),
+            lambda: pair.to_ours(hf.read(pair)),
         )
 
-    return [describe(pair) for pair in theirs.pairs]
+    return [describe(pair) for pair in hf.pairs]

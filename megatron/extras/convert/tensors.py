@@ -1,4 +1,4 @@
-"""Our tensors beside theirs: names, and the functions that change one layout into the other."""
+"""Our tensors and those of Hugging Face: names, and the functions that convert the layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ VOCABULARY_TENSORS = ("embedding.word.weight", "head.weight")
 
 @dataclass(frozen=True)
 class TensorPair:
-    """One of our tensors, and the one or three of theirs with the same numbers."""
+    """One of our tensors, and the one or three of Hugging Face with the same numbers."""
 
     ours: str
     our_shape: tuple[int, ...]
-    theirs: tuple[str, ...]
-    their_shapes: tuple[tuple[int, ...], ...]
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
     layer: int | None
     """Number of the layer, or None for the embedding and the head."""
     transposed: bool
     rows: tuple[int, int, int] | None
     """Groups, query heads of a group, and width of a head. None: no queries, keys and values."""
     fused: bool
-    """Whether theirs is one tensor with all queries before all keys and values."""
+    """Whether Hugging Face has one tensor with all queries before all keys and values."""
 
-    def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return their tensors with the numbers of ours."""
+    def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return Hugging Face's tensors with the numbers of ours."""
         parts: tuple[Tensor, ...] = (tensor,)
         if self.rows is not None:
             groups, heads, width = self.rows
@@ -49,7 +49,7 @@ class TensorPair:
         return tuple(part.contiguous() for part in parts)
 
     def to_ours(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return our tensor with the numbers of theirs."""
+        """Return our tensor with the numbers of Hugging Face's."""
         if self.transposed:
             parts = [part.t() for part in parts]
         if self.rows is None:
@@ -77,7 +77,7 @@ def pair_tensors(architecture: Architecture, shape: ModelShape) -> list[TensorPa
     """Return a pair for each of our tensors, in our order: embedding, layers, head.
 
     Raises:
-        ConfigError: a tensor has no name in theirs.
+        ConfigError: a tensor has no name in the architecture of Hugging Face.
     """
     return [
         _pair_tensor(architecture, shape, name, size)
@@ -100,14 +100,14 @@ def _pair_tensor(
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
     if inside in architecture.modules:
         # The table of positions is a parameter of our embedding, and a module of theirs.
-        theirs = prefix + architecture.modules[inside]
+        hf_name = prefix + architecture.modules[inside]
     elif module in architecture.modules:
-        theirs = f"{prefix}{architecture.modules[module]}.{leaf}"
+        hf_name = f"{prefix}{architecture.modules[module]}.{leaf}"
     else:
         raise ConfigError(f"{architecture.model_type} has no tensor for our {name}")
     transposed = module in architecture.transposed and len(size) == 2
-    their_size = size[::-1] if transposed else size
-    return TensorPair(name, size, (theirs,), (their_size,), layer, transposed, None, fused=False)
+    hf_size = size[::-1] if transposed else size
+    return TensorPair(name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False)
 
 
 def _pair_qkv(
@@ -119,10 +119,10 @@ def _pair_qkv(
     prefix: str,
 ) -> TensorPair:
     leaf = name.rpartition(".")[2]
-    theirs = tuple(f"{prefix}{module}.{leaf}" for module in architecture.qkv)
+    hf_names = tuple(f"{prefix}{module}.{leaf}" for module in architecture.qkv)
     if architecture.fused == "by head":
         # With one head in each group, our rows have the same order.
-        return TensorPair(name, size, theirs, (size,), layer, False, None, fused=False)
+        return TensorPair(name, size, hf_names, (size,), layer, False, None, fused=False)
     groups = shape.query_groups
     heads = shape.config.num_attention_heads // groups
     width = shape.head_dim
@@ -130,14 +130,14 @@ def _pair_qkv(
     if architecture.fused == "thirds":
         counts = (sum(counts),)
     transposed = _QKV in architecture.transposed and len(size) == 2
-    their_sizes = tuple((count, *size[1:]) for count in counts)
+    hf_sizes = tuple((count, *size[1:]) for count in counts)
     if transposed:
-        their_sizes = tuple(each[::-1] for each in their_sizes)
+        hf_sizes = tuple(each[::-1] for each in hf_sizes)
     return TensorPair(
         name,
         size,
-        theirs,
-        their_sizes,
+        hf_names,
+        hf_sizes,
         layer,
         transposed,
         (groups, heads, width),

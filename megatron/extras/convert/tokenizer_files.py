@@ -74,7 +74,7 @@ def copy_files(source: Path, files: list[Path], folder: Path) -> None:
 
 
 def write_tokenizer(
-    folder: Path, config: TokenizerConfig, rows: int, say: Callable[[str], None]
+    folder: Path, config: TokenizerConfig, rows: int, log: Callable[[str], None]
 ) -> SpecialIds:
     """Write the tokenizer's files, and return its special ids.
 
@@ -84,7 +84,7 @@ def write_tokenizer(
         folder: The folder of the exported model.
         config: Settings of the tokenizer.
         rows: Rows of the model's embedding.
-        say: Receives warnings.
+        log: Receives warnings.
 
     Raises:
         ConfigError: The tokenizer has more ids than the embedding has rows, or a file beside it is
@@ -94,7 +94,7 @@ def write_tokenizer(
         # A model without a tokenizer is still of use, so this is no error.
         tokenizer = build_tokenizer(config)
     except ConfigError as error:
-        say(f"warning: the tokenizer is not exported: {error}")
+        log(f"warning: the tokenizer is not exported: {error}")
         return SpecialIds()
     # The model could not compute these ids. Fewer ids than rows are padding.
     if tokenizer.vocab_size > rows:
@@ -107,7 +107,7 @@ def write_tokenizer(
         # The type with two files has no folder, and no settings beside them.
         source = find_tokenizer_folder(config.tokenizer_name_or_path)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        names = _write_sentencepiece(folder, tokenizer, say)
+        names = _write_sentencepiece(folder, tokenizer, log)
     elif isinstance(tokenizer, TransformersTokenizer):
         tokenizer.backend.save_pretrained(folder)
         names = {}
@@ -146,7 +146,7 @@ def _copy_hf(source: Path, config: TokenizerConfig, folder: Path) -> None:
 
 
 def _write_sentencepiece(
-    folder: Path, tokenizer: SentencePieceTokenizer, say: Callable[[str], None]
+    folder: Path, tokenizer: SentencePieceTokenizer, log: Callable[[str], None]
 ) -> dict[str, str]:
     """Write tokenizer.json and tokenizer.model, and return the special tokens.
 
@@ -155,14 +155,14 @@ def _write_sentencepiece(
     try:
         backend = convert_sentencepiece(tokenizer)
     except ConfigError as error:
-        say(
+        log(
             f"warning: the tokenizer is not exported as tokenizer.json: {error}. {_INEXACT_NAME} "
             "is the SentencePiece model itself"
         )
         (folder / _INEXACT_NAME).write_bytes(tokenizer.content)
         return {}
     for difference in list_known_differences(tokenizer):
-        say(f"warning: tokenizer.json may divide in another way: {difference}")
+        log(f"warning: tokenizer.json may divide in another way: {difference}")
     _save(backend, folder)
     (folder / "tokenizer.model").write_bytes(tokenizer.content)
     processor = tokenizer.processor

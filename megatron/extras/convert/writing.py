@@ -58,16 +58,16 @@ def check_is_new(out: Path) -> None:
 
 
 def choose_states(
-    steps: int | None, say: Callable[[str], None]
+    steps: int | None, log: Callable[[str], None]
 ) -> tuple[tuple[Kind, ...], dict[str, Any] | None]:
     """Return the kinds of tensors of an imported run, and the scalars of its optimizer.
 
     Args:
         steps: Steps of the optimizer's states. None if only the weights are imported.
-        say: Receives a line if only the weights are imported.
+        log: Receives a line if only the weights are imported.
     """
     if steps is None:
-        say(
+        log(
             "the optimizer's states are not imported; continue with --no-load-optim, or start a "
             "new run from the weights with --finetune"
         )

@@ -234,7 +234,7 @@ class DeepSpeedEngine(EngineBase):
         gradients = [
             self._get_gradient(fragment)
             for fragment in self._fragments
-            if fragment.spec.shard_dim is None
+            if not fragment.spec.is_sharded
         ]
         # The hooks of `_mark` have added up partial gradients already.
         add_over_tensor_ranks([], gradients, self._mesh.tensor_parallel)
@@ -383,9 +383,8 @@ class DeepSpeedEngine(EngineBase):
         One mark is whether the parameter is sharded over tensor-parallel ranks. The other is
         whether it is a copy of a parameter on another stage.
         """
-        parameter.model_parallel = parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
-            spec.shard_dim is not None
-        )
+        parameter.model_parallel = spec.is_sharded  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = spec.is_sharded  # type: ignore[attr-defined]
         parameter.ds_pipe_replicated = spec.copy_of is not None  # type: ignore[attr-defined]
         # Each rank has the gradient of its part of the sequence only. This hook adds the parts up
         # before ZeRO moves the gradient into its buffers.
@@ -506,7 +505,7 @@ class DeepSpeedEngine(EngineBase):
             if size <= 0:
                 continue
             spec = self._specs[name]
-            offset = self._compute_tensor_offset(spec, shape)
+            offset = spec.compute_offset(shape, self._mesh.coordinate.tensor)
             yield Fragment(
                 spec.get_global_name(name), spec, tuple(offset), shape, start, size, flat, at
             )
@@ -527,7 +526,7 @@ class DeepSpeedEngine(EngineBase):
         replicas = [
             Replica(f.name, kind, self._get_flat_tensor(f.flat, kind).narrow(0, f.at, f.size))
             for f in self._fragments
-            if f.spec.shard_dim is None
+            if not f.spec.is_sharded
             for kind in kinds
         ]
         return [(self._mesh.tensor_parallel.group, replicas)]
@@ -656,7 +655,7 @@ class DeepSpeedEngine(EngineBase):
             for f in self._fragments
             for shard in f.shards(
                 {kind: self._get_flat_tensor(f.flat, kind) for kind in kinds},
-                owner=f.spec.copy_of is None and (f.spec.shard_dim is not None or first),
+                owner=f.spec.copy_of is None and (f.spec.is_sharded or first),
             )
         ]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.extras.translators.deepspeed_json import read_json, select_passed_on
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 def build_settings(plan: Plan) -> dict[str, Any]:

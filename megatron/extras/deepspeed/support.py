@@ -6,7 +6,7 @@ This module imports neither torch nor DeepSpeed, because the planning tool uses 
 from pathlib import Path
 
 from megatron.extras.translators.deepspeed_json import read_accumulation_steps, read_json
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 def list_unsupported(plan: Plan) -> list[str]:

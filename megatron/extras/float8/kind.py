@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from megatron.base.errors import ConfigError
 from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.extras.float8.recipe import MULTIPLE
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 def _load(device_type: str) -> BuildEngine:

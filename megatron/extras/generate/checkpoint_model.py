@@ -80,9 +80,7 @@ def _locate_shards(
     name: str, spec: ParameterSpec, tensor: Tensor, tp: TensorParallel
 ) -> Iterator[TensorShard]:
     """Yield the slices of the complete model that a local tensor holds, without padding."""
-    offset = [0] * tensor.dim()
-    if spec.shard_dim is not None and spec.pieces is None:
-        offset[spec.shard_dim] = tp.rank * tensor.shape[spec.shard_dim]
+    offset = spec.compute_offset(tensor.shape, tp.rank)
     for piece in spec.locate_rows(offset[0], tensor.shape[0]):
         rows = tensor[piece.local : piece.local + piece.rows]
         place = (piece.start, *offset[1:])

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.checkpoint.load import Checkpoint
 from megatron.config.tree import Config
 from megatron.extras.guard.interventions import find_guard_windows
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
 from megatron.schedule.skip import merge_ranges
 

@@ -38,10 +38,10 @@ from megatron.extras.operations.rollback.execution import (
     roll_back,
     roll_back_within_run,
 )
-from megatron.extras.operations.rollback.plan import NOTHING, RollbackRequest, read_target
+from megatron.extras.operations.rollback.rollback_plan import NOTHING, RollbackRequest, read_target
 from megatron.observe.metrics import encode_non_finite
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 ACTION = "spike-guard"
 """The action of the guard's records."""
@@ -239,7 +239,7 @@ def _find_given(path: str | None) -> str:
 
 
 def execute_rollback(
-    root: Path, record: dict[str, Any], lease: Lease, say: Callable[[str], None]
+    root: Path, record: dict[str, Any], lease: Lease, log: Callable[[str], None]
 ) -> None:
     """Roll this run's folder back according to a record. Rank 0 calls it and holds the lease.
 
@@ -247,7 +247,7 @@ def execute_rollback(
         OperationsError, CheckpointError: The folder cannot be rolled back.
     """
     try:
-        roll_back_within_run(root, _read_request(record), lease, say)
+        roll_back_within_run(root, _read_request(record), lease, log)
     except OSError as error:
         raise CheckpointError(
             f"the rollback of {root} to global_step{record['to']} was interrupted: {error}; start "
@@ -255,7 +255,7 @@ def execute_rollback(
         ) from error
 
 
-def finish_interrupted_rollback(config: Config, ranks: Ranks, say: Callable[[str], None]) -> None:
+def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str], None]) -> None:
     """Complete the rollback that an earlier launch decided on and did not complete.
 
     All ranks call it together, before they look for the checkpoint to start from.
@@ -271,12 +271,12 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, say: Callable[[str
         try:
             record = find_pending_rollback(root)
             if record is not None:
-                say(
+                log(
                     f"the spike guard of an earlier launch decided at iteration "
                     f"{record['iteration']} to go back to global_step{record['to']}; that rollback "
                     "is completed now"
                 )
-                roll_back(root, _read_request(record), say)
+                roll_back(root, _read_request(record), log)
         except OSError as error:
             raise CheckpointError(f"{root} cannot be rolled back: {error}") from error
         # A person may have edited the file.
@@ -286,7 +286,7 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, say: Callable[[str
                 "correct its line, or remove it to start from the newest checkpoint"
             ) from damage
 
-    ranks.call_on_rank_0(finish, f"completing the rollback of {root}", say)
+    ranks.call_on_rank_0(finish, f"completing the rollback of {root}", log)
 
 
 def find_pending_rollback(root: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from megatron.extras.guard.interventions import (
 from megatron.extras.guard.spike_guard import Response, Spike, SpikeGuard
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import build_ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.start.join import make_printer
 from megatron.run.state import TrainState
 
@@ -32,31 +32,31 @@ class SpikeGuardKind:
     add_windows = staticmethod(add_guard_windows)
 
     def build(
-        self, plan: Plan, state: TrainState, mesh: Mesh, say: Callable[[str], None]
+        self, plan: Plan, state: TrainState, mesh: Mesh, log: Callable[[str], None]
     ) -> "RunGuard | None":
         """See `GuardKind`."""
         if not plan.config.guard.is_on or plan.config.batch.eval_only:
             return None
-        return RunGuard(plan, state, mesh, say)
+        return RunGuard(plan, state, mesh, log)
 
     def roll_back(
         self, record: dict[str, Any], plan: Plan, mesh: Mesh, lease: Lease | None
     ) -> None:
         """See `GuardKind`."""
-        say = make_printer(mesh.rank)
+        log = make_printer(mesh.rank)
 
         def execute() -> None:
             assert lease is not None, "rank 0 holds the lease"
-            execute_rollback(Path(str(plan.config.checkpoint.save)), record, lease, say)
+            execute_rollback(Path(str(plan.config.checkpoint.save)), record, lease, log)
 
-        build_ranks(mesh).call_on_rank_0(execute, "rolling back", say)
+        build_ranks(mesh).call_on_rank_0(execute, "rolling back", log)
 
 
 class RunGuard:
     """The spike guard of a run, and its records. See `Guard`."""
 
     def __init__(
-        self, plan: Plan, state: TrainState, mesh: Mesh, say: Callable[[str], None]
+        self, plan: Plan, state: TrainState, mesh: Mesh, log: Callable[[str], None]
     ) -> None:
         """Continue from the state of a checkpoint.
 
@@ -64,11 +64,11 @@ class RunGuard:
             plan: The plan of the run.
             state: The state of the run, with that of the guard.
             mesh: The ranks of the run.
-            say: Prints a line of the log on rank 0.
+            log: Prints a line of the log on rank 0.
         """
         self._plan = plan
         self._mesh = mesh
-        self._say = say
+        self._log = log
         save = plan.config.checkpoint.save
         self._records: GuardRecords | None = None
         if mesh.rank == 0 and save is not None:
@@ -117,12 +117,12 @@ class RunGuard:
                 "or the code"
             )
         done = "it was dropped" if spike.dropped else "it was applied"
-        self._say(
+        self._log(
             f"warning: spike guard: iteration {spike.iteration} is a spike and {done}: "
             f"{spike.reason}"
         )
         if spike.response == Response.SWITCH_TO_LOG:
-            self._say(self._explain_switch(spike))
+            self._log(self._explain_switch(spike))
         return None
 
     def _decide(self, spike: Spike, record: dict[str, Any], saver: Saver) -> dict[str, Any] | None:
@@ -145,16 +145,16 @@ class RunGuard:
             except OSError as error:
                 reason = f"a rollback cannot be prepared: {error}"
             if decided is None:
-                self._say(f"warning: spike guard: {reason}; the steps of the spike are dropped")
+                self._log(f"warning: spike guard: {reason}; the steps of the spike are dropped")
             return decided
 
         decided: dict[str, Any] | None = build_ranks(self._mesh).call_on_rank_0(
-            decide, "deciding on a rollback", self._say
+            decide, "deciding on a rollback", self._log
         )
         if decided is None:
             return None
         first, last = decided["skip"]
-        self._say(
+        self._log(
             f"spike guard: {spike.reason} at iteration {spike.iteration}. The run goes back to "
             f"global_step{decided['to']} and skips the iterations {first}-{last}. This is rollback "
             f"{self._guard.count_rollbacks(spike.iteration) + 1} of at most "
@@ -169,7 +169,7 @@ class RunGuard:
         try:
             self._records.append(record)
         except OSError as error:
-            self._say(f"warning: spike guard: the decision could not be recorded: {error}")
+            self._log(f"warning: spike guard: the decision could not be recorded: {error}")
 
     def _explain_switch(self, spike: Spike) -> str:
         """Return why the guard intervenes no more."""

@@ -12,12 +12,14 @@ from torch import Tensor
 
 
 @torch.library.custom_op("megatron::reduce_logits", mutates_args=())
-def _reduce(logits: Tensor, real: int, local: Tensor, here: Tensor, find_hits: bool) -> Tensor:
+def _reduce(
+    logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool
+) -> Tensor:
     """Return what `LossKernels.reduce` returns for each row, [3 or 4, n'] in fp32."""
     from megatron.extras.kernels.cross_entropy_kernel import launch_reduction
 
     results = _make_results(logits, find_hits)
-    launch_reduction(logits, real, local, here, results)
+    launch_reduction(logits, real, local, holds_target, results)
     return results
 
 
@@ -26,7 +28,7 @@ def _write_gradient(
     logits: Tensor,
     real: int,
     local: Tensor,
-    here: Tensor,
+    holds_target: Tensor,
     top: Tensor,
     factor: Tensor,
     mask: Tensor | None,
@@ -34,7 +36,7 @@ def _write_gradient(
     """Replace logits by their gradient."""
     from megatron.extras.kernels.cross_entropy_kernel import launch_gradient
 
-    launch_gradient(logits, real, local, here, top, factor, mask)
+    launch_gradient(logits, real, local, holds_target, top, factor, mask)
 
 
 def _make_results(logits: Tensor, find_hits: bool) -> Tensor:
@@ -42,7 +44,7 @@ def _make_results(logits: Tensor, find_hits: bool) -> Tensor:
 
 
 @_reduce.register_fake
-def _(logits: Tensor, real: int, local: Tensor, here: Tensor, find_hits: bool) -> Tensor:
+def _(logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool) -> Tensor:
     return _make_results(logits, find_hits)
 
 
@@ -51,7 +53,7 @@ def _(
     logits: Tensor,
     real: int,
     local: Tensor,
-    here: Tensor,
+    holds_target: Tensor,
     top: Tensor,
     factor: Tensor,
     mask: Tensor | None,
@@ -63,10 +65,10 @@ class CrossEntropyKernels:
     """The kernels of the loss. See `megatron.model.fused_operators.LossKernels`."""
 
     def reduce(
-        self, logits: Tensor, real: int, local: Tensor, here: Tensor, *, find_hits: bool
+        self, logits: Tensor, real: int, local: Tensor, holds_target: Tensor, *, find_hits: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return this rank's part of what the ranks combine. See `LossKernels.reduce`."""
-        results = _reduce(logits, real, local, here, find_hits)
+        results = _reduce(logits, real, local, holds_target, find_hits)
         hit = None
         if find_hits:
             hit = results[3]
@@ -77,10 +79,10 @@ class CrossEntropyKernels:
         logits: Tensor,
         real: int,
         local: Tensor,
-        here: Tensor,
+        holds_target: Tensor,
         top: Tensor,
         factor: Tensor,
         mask: Tensor | None,
     ) -> None:
         """Replace logits by their gradient."""
-        _write_gradient(logits, real, local, here, top, factor, mask)
+        _write_gradient(logits, real, local, holds_target, top, factor, mask)

@@ -21,7 +21,7 @@ def _reduce(
     real,
     columns,
     local,
-    here,
+    holds_target,
     results,
     with_hits: tl.constexpr,
     block: tl.constexpr,
@@ -30,9 +30,9 @@ def _reduce(
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     logits += row * stride
-    mine = tl.load(here + row) != 0
+    held = tl.load(holds_target + row) != 0
     index = tl.load(local + row)
-    target = tl.load(logits + index, mask=mine, other=0.0).to(tl.float32)
+    target = tl.load(logits + index, mask=held, other=0.0).to(tl.float32)
     top = float("-inf")
     total = 0.0
     beaten = 0
@@ -54,7 +54,7 @@ def _reduce(
     tl.store(results + rows + row, total)
     tl.store(results + 2 * rows + row, target)
     if with_hits:
-        tl.store(results + 3 * rows + row, tl.where(mine & (beaten == 0), 1.0, 0.0))
+        tl.store(results + 3 * rows + row, tl.where(held & (beaten == 0), 1.0, 0.0))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _write_gradient(
     real,
     columns,
     local,
-    here,
+    holds_target,
     top,
     factor,
     mask,
@@ -76,7 +76,7 @@ def _write_gradient(
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < real
     logits += row * stride
-    index = tl.where(tl.load(here + row) != 0, tl.load(local + row), -1)
+    index = tl.where(tl.load(holds_target + row) != 0, tl.load(local + row), -1)
     x = tl.load(logits + column, mask=column < columns, other=0.0).to(tl.float32)
     gradient = tl.exp(x - tl.load(top + row)) * tl.load(factor + row)
     gradient = tl.where(column == index, gradient - 1.0, gradient)
@@ -88,7 +88,7 @@ def _write_gradient(
 
 
 def launch_reduction(
-    logits: Tensor, real: int, local: Tensor, here: Tensor, results: Tensor
+    logits: Tensor, real: int, local: Tensor, holds_target: Tensor, results: Tensor
 ) -> None:
     """Write the results of `LossKernels.reduce` for each row, one result in each row of `results`.
 
@@ -96,7 +96,7 @@ def launch_reduction(
         logits: [n', columns]. The last dimension has stride 1.
         real: Number of columns that are real ids.
         local: [n'] int64, contiguous. The column of the target.
-        here: [n'] bool, contiguous. Whether this rank has the target.
+        holds_target: [n'] bool, contiguous. Whether this rank has the target.
         results: [3 or 4, n'] in fp32, contiguous. The fourth row has the hits, if they are wanted.
     """
     _reduce[(logits.shape[0],)](
@@ -105,7 +105,7 @@ def launch_reduction(
         real,
         logits.shape[1],
         local,
-        here,
+        holds_target,
         results,
         results.shape[0] == 4,
         _BLOCK,
@@ -117,7 +117,7 @@ def launch_gradient(
     logits: Tensor,
     real: int,
     local: Tensor,
-    here: Tensor,
+    holds_target: Tensor,
     top: Tensor,
     factor: Tensor,
     mask: Tensor | None,
@@ -135,7 +135,7 @@ def launch_gradient(
         real,
         columns,
         local,
-        here,
+        holds_target,
         top,
         factor,
         mask,

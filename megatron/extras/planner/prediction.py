@@ -13,8 +13,8 @@ from megatron.config.tree import Config
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware
 from megatron.extras.planner.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
 from megatron.extras.planner.cost.search import SearchSpace
-from megatron.extras.planner.cost.step import StepJob, StepPrediction
-from megatron.plan.plan import Plan
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.plan.run_plan import Plan
 from megatron.tokenizer import compute_padded_vocab_size
 
 _CPU_OVERHEAD = Overhead(fixed_gib=0.4)

@@ -26,7 +26,7 @@ class MemoryHistory:
         folder: Path | None,
         iterations: Collection[int],
         rank: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """Start to record if this rank writes snapshots and has a GPU.
 
@@ -34,17 +34,17 @@ class MemoryHistory:
             folder: The folder of the snapshots, or None if this rank writes none.
             iterations: The iterations after which a snapshot is written.
             rank: This rank.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
         """
         self._folder = folder
         self._iterations = iterations
         self._rank = rank
-        self._say = say
+        self._log = log
         if folder is None:
             return
         if not torch.cuda.is_available():
             self._folder = None
-            say("warning: --memory-snapshot has no effect: there is no CUDA memory to record")
+            log("warning: --memory-snapshot has no effect: there is no CUDA memory to record")
             return
         torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
 
@@ -69,6 +69,6 @@ class MemoryHistory:
             replace_file_by(path, lambda file: pickle.dump(snapshot, file))
         # PyTorch raises RuntimeErrors. A snapshot needs host memory, which may be short too.
         except (OSError, RuntimeError, MemoryError) as error:
-            self._say(f"warning: the memory snapshot {path} could not be written: {error}")
+            self._log(f"warning: the memory snapshot {path} could not be written: {error}")
             return
-        self._say(f"rank {self._rank}: a memory snapshot is in {path}")
+        self._log(f"rank {self._rank}: a memory snapshot is in {path}")

@@ -33,7 +33,7 @@ class Profiler:
         folder: Path | None,
         iterations: tuple[int, int],
         rank: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """Create a profiler of this rank.
 
@@ -41,12 +41,12 @@ class Profiler:
             folder: The folder of the traces, or None if this rank writes none.
             iterations: The first and the last iteration of the trace.
             rank: This rank.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
         """
         self._folder = folder
         self._first, self._last = iterations
         self._rank = rank
-        self._say = say
+        self._log = log
         self._profile: profile | None = None
         self._recorded: list[int] = []
 
@@ -98,11 +98,11 @@ class Profiler:
             replace_file_by(path, lambda file: _export(stopped, path.parent, file))
         # PyTorch raises RuntimeErrors.
         except (OSError, RuntimeError) as error:
-            self._say(
+            self._log(
                 f"warning: the trace {path} could not be written: {error}; training continues"
             )
             return
-        self._say(f"rank {self._rank}: the trace of iterations {span} is in {path}")
+        self._log(f"rank {self._rank}: the trace of iterations {span} is in {path}")
 
 
 def _start() -> "profile":

@@ -14,18 +14,18 @@ from megatron.extras.profiling.profiler import Profiler
 class Profilers:
     """Writes profiler traces and memory snapshots. See `Profiling`."""
 
-    def __init__(self, config: Config, rank: int, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, rank: int, log: Callable[[str], None]) -> None:
         """Build both from the configuration.
 
         Args:
             config: The configuration.
             rank: This rank.
-            say: Prints a line of the log on rank 0.
+            log: Prints a line of the log on rank 0.
         """
         logging = config.logging
         # Each rank reports its own files.
         if rank != 0:
-            say = print_line
+            log = print_line
         folder = None
         chosen = choose_profile_folder(config)
         if chosen is not None and not {rank, ALL_RANKS}.isdisjoint(logging.profile_ranks):
@@ -33,8 +33,8 @@ class Profilers:
         iterations = parse_profile_iterations(config)
         traces = None if iterations is None else folder
         snapshots = folder if logging.memory_snapshot else None
-        self._profiler = Profiler(traces, iterations or (0, 0), rank, say)
-        self._memory = MemoryHistory(snapshots, logging.memory_snapshot_iterations, rank, say)
+        self._profiler = Profiler(traces, iterations or (0, 0), rank, log)
+        self._memory = MemoryHistory(snapshots, logging.memory_snapshot_iterations, rank, log)
 
     def __enter__(self) -> "Profilers":
         """Return the profilers. The first iteration to record starts them."""

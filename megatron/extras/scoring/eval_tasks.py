@@ -22,7 +22,7 @@ from megatron.extras.scoring.tasks import find_tasks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_integers
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ class EvalTasks:
     """The last iteration after which the tasks were evaluated."""
 
     def evaluate(
-        self, engine: Engine, plan: Plan, mesh: Mesh, say: Callable[[str], None]
+        self, engine: Engine, plan: Plan, mesh: Mesh, log: Callable[[str], None]
     ) -> dict[str, dict[str, float]]:
         """See `Tasks`."""
         likelihoods = EngineScorer(engine, plan, mesh).score(self.requests)
-        return self.compute_scores(likelihoods, say)
+        return self.compute_scores(likelihoods, log)
 
     def compute_scores(
-        self, likelihoods: Tensor, say: Callable[[str], None]
+        self, likelihoods: Tensor, log: Callable[[str], None]
     ) -> dict[str, dict[str, float]]:
         """Return the scores on rank 0: task -> metric -> value. Other ranks return an empty dict.
 
@@ -57,7 +57,7 @@ class EvalTasks:
 
         Args:
             likelihoods: See `FixedTasks.compute_scores`.
-            say: Prints a message if it takes long.
+            log: Prints a message if it takes long.
 
         Raises:
             TrainingError: The harness cannot compute a score. Every rank raises it.
@@ -76,17 +76,17 @@ class EvalTasks:
                     "a checkpoint with tools/evaluate.py"
                 ) from error
 
-        self.ranks.call_on_rank_0(compute, "computing the scores of --eval-tasks", say)
+        self.ranks.call_on_rank_0(compute, "computing the scores of --eval-tasks", log)
         return scores
 
 
-def prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> EvalTasks:
+def prepare_tasks(plan: Plan, ranks: Ranks, log: Callable[[str], None]) -> EvalTasks:
     """Return the tasks of --eval-tasks. All ranks call it together.
 
     Args:
         plan: The plan of the run.
         ranks: All ranks of the run.
-        say: Prints a message if it takes long.
+        log: Prints a message if it takes long.
 
     Raises:
         ConfigError: On every rank. The harness or a tokenizer is missing, a task does not exist or
@@ -94,7 +94,7 @@ def prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> EvalT
     """
     config = plan.config
     built: list[FixedTasks] = []
-    ranks.call_on_rank_0(lambda: built.append(build_tasks(config)), "preparing --eval-tasks", say)
+    ranks.call_on_rank_0(lambda: built.append(build_tasks(config)), "preparing --eval-tasks", log)
     tasks = built[0] if built else None
     # Ranks that receive the tensors need only their numbers of dimensions.
     mine = PackedRequests(torch.zeros(0), torch.zeros(0, 0))

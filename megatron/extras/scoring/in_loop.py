@@ -16,7 +16,7 @@ from megatron.data.batches import Microbatch
 from megatron.engine.base import Engine
 from megatron.extras.scoring.likelihood import Continuation, Row, join_continuation, make_inputs
 from megatron.parallel.mesh import Mesh
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 _SHORTEST = 16
 """Smallest length that a sample is padded to."""

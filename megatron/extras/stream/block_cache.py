@@ -24,17 +24,17 @@ _KEPT = 0.9
 class BlockCache:
     """A folder of blocks. Any number of processes may share it."""
 
-    def __init__(self, folder: str, limit: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: str, limit: int, log: Callable[[str], None]) -> None:
         """Remember the folder, which the first block creates.
 
         Args:
             folder: The folder. Nothing else may be stored in it.
             limit: Bytes that all blocks together may have. 0 stores nothing.
-            say: Receives a line if the folder cannot be written.
+            log: Receives a line if the folder cannot be written.
         """
         self._folder = Path(folder)
         self._limit = limit
-        self._say = say
+        self._log = log
         self._lock = threading.Lock()
         # The first block that is stored scans the folder, which may be full from an earlier run.
         self._stored = limit
@@ -71,7 +71,7 @@ class BlockCache:
                 raise
         except OSError as error:
             self._limit = 0
-            self._say(
+            self._log(
                 f"remote data are not kept in {self._folder} any more ({error.strerror}). They are "
                 "read from the network each time. Free space, or name another --data-cache-path."
             )

@@ -80,7 +80,7 @@ def find_stream_mixtures(request: SourceRequest) -> StreamMixtures:
 
 
 def list_streamed_datasets(
-    data: DataConfig, names: Sequence[str], say: Callable[[str], None] = lambda line: None
+    data: DataConfig, names: Sequence[str], log: Callable[[str], None] = lambda line: None
 ) -> dict[str, Listing]:
     """Return the files of data sets, by their names.
 
@@ -96,7 +96,7 @@ def list_streamed_datasets(
             data.dataset_format,
             data.col_name,
             data.data_cache_path,
-            say,
+            log,
             data.data_cache_gb,
         )
         for name in names
@@ -113,14 +113,14 @@ def _join_name(root: str, name: str) -> str:
 class StreamedData:
     """The kind of data of --dataset-format parquet, arrow and jsonl."""
 
-    def list_files(self, request: SourceRequest, say: Callable[[str], None]) -> None:
+    def list_files(self, request: SourceRequest, log: Callable[[str], None]) -> None:
         """Find the files and their row groups, and store them in the cache.
 
         Raises:
             ConfigError: a flag cannot be parsed.
             DataError: see `list_dataset`.
         """
-        list_streamed_datasets(request.data, find_stream_mixtures(request).list_names(), say)
+        list_streamed_datasets(request.data, find_stream_mixtures(request).list_names(), log)
 
     def build(self, request: SourceRequest, registry: DatasetRegistry) -> Sources:
         """List the files and return the sources.
@@ -131,14 +131,14 @@ class StreamedData:
         """
         data = request.data
         mixtures = find_stream_mixtures(request)
-        say = registry.notes.append
-        listings = list_streamed_datasets(data, mixtures.list_names(), say)
+        log = registry.notes.append
+        listings = list_streamed_datasets(data, mixtures.list_names(), log)
         pieces = (mixtures.train, mixtures.valid, mixtures.test)
         # Each shard keeps the file open that it reads.
         allow_open_files(data.logical_shards * len(listings) * sum(map(bool, pieces)))
         opener = _StreamOpener(request, listings, _build_tokenizer(listings, request))
         train, valid, test = (
-            opener.open_source(name, piece, phases, threads, say) if phases else None
+            opener.open_source(name, piece, phases, threads, log) if phases else None
             for piece, (name, phases, threads) in enumerate(
                 [
                     ("train", mixtures.train, data.num_workers),
@@ -185,7 +185,7 @@ class _StreamOpener:
         piece: int,
         phases: Sequence[MixturePhase],
         threads: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> StreamSource | None:
         """Return the source of one piece of --split, or None if it has no documents.
 
@@ -215,7 +215,7 @@ class _StreamOpener:
         if piece == 0:
             for dataset in datasets:
                 for warning in check_separators(dataset):
-                    say(warning)
+                    log(warning)
         return StreamSource(
             name,
             datasets,

@@ -206,7 +206,7 @@ def list_dataset(
     format: str,
     column: str,
     cache_folder: str | None,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     cache_gb: int = 0,
 ) -> Listing:
     """Return the row groups of all files below a folder, or of one file.
@@ -219,7 +219,7 @@ def list_dataset(
         format: A name in `FORMATS`.
         column: The column with texts or token ids.
         cache_folder: Folder of the cache. None puts it next to the data. URLs need one.
-        say: Receives lines for the user.
+        log: Receives lines for the user.
         cache_gb: Gigabytes of remote data that are kept in the folder of the cache.
 
     Raises:
@@ -247,7 +247,7 @@ def list_dataset(
             progress = tqdm(opened, f"listing {redact(folder)}", len(missing), unit="file", delay=1)
             for number, found in zip(missing, progress, strict=True):
                 groups[number] = found
-        _write_cache(cache, records, [found for found in groups if found is not None], say)
+        _write_cache(cache, records, [found for found in groups if found is not None], log)
     complete = [found for found in groups if found is not None]
     listing = _join_files(folder, format, column, records, [found.groups for found in complete])
     if int(listing.rows.sum()) == 0:
@@ -448,7 +448,7 @@ def _write_cache(
     path: Path,
     records: list[FileRecord],
     listed: list[ListedFile],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Write the cache. A failure costs time at the next start, so it is only reported."""
     groups = [each.groups for each in listed]
@@ -470,7 +470,7 @@ def _write_cache(
         replace_file_by(own, lambda file: np.savez(file, facts=facts_as_bytes, groups=columns))
         os.replace(own, path)
     except OSError as error:
-        say(
+        log(
             f"the list of row groups cannot be stored in {path.parent} ({error.strerror}), so the "
             "next start will open all files again. Name a folder that can be written with "
             "--data-cache-path."

@@ -62,14 +62,14 @@ class RemoteFolder:
     """A folder behind a URL, or a single file."""
 
     def __init__(
-        self, url: str, cache: BlockCache, say: Callable[[str], None] = print_to_stderr
+        self, url: str, cache: BlockCache, log: Callable[[str], None] = print_to_stderr
     ) -> None:
         """Open the file system of a URL. Credentials come from the environment.
 
         Args:
             url: The URL.
             cache: Keeps what is read.
-            say: Receives a line for each read that is tried again.
+            log: Receives a line for each read that is tried again.
 
         Raises:
             DataError: a package for this kind of URL is not installed, or the URL is wrong.
@@ -82,7 +82,7 @@ class RemoteFolder:
             ) from error
         self.url = url.rstrip("/")
         self._cache = cache
-        self._say = say
+        self._log = log
         try:
             # A listing that fsspec keeps would hide that a file has changed.
             self._system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
@@ -229,7 +229,7 @@ class RemoteFolder:
             except Exception as error:
                 reason = redact(f"{type(error).__name__}: {error}")
             if attempt < _TRIES:
-                self._say(
+                self._log(
                     f"warning: cannot {verb} {shown} ({reason}). Try {attempt + 1} of {_TRIES} "
                     f"follows in {wait:g} s"
                 )

@@ -31,16 +31,16 @@ class Emissions:
         directory: str | None,
         country_iso_code: str,
         *,
-        say: Callable[[str], None] = print_line,
+        log: Callable[[str], None] = print_line,
     ) -> None:
         """Start the measurement.
 
         Args:
             directory: Folder of `emissions.csv`, or None to measure nothing.
             country_iso_code: Country whose energy mix is assumed, as in "FRA".
-            say: Prints a line of the log.
+            log: Prints a line of the log.
         """
-        self._say = say
+        self._log = log
         self._tracker: OfflineEmissionsTracker | None = None
         self._path = Path(directory or "") / "emissions.csv"
         self._lost_rows = 0
@@ -62,7 +62,7 @@ class Emissions:
         except OSError as error:
             self._lost_rows += 1
             if self._lost_rows == 1:
-                self._say(
+                self._log(
                     f"cannot write emissions to {self._path}: {error}; training continues, and "
                     "each save tries again"
                 )
@@ -87,7 +87,7 @@ class Emissions:
             self._end_torn_row()
             kilograms = _refuse_none(tracker.stop())
         except OSError as error:
-            self._say(f"cannot write emissions to {self._path}: {error}; its last row is lost")
+            self._log(f"cannot write emissions to {self._path}: {error}; its last row is lost")
             return None
         except Exception as error:
             # A foreign package must not end the training.
@@ -115,7 +115,7 @@ class Emissions:
         Rows hold totals. A lost row costs a point of the curve and no energy.
         """
         if self._lost_rows:
-            self._say(
+            self._log(
                 f"emissions are written to {self._path} again; {self._lost_rows} rows were lost"
             )
             self._lost_rows = 0
@@ -125,7 +125,7 @@ class Emissions:
         try:
             from codecarbon import OfflineEmissionsTracker
         except ImportError:
-            self._say(
+            self._log(
                 "--codecarbon-dir is given, but codecarbon is not installed: emissions are not "
                 "measured (pip install codecarbon)"
             )
@@ -151,7 +151,7 @@ class Emissions:
 
     def _give_up(self, error: Exception) -> None:
         self._tracker = None
-        self._say(f"codecarbon failed, emissions are not measured: {type(error).__name__}: {error}")
+        self._log(f"codecarbon failed, emissions are not measured: {type(error).__name__}: {error}")
 
 
 def _refuse_none(kilograms: float | None) -> float:

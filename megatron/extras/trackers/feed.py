@@ -82,7 +82,7 @@ class Feed:
         self,
         request: FeedRequest,
         tracker: Tracker,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         stop: threading.Event,
     ) -> None:
         """Prepare the feed.
@@ -90,12 +90,12 @@ class Feed:
         Args:
             request: What to do.
             tracker: The tracker.
-            say: Reports a problem, or its end, to the training process.
+            log: Reports a problem, or its end, to the training process.
             stop: Is set when the training process has closed the metrics file or has ended.
         """
         self._request = request
         self._tracker = tracker
-        self._say = say
+        self._log = log
         self._stop = stop
         self._state = FeedState()
         self._offset = request.offset
@@ -213,7 +213,7 @@ class Feed:
             with self._report_if_slow("closing the run"):
                 self._tracker.close()
         if rows:
-            self._say(
+            self._log(
                 f"it lacks the iterations from {rows[0].iteration}; the next launch sends them "
                 "from the metrics file"
             )
@@ -234,20 +234,20 @@ class Feed:
         self._failures += 1
         # A message for each attempt would fill the log.
         if self._failures == 1:
-            self._say(
+            self._log(
                 f"{type(error).__name__}: {error}; training continues, and the values are sent "
                 "later"
             )
 
     def _report_success(self) -> None:
         if self._failures:
-            self._say(WORKS_AGAIN)
+            self._log(WORKS_AGAIN)
         self._failures = 0
 
     @contextmanager
     def _report_if_slow(self, what: str) -> Iterator[None]:
         text = f"{what} takes longer than {_SLOW_SECONDS:g} s; training continues"
-        timer = threading.Timer(_SLOW_SECONDS, lambda: self._say(text))
+        timer = threading.Timer(_SLOW_SECONDS, lambda: self._log(text))
         timer.daemon = True
         timer.start()
         try:
@@ -302,13 +302,13 @@ def main(argument: str) -> int:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(hide_secrets(text)[:1000], file=messages, flush=True)
 
     def show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         # Trackio reports values that it could not store as warnings.
         if category is UserWarning:
-            say(str(message))
+            log(str(message))
 
     warnings.showwarning = show_warning
     stop = threading.Event()
@@ -319,9 +319,9 @@ def main(argument: str) -> int:
 
     threading.Thread(target=wait_for_end, daemon=True).start()
     try:
-        Feed(request, TRACKERS[request.tracker](), say, stop).run()
+        Feed(request, TRACKERS[request.tracker](), log, stop).run()
     except BaseException as error:
-        say(f"{type(error).__name__}: {error}; training continues without this tracker")
+        log(f"{type(error).__name__}: {error}; training continues without this tracker")
         return 1
     return 0
 

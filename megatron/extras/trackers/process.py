@@ -34,7 +34,7 @@ class TrackerProcess:
         *,
         folder: Path,
         metrics: Path,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """Store what to do. Nothing is started before `start`.
 
@@ -43,13 +43,13 @@ class TrackerProcess:
             project: Its project.
             folder: The --save folder.
             metrics: The metrics file.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
         """
         self._tracker = tracker
         self._project = project
         self._folder = folder.absolute()
         self._metrics = metrics.absolute()
-        self._say = say
+        self._log = log
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -143,4 +143,4 @@ class TrackerProcess:
     def _report(self, text: str) -> None:
         # A warning becomes an alert of the chronicle, which the end of a problem is not.
         prefix = "" if text == WORKS_AGAIN else "warning: "
-        self._say(f"{prefix}tracker {self._tracker}: {text}")
+        self._log(f"{prefix}tracker {self._tracker}: {text}")

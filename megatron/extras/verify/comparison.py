@@ -16,7 +16,7 @@ from megatron.extras.verify.recording import RankRecord, RecordedStep, ShardCopy
 from megatron.extras.verify.reference import ReferenceRun, ReferenceStep
 from megatron.extras.verify.reference_dropout import list_microbatches
 from megatron.model.inputs import Inputs
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 BOUND = 1e-5
 SHARE = 3e-3

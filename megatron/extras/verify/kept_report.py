@@ -73,14 +73,14 @@ def _make_plain(value: Any) -> Any:
 
 
 def keep_verification(
-    config: Config, world_size: int, say: Callable[[str], None]
+    config: Config, world_size: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Copy the report into the folder of the run, and print warnings about it.
 
     Args:
         config: The configuration of the run.
         world_size: Number of processes of the run.
-        say: Prints a line of the log.
+        log: Prints a line of the log.
 
     Returns:
         What the chronicle records about it. Empty without a report.
@@ -99,15 +99,15 @@ def keep_verification(
         "other_settings": list_differences(report, config, world_size),
     }
     if not found["verified"]:
-        say(f"warning: --verification {path}: the verification failed at {found['failed']}")
+        log(f"warning: --verification {path}: the verification failed at {found['failed']}")
     if found["other_settings"]:
         others = ", ".join(found["other_settings"])
-        say(f"warning: --verification {path} was made with other values of {others}")
+        log(f"warning: --verification {path} was made with other values of {others}")
     if config.checkpoint.save is not None:
         try:
             copy = Path(config.checkpoint.save) / COPIED
             replace_file(copy, json.dumps(report, indent=1) + "\n")
         except OSError as error:
             # The chronicle has the verdict, so training continues without the copy.
-            say(f"warning: the report of --verification is not copied: {describe_os_error(error)}")
+            log(f"warning: the report of --verification is not copied: {describe_os_error(error)}")
     return {"verification": found}

@@ -18,8 +18,8 @@ from megatron.config.layer_choice import choose_layers
 from megatron.config.tree import Config
 from megatron.parallel.context import reads_neighbours
 from megatron.parallel.grid import Grid
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 MOST_PROCESSES = 8
 ITERATIONS = 6

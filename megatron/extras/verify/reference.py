@@ -42,8 +42,8 @@ from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import DropoutKey, RandomStreams
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 
 @dataclass(frozen=True)

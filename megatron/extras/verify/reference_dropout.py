@@ -18,7 +18,7 @@ from megatron.model.attention_core import attend, attend_by_document
 from megatron.model.gpt import GPT
 from megatron.model.positions import Positions
 from megatron.parallel.rng import mix
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 
 def list_microbatches(plan: Plan, size: int) -> Iterator[tuple[int, int, slice]]:

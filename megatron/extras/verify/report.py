@@ -11,7 +11,7 @@ import torch
 from megatron.base.code_version import get_code_version
 from megatron.config.fields import all_fields, flatten
 from megatron.extras.verify.verification import VerifiedRun
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 NOT_VERIFIED = (
     "kernels and arithmetic of GPUs, NCCL, and effects that only large sizes have, such as "

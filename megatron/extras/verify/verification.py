@@ -43,8 +43,8 @@ from megatron.extras.verify.reference import ReferenceRun, run_reference
 from megatron.extras.verify.reference_dropout import list_microbatches
 from megatron.extras.verify.synthetic import write_data
 from megatron.extras.verify.trace import TracedRank, find_first_difference
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 _SMALL = 1e-3
 """A difference below this must appear with a second seed too. The derivatives of xIELU and of ReLU
@@ -82,13 +82,13 @@ class VerifiedRun:
         return next((row.comparison for row in self.rows if not row.passed), None)
 
 
-def verify(plan: Plan, train: Train, say: Callable[[str], None] = lambda line: None) -> VerifiedRun:
+def verify(plan: Plan, train: Train, log: Callable[[str], None] = lambda line: None) -> VerifiedRun:
     """Verify a plan without errors.
 
     Args:
         plan: The plan of the run.
         train: Runs a training command line on a rank.
-        say: Prints what is done next.
+        log: Prints what is done next.
 
     Raises:
         ConfigError: See `reduce_plan`.
@@ -100,15 +100,15 @@ def verify(plan: Plan, train: Train, say: Callable[[str], None] = lambda line: N
         copy = reduction.plan
         found = VerifiedRun(reduction, write_data(folder, plan.config.data))
         try:
-            say(f"a copy on {copy.world_size} processes against one process, in fp32")
+            log(f"a copy on {copy.world_size} processes against one process, in fp32")
             _verify_in_fp32(copy, Launcher(train, folder / "first"), found)
             first = find_first_failure(found.rows)
             if first is not None and first.error < _SMALL:
-                say("a small difference, so the comparison is repeated")
+                log("a small difference, so the comparison is repeated")
                 found = _repeat(copy, train, folder, found, first)
             own = use_own_precision(reduction, plan.config)
             if own is not None and found.failed is None:
-                say("the copy in the run's own precision against two runs of one process")
+                log("the copy in the run's own precision against two runs of one process")
                 launcher = Launcher(train, folder / "own")
                 found.rows += _compare_in_own_precision(copy, own, launcher)
         except LaunchError as error:

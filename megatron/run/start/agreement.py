@@ -40,13 +40,13 @@ def check_agreement(config: Config, ranks: Ranks, kind: EngineKind) -> None:
     # The version is the commit. A file of a checkout may have been edited since.
     code = compute_file_digests()
     own_settings = kind.describe_settings(config)
-    mine = [
+    summary = [
         compute_config_digest(config),
         get_code_version(),
         digest_of_text(json.dumps(code)),
         None if own_settings is None else own_settings.content,
     ]
-    everyone = ranks.gather(mine)
+    everyone = ranks.gather(summary)
     if all(other == everyone[0] for other in everyone):
         return
     # Every rank holds the same list of digests, so every rank reaches this second gather or none.

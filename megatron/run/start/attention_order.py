@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.kernels import AttentionBackend
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
 
 _TORCH: tuple[AttentionBackend, ...] = ("auto",)
@@ -22,7 +22,7 @@ _ORDERS: dict[str, tuple[AttentionBackend, ...]] = {
 
 
 def choose_attention_order(
-    plan: Plan, state: TrainState, ranks: Ranks, device: torch.device, say: Callable[[str], None]
+    plan: Plan, state: TrainState, ranks: Ranks, device: torch.device, log: Callable[[str], None]
 ) -> Plan:
     """Return the plan with the kernels that `--attention-backend by-gpu` means for these ranks.
 
@@ -33,7 +33,7 @@ def choose_attention_order(
         state: The state of the run. It has the record of the checkpoint, if there is one.
         ranks: All ranks.
         device: This rank's device.
-        say: Prints a line of the log.
+        log: Prints a line of the log.
     """
     kernels = plan.config.kernels
     if kernels.attention_backend != ("by-gpu",):
@@ -46,14 +46,14 @@ def choose_attention_order(
     if before and before["gpu"] == here:
         order = tuple(before["kernels"])
     elif before:
-        say(
+        log(
             f"--attention-backend by-gpu: the checkpoint was trained on {before['gpu']} and this "
             f"run is on {here} (compute capability), so the kernels of attention are chosen again: "
             f"{' '.join(order)}"
         )
     elif state.iteration > 0:
         order = _TORCH
-        say(
+        log(
             "--attention-backend by-gpu: the checkpoint was trained with PyTorch's order of "
             "kernels and keeps it. To change it, name the kernels, such as fused flash unfused"
         )

@@ -73,7 +73,7 @@ def open_same(
     open_sources: Callable[[], Sources],
     ranks: Ranks,
     who: str,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Sources:
     """Open the data sets on all ranks and compare their sizes and sampled fingerprints.
 
@@ -82,7 +82,7 @@ def open_same(
             because the main threads of the ranks wait for each other meanwhile.
         ranks: All ranks of the run.
         who: Name of this rank and its host, for error messages.
-        say: Prints a line of the log.
+        log: Prints a line of the log.
 
     Raises:
         MegatronError: `open_sources` raised it on this rank.
@@ -104,7 +104,7 @@ def open_same(
                 facts[f"data set {name}"] = f"fingerprint {fingerprint} of files and row groups"
         return sources, facts, None
 
-    sources, facts, failure = ranks.work(open_and_describe, "opening the data", say)
+    sources, facts, failure = ranks.work(open_and_describe, "opening the data", log)
     # The failure itself is part of the message. A rank that raised before this gather would leave
     # the others waiting until the time limit of the process group.
     everyone = ranks.gather(
@@ -176,7 +176,7 @@ class DataFiles:
         state: TrainState,
         ranks: Ranks,
         who: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         allow_changed_data: bool = False,
     ) -> None:
@@ -189,7 +189,7 @@ class DataFiles:
             state: The state at the start, with the digests that the checkpoint recorded.
             ranks: All ranks of the run.
             who: Name of this rank and its host, for error messages.
-            say: Prints a line of the log.
+            log: Prints a line of the log.
             allow_changed_data: Accept streamed data that have changed, with a warning.
 
         Raises:
@@ -200,7 +200,7 @@ class DataFiles:
         self._streamed = {files.fingerprint: files for files in registry.file_sets}
         self._ranks = ranks
         self._who = who
-        self._say = say
+        self._log = log
         self._digests = ContentDigests(registry.background)
         # None means that the checkpoint was saved before the digest was known. Such entries are
         # left out, so that the first digest that is computed becomes the recorded one.
@@ -235,7 +235,7 @@ class DataFiles:
         """
         background = self._registry.background
         digests = self._digests.known
-        mine = {
+        own = {
             "who": self._who,
             "problems": background.problems(),
             "notes": [*background.take_notes(), *self._digests.notes],
@@ -254,12 +254,12 @@ class DataFiles:
                 if fingerprint in digests
             ],
         }
-        # `mine` holds a copy of the notes. Without this the next check would print them again.
+        # `own` holds a copy of the notes. Without this the next check would print them again.
         self._digests.notes.clear()
-        for rank, other in enumerate(self._ranks.gather(mine)):
+        for rank, other in enumerate(self._ranks.gather(own)):
             # Every rank handles the same list in the same order, so all of them raise or none does.
             for note in other["notes"]:
-                self._say(f"warning: {other['who']}: {note}")
+                self._log(f"warning: {other['who']}: {note}")
             for problem in other["problems"]:
                 raise DataError(f"{other['who']}: {problem}")
             for fingerprint, path, digest in other["digests"]:
@@ -310,7 +310,7 @@ class DataFiles:
         )
         if fingerprint in self._streamed and self._allow_changed_data:
             self._recorded[fingerprint] = digest
-            self._say(f"warning: {what}. --allow-changed-data accepts it")
+            self._log(f"warning: {what}. --allow-changed-data accepts it")
             return
         way_out = _NEW_RUN
         if fingerprint in self._streamed:
@@ -330,7 +330,7 @@ class DataFiles:
             if fingerprint not in self._recorded
         ]
         if missing:
-            self._say(
+            self._log(
                 f"warning: the checkpoint has no digest of all bytes of {', '.join(missing)}: only "
                 "the sampled fingerprint was compared with it. A later checkpoint will hold the "
                 "digest"

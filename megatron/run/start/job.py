@@ -25,9 +25,9 @@ from megatron.config.tree import Config
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
-from megatron.plan.plan import Plan
 from megatron.plan.record import record_plan, restore_plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import (
@@ -81,7 +81,7 @@ class Job:
 def agree_on_job(
     loaded: LoadedConfig,
     ranks: Ranks,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     parts: Parts = NO_PARTS,
     early: Plan | None = None,
 ) -> Job:
@@ -93,7 +93,7 @@ def agree_on_job(
     Args:
         loaded: The configuration as this rank loaded it. Only rank 0's is used.
         ranks: All ranks of the run.
-        say: Prints a message if it takes long.
+        log: Prints a message if it takes long.
         parts: The parts of the run besides the core.
         early: See `resolve_job`.
 
@@ -105,13 +105,13 @@ def agree_on_job(
         start = find_start(select_checkpoint_config(loaded.config))
         return resolve_job(loaded, ranks.size, start.checkpoint, parts, early)
 
-    job = _share_job(find, ranks, say, parts)
+    job = _share_job(find, ranks, log, parts)
     assert job is not None, "`find` always returns a job"
     return job
 
 
 def _share_job(
-    find: Callable[[], Job | None], ranks: Ranks, say: Callable[[str], None], parts: Parts
+    find: Callable[[], Job | None], ranks: Ranks, log: Callable[[str], None], parts: Parts
 ) -> Job | None:
     """Call a function on rank 0, and return its job, or None, on every rank."""
     own: Job | None = None
@@ -121,7 +121,7 @@ def _share_job(
         own = find()
         return None if own is None else own.to_json()
 
-    record = ranks.call_on_rank_0(find_and_record, _SEARCH, say)
+    record = ranks.call_on_rank_0(find_and_record, _SEARCH, log)
     # Rank 0 keeps its own job. Building it again would give the same.
     if record is None or own is not None:
         return own
@@ -135,7 +135,7 @@ def confirm_job(
     damage: Mapping[int, str],
     *,
     holds_lease: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Job:
     """Return the job, or another one if its checkpoint is not the one to start from any more.
 
@@ -149,7 +149,7 @@ def confirm_job(
         damage: Iteration of a checkpoint -> what an earlier attempt to load it found.
         holds_lease: Whether this run holds the lease of the folder that it loads from. See
             `take_start`.
-        say: Prints warnings.
+        log: Prints warnings.
 
     Raises:
         MegatronError: On every rank, as `take_start` and `resolve_job`.
@@ -157,14 +157,14 @@ def confirm_job(
 
     def confirm() -> Job | None:
         start = take_start(
-            select_checkpoint_config(loaded.config), damage, holds_lease=holds_lease, say=say
+            select_checkpoint_config(loaded.config), damage, holds_lease=holds_lease, log=log
         )
         # The usual case. The other ranks then keep their job, and no plan is sent.
         if start.checkpoint == job.checkpoint:
             return None
         return resolve_job(loaded, ranks.size, start.checkpoint, job.parts)
 
-    return _share_job(confirm, ranks, say, job.parts) or job
+    return _share_job(confirm, ranks, log, job.parts) or job
 
 
 def resolve_job(

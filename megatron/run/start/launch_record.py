@@ -38,7 +38,7 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
         if parts.predict is not None:
             details |= parts.predict(run.plan, run.reporter.device_name)
         if parts.keep_verification is not None:
-            details |= parts.keep_verification(run.plan, run.reporter.say)
+            details |= parts.keep_verification(run.plan, run.reporter.log)
         run.reporter.record("start", details, run.state.iteration)
     try:
         stop = train(run)

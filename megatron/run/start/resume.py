@@ -9,8 +9,8 @@ from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import Field, all_fields
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import build_curriculum
+from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER

@@ -49,10 +49,10 @@ from megatron.observe.startup import format_start_table
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
-from megatron.parallel.progress import LONG_FACTOR
+from megatron.parallel.rank_progress import LONG_FACTOR
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.parallel.rendezvous import choose_device
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
 from megatron.run.closing import close_within_limit
 from megatron.run.exits import Exits, ignore_stop_signals
@@ -124,7 +124,7 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     def acquire() -> None:
         try:
             check_writable(root)
-            held.append(Lease.acquire(root, say))
+            held.append(Lease.acquire(root, log))
             # The marker records that no checkpoint has been saved here yet. Without it, the next
             # launch would take the files of this one for traces of a lost run.
             if not list_run_leftovers(root):
@@ -132,9 +132,9 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         except OSError as error:
             raise CheckpointError(f"--save {root} cannot be written: {error}") from error
 
-    say = make_printer(mesh.rank)
+    log = make_printer(mesh.rank)
     try:
-        build_ranks(mesh).call_on_rank_0(acquire, f"acquiring the lease of {root}", say)
+        build_ranks(mesh).call_on_rank_0(acquire, f"acquiring the lease of {root}", log)
         yield held[0] if held else None
     finally:
         for lease in held:
@@ -175,7 +175,7 @@ def start_run(
     """
     config = loaded.config
     ranks = build_ranks(mesh)
-    say = make_printer(mesh.rank)
+    log = make_printer(mesh.rank)
     # After a rollback, the run keeps its time limit and its handlers of signals.
     if exits is None:
         exits = build_exits(config, mesh)
@@ -185,10 +185,10 @@ def start_run(
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
     # `confirm_job` does not return a checkpoint that is listed there.
     while True:
-        job = confirm_job(loaded, job, ranks, damage, holds_lease=own, say=say)
+        job = confirm_job(loaded, job, ranks, damage, holds_lease=own, log=log)
         check_small_files(job.plan.config, ranks, mesh.describe())
         for line in format_warnings(job.notes):
-            say(line)
+            log(line)
         reporter = Reporter(job.plan, mesh, job.parts, device_name=get_device_name(mesh.device))
         exporter = build_exporter(job, mesh, reporter)
         saver = build_saver(job, mesh, reporter, lease, exporter)
@@ -197,12 +197,12 @@ def start_run(
         if saver is not None:
             before_update = saver.wait_for_copy
         kind = job.parts.engine or NATIVE
-        plan = choose_attention_order(job.plan, job.state, ranks, mesh.device, say)
+        plan = choose_attention_order(job.plan, job.state, ranks, mesh.device, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
         if job.checkpoint is None:
             wrong = None
         else:
-            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
+            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, log)
         if wrong is None:
             return build_run(job, mesh, engine, reporter, saver, exporter, exits, timers)
         assert job.checkpoint is not None
@@ -257,7 +257,7 @@ def build_engine(
 
 
 def load_engine(
-    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
+    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, log: Callable[[str], None]
 ) -> str | None:
     """Load a checkpoint of any layout into the engine, on all ranks together.
 
@@ -285,7 +285,7 @@ def load_engine(
 
     # Ranks must agree on the damage before any of them goes on. A rank that read its part without
     # an error would otherwise train on weights that the others do not have.
-    damage = ranks.work(read, f"loading {checkpoint.folder}", say)
+    damage = ranks.work(read, f"loading {checkpoint.folder}", log)
     damaged = agree_on_damage(checkpoint, damage, ranks)
     if damaged is None:
         # Checked after the digests, because a damaged file may hold any number. Weights that are
@@ -332,17 +332,17 @@ def build_run(
     state = job.state
     config = job.plan.config
     ranks = build_ranks(mesh)
-    say = make_printer(mesh.rank)
+    log = make_printer(mesh.rank)
     kind = None
     if config.data.dataset_format is not None and job.parts.load_source is not None:
         kind = job.parts.load_source(config.data.dataset_format)
-    sources = open_data(plan, mesh, state, say, kind)
+    sources = open_data(plan, mesh, state, log, kind)
     data_files = DataFiles(
         sources.registry,
         state,
         ranks,
         mesh.describe(),
-        say,
+        log,
         allow_changed_data=config.data.allow_changed_data,
     )
     # Digests of small files are known by now. A changed file must be found before the first step.
@@ -375,19 +375,19 @@ def build_run(
         rows.append(
             ("checkpoints", *saver.describe(engine.shards(optimizer=config.checkpoint.save_optim)))
         )
-    reporter.say(format_start_table(rows))
+    reporter.log(format_start_table(rows))
     if job.checkpoint is not None:
-        reporter.say(
+        reporter.log(
             format_loaded_checkpoint_line(str(config.checkpoint.load), job.checkpoint.iteration)
         )
     elif config.checkpoint.load is not None:
-        reporter.say(format_first_start_line())
-        reporter.say(format_no_checkpoint_line(config.checkpoint.load))
-        reporter.say(format_from_scratch_line())
+        reporter.log(format_first_start_line())
+        reporter.log(format_no_checkpoint_line(config.checkpoint.load))
+        reporter.log(format_from_scratch_line())
     for note in sources.take_notes():
-        reporter.say(note)
+        reporter.log(note)
     for warning in (*warn_of_many_epochs(uses), *warn_of_slow_precision(config, mesh)):
-        reporter.say(f"warning: {warning}")
+        reporter.log(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
     run = Run(
@@ -422,14 +422,14 @@ def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> Exporter | None:
     is_asked = config.checkpoint.hf_export_interval is not None and not config.batch.eval_only
     if mesh.rank != 0 or build is None or not is_asked:
         return None
-    return build(config.checkpoint, reporter.say, job.state.iteration)
+    return build(config.checkpoint, reporter.log, job.state.iteration)
 
 
 def build_guard(job: Job, mesh: Mesh, reporter: Reporter) -> Guard | None:
     """Build the guard of --spike-guard, or return None without one."""
     if job.parts.load_guard is None:
         return None
-    return job.parts.load_guard().build(job.plan, job.state, mesh, reporter.say)
+    return job.parts.load_guard().build(job.plan, job.state, mesh, reporter.log)
 
 
 def build_profiling(job: Job, mesh: Mesh, reporter: Reporter) -> Profiling | None:
@@ -439,7 +439,7 @@ def build_profiling(job: Job, mesh: Mesh, reporter: Reporter) -> Profiling | Non
     is_asked = config.logging.memory_snapshot or config.logging.profile_iterations is not None
     if build is None or not is_asked:
         return None
-    return build(config, mesh.rank, reporter.say)
+    return build(config, mesh.rank, reporter.log)
 
 
 def build_stragglers(job: Job, mesh: Mesh, engine: Engine, timers: Timers) -> RankComparison | None:
@@ -476,7 +476,7 @@ def build_saver(
             lineage = find_run_lineage(Path(str(config.save)), job.checkpoint.manifest)
 
     def report_saved(iteration: int) -> None:
-        reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
+        reporter.log(format_saved_checkpoint_line(iteration, str(config.save)))
         reporter.report_save(iteration)
         if exporter is not None:
             exporter.record_checkpoint(iteration)
@@ -486,7 +486,7 @@ def build_saver(
         config,
         build_ranks(mesh),
         lease=lease,
-        say=reporter.say,
+        log=reporter.log,
         saved=report_saved,
         # A checkpoint that is removed during its export would make the export fail.
         in_use=tuple if exporter is None else exporter.list_iterations_in_use,
@@ -499,7 +499,7 @@ def open_data(
     plan: Plan,
     mesh: Mesh,
     state: TrainState,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     other: SourceKind | None = None,
 ) -> Sources:
     """Open the data at the state's position, and build the indices.
@@ -510,7 +510,7 @@ def open_data(
         plan: The resolved plan.
         mesh: The ranks of the run.
         state: The counters and the position in the data.
-        say: Prints lines that must appear while an index is still being built.
+        log: Prints lines that must appear while an index is still being built.
         other: The kind of data of --dataset-format.
 
     Raises:
@@ -560,17 +560,17 @@ def open_data(
 
     def build() -> Sources:
         """Build the sources of this rank's slice of the batch, without communication."""
-        return build_sources(ask(), other, say=say, wait_seconds=PATIENCE_SECONDS)
+        return build_sources(ask(), other, log=log, wait_seconds=PATIENCE_SECONDS)
 
     if other is not None and not config.data.mock_data:
         # The other ranks then find the row groups in the cache, and do not open all files as well.
-        ranks.call_on_rank_0(lambda: other.list_files(ask(), say), "listing the data files", say)
-    sources = open_same(build, ranks, mesh.describe(), say)
+        ranks.call_on_rank_0(lambda: other.list_files(ask(), log), "listing the data files", log)
+    sources = open_same(build, ranks, mesh.describe(), log)
     prefixes = list(sources.registry.datasets)
     ranks.call_on_rank_0(
         lambda: check_tokenizers_of_data(config.tokenizer, prefixes),
         "comparing the tokenizer with that of the data",
-        say,
+        log,
     )
     # --eval-only always starts at the first sample. From a checkpoint's position, it would
     # evaluate other samples for each checkpoint, and the losses could not be compared.
@@ -593,7 +593,7 @@ def open_data(
         sources.train.advance(state.consumed_samples)
     # Indices are built after the comparison, because building them takes long and is wasted if the
     # files are wrong.
-    ranks.work(sources.prepare, "building the data's indices", say)
+    ranks.work(sources.prepare, "building the data's indices", log)
     return sources
 
 

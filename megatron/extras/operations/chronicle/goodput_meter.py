@@ -85,23 +85,23 @@ class GoodputMeter:
         goodput = self.compute()
         return None if goodput is None else goodput.share
 
-    def report_if_due(self, say: Callable[[str], None]) -> None:
+    def report_if_due(self, log: Callable[[str], None]) -> None:
         """Print the goodput at a save, if the last line was long enough ago."""
         if time.monotonic() - self._line_at >= _LINE_SECONDS:
             self._line_at = time.monotonic()
-            self._report(say)
+            self._report(log)
 
-    def report_end(self, say: Callable[[str], None]) -> None:
+    def report_end(self, log: Callable[[str], None]) -> None:
         """Print the goodput at the end of a launch."""
         self._thread.join(_READ_SECONDS)
         if self._failure is not None:
-            say(f"warning: the goodput is not known: {self._failure}")
-        self._report(say)
+            log(f"warning: the goodput is not known: {self._failure}")
+        self._report(log)
 
-    def _report(self, say: Callable[[str], None]) -> None:
+    def _report(self, log: Callable[[str], None]) -> None:
         goodput = self.compute()
         if goodput is not None:
-            say(format_goodput(goodput))
+            log(format_goodput(goodput))
 
 
 def _find_size(path: Path) -> int:

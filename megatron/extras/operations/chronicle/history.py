@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.extras.operations.chronicle.energy import EnergyUse, read_energy
 from megatron.extras.operations.rollback.execution import INTERVENTIONS
-from megatron.extras.operations.rollback.plan import ROLLED_BACK
+from megatron.extras.operations.rollback.rollback_plan import ROLLED_BACK
 from megatron.observe.chronicle import (
     CHRONICLE,
     Event,

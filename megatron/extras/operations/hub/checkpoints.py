@@ -52,7 +52,7 @@ def push_checkpoints(
     hub: Hub,
     patience: RetryPolicy,
     *,
-    say: Say,
+    log: Say,
     warn: Say,
 ) -> list[str]:
     """Push the finished checkpoints of a run, the oldest first.
@@ -63,7 +63,7 @@ def push_checkpoints(
         request: Arguments of the sync. Its state lists the checkpoints that are on the Hub.
         hub: The repository.
         patience: When to stop if the Hub does not answer.
-        say: Receives one line for each checkpoint.
+        log: Receives one line for each checkpoint.
         warn: Receives one line for each checkpoint that is left out.
 
     Returns:
@@ -89,7 +89,7 @@ def push_checkpoints(
             # One listing serves all checkpoints. It is made late, so that a run without finished
             # checkpoints needs no Hub.
             if branches is None:
-                branches = _list_branches(request, state, hub, patience, say=say, warn=warn)
+                branches = _list_branches(request, state, hub, patience, log=log, warn=warn)
             # The state alone is not enough. Somebody may have deleted the branch on the Hub.
             if (
                 checkpoint.branch in branches
@@ -97,12 +97,12 @@ def push_checkpoints(
             ):
                 continue
             if request.dry_run:
-                say(
+                log(
                     f"would send {checkpoint.branch} ({checkpoint.manifest.bytes} bytes) to its "
                     "own branch, unless that branch has it already"
                 )
                 continue
-            _push(checkpoint, state, hub, patience, say)
+            _push(checkpoint, state, hub, patience, log)
             # Written after each checkpoint. A push of terabytes may be interrupted before the next.
             state.write(request.state)
         # One bad checkpoint does not keep the others from the Hub.
@@ -143,7 +143,7 @@ def _list_branches(
     hub: Hub,
     patience: RetryPolicy,
     *,
-    say: Say,
+    log: Say,
     warn: Say,
 ) -> Collection[str]:
     """Return the names of the branches, and wait while the Hub is unavailable.
@@ -163,7 +163,7 @@ def _list_branches(
             # A dry run with patterns has reported it already.
             if request.create and request.dry_run and request.patterns:
                 return ()
-            if not create_missing_repository(request, hub, error, say):
+            if not create_missing_repository(request, hub, error, log):
                 return ()
             created = True
         except HubUnavailableError as trouble:
@@ -182,7 +182,7 @@ def _list_sent_branches(state: SyncState, trouble: OperationsError, warn: Say) -
 
 
 def _push(
-    checkpoint: FinishedCheckpoint, state: SyncState, hub: Hub, patience: RetryPolicy, say: Say
+    checkpoint: FinishedCheckpoint, state: SyncState, hub: Hub, patience: RetryPolicy, log: Say
 ) -> None:
     """Push one checkpoint to its branch, unless the branch holds it already.
 
@@ -229,7 +229,7 @@ def _push(
                         "the new one"
                     )
                 _commit(hub, checkpoint, branches[branch], contents.additions, remote)
-                say(f"sent {branch} ({format_bytes(manifest.bytes)}) to the branch {branch}")
+                log(f"sent {branch} ({format_bytes(manifest.bytes)}) to the branch {branch}")
                 break
             except HubUnavailableError as trouble:
                 patience.wait(trouble)

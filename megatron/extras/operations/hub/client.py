@@ -58,10 +58,10 @@ class UnknownRepositoryError(OperationsError):
 class RetryPolicy:
     """Exponential backoff with jitter, until `seconds` have passed without progress."""
 
-    def __init__(self, seconds: float, say: Say) -> None:
-        """Allow `seconds` without progress, and report each pause through `say`."""
+    def __init__(self, seconds: float, log: Say) -> None:
+        """Allow `seconds` without progress, and report each pause through `log`."""
         self._seconds = seconds
-        self._say = say
+        self._log = log
         self._since: float | None = None
         self._tries = 0
 
@@ -86,7 +86,7 @@ class RetryPolicy:
         self._tries += 1
         if now + pause > self._since + self._seconds:
             raise trouble
-        self._say(f"{trouble}; trying again in {pause:.1f} s")
+        self._log(f"{trouble}; trying again in {pause:.1f} s")
         time.sleep(pause)
 
 
@@ -98,14 +98,14 @@ class Hub:
     """
 
     def __init__(
-        self, repo: str, *, timeout_seconds: float, say: Say, must_write: bool = True
+        self, repo: str, *, timeout_seconds: float, log: Say, must_write: bool = True
     ) -> None:
         """Prepare the client. No request is sent.
 
         Args:
             repo: Name of the repository, ORGANISATION/NAME.
             timeout_seconds: Longest silence of the Hub within a request.
-            say: Receives the client's own warnings.
+            log: Receives the client's own warnings.
             must_write: Whether a token is required. Public repositories can be read without one.
 
         Raises:
@@ -131,7 +131,7 @@ class Hub:
         self.host = _host(self._endpoint)
         # `_translate_errors` reads `_client_error`, so this comes before its first use.
         self._client_error = _set_client_timeout(default_client_factory, timeout_seconds)
-        _forward_warnings(say)
+        _forward_warnings(log)
         # Progress bars would fill the log of a cron job with thousands of control characters.
         if not sys.stderr.isatty():
             huggingface_hub.utils.disable_progress_bars()
@@ -422,17 +422,17 @@ def _set_client_timeout(factory: Callable[[], Any], timeout_seconds: float) -> t
     return error
 
 
-def _forward_warnings(say: Say) -> None:
-    """Send the client's own warnings to `say`, without the signatures of storage URLs.
+def _forward_warnings(log: Say) -> None:
+    """Send the client's own warnings to `log`, without the signatures of storage URLs.
 
     The client retries some requests by itself, and logs a warning each time.
     """
 
     class _SayHandler(logging.Handler):
-        """Handler that passes messages to `say`."""
+        """Handler that passes messages to `log`."""
 
         def emit(self, record: logging.LogRecord) -> None:
-            say(f"huggingface_hub: {_remove_signature(record.getMessage())}")
+            log(f"huggingface_hub: {_remove_signature(record.getMessage())}")
 
     # The list is replaced, because the client's own handler would print the signed URLs.
     logging.getLogger("huggingface_hub").handlers = [_SayHandler()]

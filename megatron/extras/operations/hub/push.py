@@ -104,12 +104,12 @@ def get_default_state_path(folder: Path, repo: str) -> Path:
 
 
 @contextmanager
-def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
+def hold_sync_lock(state: Path, log: Say) -> Iterator[None]:
     """Hold the lock of a sync's state. The kernel releases it when the process ends.
 
     Args:
         state: The state file. The lock is a file next to it, which is never deleted.
-        say: Receives a line if the file system has no locks.
+        log: Receives a line if the file system has no locks.
 
     Raises:
         SyncInProgressError: Another sync holds the lock.
@@ -130,7 +130,7 @@ def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
         # Some network file systems have no locks. The sync is safe without one, because the Hub
         # refuses a commit on top of an old head.
         except OSError as error:
-            say(f"{lock} cannot be locked ({error.strerror}); continuing without a lock")
+            log(f"{lock} cannot be locked ({error.strerror}); continuing without a lock")
         else:
             if result is not LockResult.HELD:
                 raise SyncInProgressError(
@@ -140,7 +140,7 @@ def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
 
 
 def create_missing_repository(
-    request: SyncRequest, hub: Hub, missing: UnknownRepositoryError, say: Say
+    request: SyncRequest, hub: Hub, missing: UnknownRepositoryError, log: Say
 ) -> bool:
     """Create the repository that `hub` did not find, if the request allows it.
 
@@ -148,7 +148,7 @@ def create_missing_repository(
         request: Arguments of the sync.
         hub: The repository.
         missing: The error of the Hub.
-        say: Receives one line.
+        log: Receives one line.
 
     Returns:
         Whether it was created. A dry run creates nothing.
@@ -163,10 +163,10 @@ def create_missing_repository(
     else:
         kind = "public"
     if request.dry_run:
-        say(f"would create the repository {hub.repo}, {kind}")
+        log(f"would create the repository {hub.repo}, {kind}")
         return False
     hub.create(private=request.private)
-    say(f"created the repository {hub.repo}, {kind}")
+    log(f"created the repository {hub.repo}, {kind}")
     return True
 
 
@@ -185,13 +185,13 @@ class FolderSync:
     """One sync of one folder. The caller holds the lock."""
 
     def __init__(
-        self, request: SyncRequest, hub: Hub, patience: RetryPolicy, *, say: Say, warn: Say
+        self, request: SyncRequest, hub: Hub, patience: RetryPolicy, *, log: Say, warn: Say
     ) -> None:
-        """Read the sync's state. Lines about the work go to `say`, and problems to `warn`."""
+        """Read the sync's state. Lines about the work go to `log`, and problems to `warn`."""
         self._request = request
         self._hub = hub
         self._patience = patience
-        self._say = say
+        self._log = log
         self._warn = warn
         self._state = read_state(request.state, f"{hub.host}/{hub.repo}", warn)
         self._outcome = SyncResult()
@@ -312,7 +312,7 @@ class FolderSync:
         try:
             return self._hub.head()
         except UnknownRepositoryError as error:
-            if not create_missing_repository(self._request, self._hub, error, self._say):
+            if not create_missing_repository(self._request, self._hub, error, self._log):
                 return None
         return self._hub.head()
 
@@ -513,10 +513,10 @@ class FolderSync:
     def _report_commit(self, title: str, groups: Sequence[CommitGroup]) -> None:
         """Report a commit: one line for the additions, and one for each deletion."""
         added = [piece.remote for group in groups for piece in group.adds]
-        self._say(f"{title}: {_shorten(added, ' ')}" if added else title)
+        self._log(f"{title}: {_shorten(added, ' ')}" if added else title)
         for group in groups:
             for remote in group.deletes:
-                self._say(f"deleted on the Hub: {remote}")
+                self._log(f"deleted on the Hub: {remote}")
 
     def _report_dry_run(
         self, deletions: Sequence[CommitGroup] | None, wanted: Mapping[str, Sequence[RemoteFile]]
@@ -526,9 +526,9 @@ class FolderSync:
         everything = plan_commit(wanted, self._state, commit_bytes=1 << 62, commit_files=1 << 62)
         for group in [*(deletions or ()), *everything]:
             for piece in group.adds:
-                self._say(f"would send {piece.remote} ({piece.blob.size} bytes)")
+                self._log(f"would send {piece.remote} ({piece.blob.size} bytes)")
             for remote in group.deletes:
-                self._say(f"would delete on the Hub: {remote}")
+                self._log(f"would delete on the Hub: {remote}")
 
     def _keep(self, found: FolderScan) -> None:
         """Write the state file, if the scan or the head has changed.

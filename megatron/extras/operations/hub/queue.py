@@ -127,13 +127,13 @@ class SyncState:
         replace_file(path, json.dumps({"format": _FORMAT, **asdict(self)}, separators=(",", ":")))
 
 
-def read_state(path: Path, repository: str, say: Callable[[str], None]) -> SyncState:
+def read_state(path: Path, repository: str, log: Callable[[str], None]) -> SyncState:
     """Return the state in a file, or an empty one if it is missing, damaged or not ours.
 
     Args:
         path: The state file.
         repository: Host and name of the repository. The state of another one is not used.
-        say: Receives a line if the state cannot be used.
+        log: Receives a line if the state cannot be used.
     """
     try:
         record = json.loads(path.read_bytes())
@@ -146,14 +146,14 @@ def read_state(path: Path, repository: str, say: Callable[[str], None]) -> SyncS
             }
             sent = {remote: SentFile(**ours) for remote, ours in record.pop("sent").items()}
             return SyncState(files=files, sent=sent, **record)
-        say(
+        log(
             f"{path} is for another repository or has another format; every file is compared with "
             f"{repository} again"
         )
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError, AttributeError) as damage:
-        say(f"{path} is damaged ({damage}); every file is compared with {repository} again")
+        log(f"{path} is damaged ({damage}); every file is compared with {repository} again")
     return SyncState(repository=repository)
 
 

@@ -30,7 +30,7 @@ from megatron.checkpoint.lease import STALE_SECONDS, Lease, get_heartbeat_age, i
 from megatron.checkpoint.lineage import write_lineage
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.extras.operations.rollback.cutting import CutSpans, cut_out, replace_by
-from megatron.extras.operations.rollback.plan import (
+from megatron.extras.operations.rollback.rollback_plan import (
     PLAN,
     ROLLED_BACK,
     FileCut,
@@ -54,14 +54,14 @@ _UNFINISHED = re.compile(r"rollback (\S+) to global_step\d+ is unfinished; .*")
 
 
 def roll_back(
-    root: Path, request: RollbackRequest, say: Callable[[str], None], *, dry_run: bool = False
+    root: Path, request: RollbackRequest, log: Callable[[str], None], *, dry_run: bool = False
 ) -> None:
     """Take a run back, or continue the same rollback after an interruption.
 
     Args:
         root: The run's folder (its --save).
         request: What to do.
-        say: Function that prints a line.
+        log: Function that prints a line.
         dry_run: Only print what would be done.
 
     Raises:
@@ -69,27 +69,27 @@ def roll_back(
             or the rollback can be continued.
         OSError: A disk is full or does not answer. The same command continues.
     """
-    _refuse_active_run(root, say, dry_run=dry_run)
+    _refuse_active_run(root, log, dry_run=dry_run)
     if dry_run:
         plan, cuts = _plan(root, request)
-        _report_plan(root, plan, say, started=cuts is None)
-        say("nothing was changed (--dry-run)")
-        _report_how_to_continue(plan, say)
+        _report_plan(root, plan, log, started=cuts is None)
+        log("nothing was changed (--dry-run)")
+        _report_how_to_continue(plan, log)
         return
     if find_unfinished(root) is None:
         # Most mistakes show here, before anything is written.
         gather_facts(root, request)
     # While the lease is held, a run that starts here is refused.
-    lease = _acquire(root, say)
+    lease = _acquire(root, log)
     try:
-        plan = roll_back_within_run(root, request, lease, say)
+        plan = roll_back_within_run(root, request, lease, log)
     finally:
         lease.release()
-    _report_how_to_continue(plan, say)
+    _report_how_to_continue(plan, log)
 
 
 def roll_back_within_run(
-    root: Path, request: RollbackRequest, lease: Lease, say: Callable[[str], None]
+    root: Path, request: RollbackRequest, lease: Lease, log: Callable[[str], None]
 ) -> RollbackPlan:
     """Roll back a run whose lease is held, or continue the same rollback. Return the plan.
 
@@ -97,24 +97,24 @@ def roll_back_within_run(
         root: The run's folder. Nothing in it is open for writing.
         request: What to do.
         lease: The lease of the folder.
-        say: Function that prints a line.
+        log: Function that prints a line.
 
     Raises:
         OperationsError, CheckpointError, ConfigError, OSError: See `roll_back`.
     """
     # The plan is made under the lease, because a run may save a checkpoint before that.
     plan, cuts = _plan(root, request)
-    _report_plan(root, plan, say, started=cuts is None)
+    _report_plan(root, plan, log, started=cuts is None)
     if not plan.is_empty:
-        execute_plan(root, plan, cuts or {}, lease, say)
-        say(f"done: {root} is at global_step{plan.to}")
+        execute_plan(root, plan, cuts or {}, lease, log)
+        log(f"done: {root} is at global_step{plan.to}")
     return plan
 
 
 # Active runs
 
 
-def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool) -> None:
+def _refuse_active_run(root: Path, log: Callable[[str], None], *, dry_run: bool) -> None:
     """Check that the folder is that of a run, and that no run writes to it.
 
     Raises:
@@ -147,7 +147,7 @@ def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool)
         check_job = f", or check that squeue does not list job {holder.job}"
     else:
         check_job = ""
-    say(
+    log(
         f"{root} was written to by {holder.describe()}. From this host only its heartbeat shows "
         "whether it is alive. The last heartbeat was "
         f"{max(0.0, get_heartbeat_age(root)):.0f} s ago. The heartbeat is watched for "
@@ -155,13 +155,13 @@ def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool)
         f"{holder.host}{check_job}."
     )
     if dry_run:
-        say("(--dry-run does not watch it)")
+        log("(--dry-run does not watch it)")
 
 
-def _acquire(root: Path, say: Callable[[str], None]) -> Lease:
+def _acquire(root: Path, log: Callable[[str], None]) -> Lease:
     """Acquire the lease of the folder. Raise OperationsError if a run holds it."""
     try:
-        return Lease.acquire(root, say)
+        return Lease.acquire(root, log)
     except CheckpointError as error:
         raise OperationsError(f"no rollback while a run is active: {error}") from error
 
@@ -251,15 +251,15 @@ def _format_command(root: Path, to: int) -> str:
 
 
 def _report_plan(
-    root: Path, plan: RollbackPlan, say: Callable[[str], None], *, started: bool
+    root: Path, plan: RollbackPlan, log: Callable[[str], None], *, started: bool
 ) -> None:
     """Print what the plan does."""
     aside = root / ROLLED_BACK / plan.name
     if plan.is_empty:
-        say(f"{root} is at global_step{plan.to}, and nothing is later: there is nothing to do")
+        log(f"{root} is at global_step{plan.to}, and nothing is later: there is nothing to do")
         return
     if started:
-        say(
+        log(
             f"continuing the rollback of {plan.time}, which was interrupted; some of the following "
             "steps are done already"
         )
@@ -267,30 +267,30 @@ def _report_plan(
         beyond = f", trained to {plan.trained_to},"
     else:
         beyond = ""
-    say(
+    log(
         f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what is "
         f"removed is kept in {aside}"
     )
     for name in plan.checkpoints:
-        say(f"  {name} is moved there")
+        log(f"  {name} is moved there")
     for file in plan.files:
-        say(f"  {file.path}: cut {file.said} -> {file.part}")
+        log(f"  {file.path}: cut {file.said} -> {file.part}")
     if plan.pointers:
-        say(f"  {LATEST}, {LATEST_ITERATION} and course.json name global_step{plan.to}")
+        log(f"  {LATEST}, {LATEST_ITERATION} and course.json name global_step{plan.to}")
     noted = [str(root / INTERVENTIONS)]
     if plan.chronicles:
         noted.append(plan.chronicles)
-    say(f"  a note is added to {' and '.join(noted)}")
+    log(f"  a note is added to {' and '.join(noted)}")
 
 
-def _report_how_to_continue(plan: RollbackPlan, say: Callable[[str], None]) -> None:
+def _report_how_to_continue(plan: RollbackPlan, log: Callable[[str], None]) -> None:
     """Print the flags to continue the run with, and the notes."""
     if plan.flags:
-        say(f"continue with the run's own command and these flags:\n  {plan.flags}")
+        log(f"continue with the run's own command and these flags:\n  {plan.flags}")
     else:
-        say("continue with the run's own command")
+        log("continue with the run's own command")
     for note in plan.notes:
-        say(f"note: {note}")
+        log(f"note: {note}")
 
 
 # Execution
@@ -301,7 +301,7 @@ def execute_plan(
     plan: RollbackPlan,
     cuts: Mapping[str, CutSpans],
     lease: Lease,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Execute a plan, or what is left of it. Each step may be repeated.
 
@@ -310,7 +310,7 @@ def execute_plan(
         plan: What to do.
         cuts: Path -> where it is to be cut. The others are found when their turn comes.
         lease: The lease of the folder.
-        say: Function that prints a line.
+        log: Function that prints a line.
 
     Raises:
         OperationsError: Somebody writes to a file.
@@ -318,7 +318,7 @@ def execute_plan(
         OSError: A disk is full or does not answer.
     """
     # A process that was suspended may have lost its lease, so each step confirms it first.
-    for act in _list_acts(root, plan, cuts, lease, say):
+    for act in _list_acts(root, plan, cuts, lease, log):
         lease.confirm()
         act()
 
@@ -328,7 +328,7 @@ def _list_acts(
     plan: RollbackPlan,
     cuts: Mapping[str, CutSpans],
     lease: Lease,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Iterator[Callable[[], object]]:
     """Yield the steps of a plan in their order."""
     folder = root / ROLLED_BACK / plan.name
@@ -341,7 +341,7 @@ def _list_acts(
     )
     for file in plan.files:
         # The default argument binds the file of this pass of the loop.
-        yield lambda file=file: _cut_file(plan, file, cuts, folder, say)  # type: ignore[misc]
+        yield lambda file=file: _cut_file(plan, file, cuts, folder, log)  # type: ignore[misc]
     yield lambda: _move_later(root, plan.to, folder, lease)
     yield lambda: _note(root / INTERVENTIONS, plan, _format_intervention(plan))
     if plan.chronicles is not None:
@@ -378,14 +378,14 @@ def _cut_file(
     file: FileCut,
     cuts: Mapping[str, CutSpans],
     folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Cut one file, unless it is already gone."""
     path = Path(file.path)
     # The complete file may have been moved by an earlier try of this step.
     if not path.exists():
         if not (folder / file.part).exists():
-            say(f"{path} was removed after the rollback was planned; nothing was cut")
+            log(f"{path} was removed after the rollback was planned; nothing was cut")
         return
     if plan.moment is None:
         moment = None

@@ -16,8 +16,8 @@ import time
 from megatron.base.errors import OperationsError
 from megatron.extras.operations.slurm import attempts, client
 from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.srun_step import Signals, log
 from megatron.extras.operations.slurm.start import StartEnd, TrainingStarts
-from megatron.extras.operations.slurm.step import Signals, say
 from megatron.extras.operations.slurm.task import IN_ORDER, ArrayTask, TaskOutcome
 from megatron.observe.log_line import format_kill_switch_line
 
@@ -49,7 +49,7 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
         restart += 1
         end = _start(array_task, starts, restart)
     outcome = end.outcome
-    say(
+    log(
         array_task.main_log,
         f"array task {client.describe_job()} ended at iteration "
         f"{attempts.read_reached_iteration(array_task.save)}: {outcome.value}",
@@ -92,7 +92,7 @@ def _start(array_task: ArrayTask, starts: TrainingStarts, restart: int) -> Start
             attempts.end(array_task.save, attempt, end.outcome.value)
     except OSError as error:
         # A start without a recorded end counts as failed, so this is safe and only logged.
-        say(array_task.main_log, f"the end of this start could not be recorded: {error}")
+        log(array_task.main_log, f"the end of this start could not be recorded: {error}")
     return end
 
 
@@ -100,7 +100,7 @@ def _find_obstacle(array_task: ArrayTask, attempt: attempts.Attempt) -> StartEnd
     """Return None if the training may start, otherwise the end that this start has already."""
     if array_task.kill_switch is not None and array_task.kill_switch.exists():
         text = format_kill_switch_line(str(array_task.kill_switch), before_start=True)
-        say(array_task.main_log, text)
+        log(array_task.main_log, text)
         return StartEnd(TaskOutcome.KILL_SWITCH, text)
     # The last entry of the list is this attempt. It has no outcome yet and does not count.
     failed = attempts.list_failed_in_a_row(array_task.save, attempt.job, IN_ORDER)[:-1]
@@ -144,7 +144,7 @@ def _may_restart(
     allocation = starts.allocation
     allocation.refresh()
     if not allocation.is_large_enough:
-        say(
+        log(
             array_task.main_log,
             f"no restart in this job: {len(allocation.good_hosts)} good nodes are left, and the "
             f"training needs {allocation.needed}",
@@ -156,7 +156,7 @@ def _may_restart(
         used = attempts.count_restarts(array_task.save, since)
     except OSError as error:
         # Without the count the budget cannot be kept. A requeue may give nodes that can read it.
-        say(array_task.main_log, f"no restart in this job: {error}")
+        log(array_task.main_log, f"no restart in this job: {error}")
         return False
     if used >= array_task.max_restarts:
         array_task.alert(
@@ -166,7 +166,7 @@ def _may_restart(
         return False
     number = f"restart {used + 1} of {array_task.max_restarts} within {window}"
     hosts = list(allocation.train_hosts)
-    say(
+    log(
         array_task.main_log,
         f"array task {client.describe_job()} starts the training again, {number}: {end.reason}",
     )
@@ -186,7 +186,7 @@ def _cancel_pending(array_task: ArrayTask, outcome: TaskOutcome) -> None:
             f"way; run scancel --state=PENDING {array}"
         )
     else:
-        say(
+        log(
             array_task.main_log,
             f"the pending tasks of array {array} are cancelled: {outcome.value}",
         )
@@ -204,12 +204,12 @@ def _requeue(
     # excluded after the requeue. Slurm's KillWait (30 s by default) limits the time for that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if client.try_command("scontrol", "requeue", job) is None:
-        say(
+        log(
             array_task.main_log,
             f"job {job} could not be requeued (is --requeue missing?); the next array task "
             "continues the training",
         )
     else:
-        say(array_task.main_log, f"job {job} is requeued: {outcome.value}")
+        log(array_task.main_log, f"job {job} is requeued: {outcome.value}")
     if bad:
         exclusion.exclude_after_requeue(job, bad, excluded)

@@ -18,7 +18,7 @@ from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.allocation import Allocation
 from megatron.extras.operations.slurm.exclusion import HostExclusion
-from megatron.extras.operations.slurm.step import Signals, run_step, say
+from megatron.extras.operations.slurm.srun_step import Signals, log, run_step
 from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
 from megatron.observe.log_line import format_training_complete_line
 
@@ -142,7 +142,7 @@ class TrainingStarts:
             nodes = ",".join(hosts)
         else:
             nodes = os.environ["SLURM_JOB_NODELIST"]
-        self._say(f"array task {client.describe_job()} starts on {nodes}")
+        self._log(f"array task {client.describe_job()} starts on {nodes}")
         folder = task.save / f".errors-{os.environ['SLURM_JOB_ID']}"
         # As for the node check, no reports of an earlier start may be read.
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +165,7 @@ class TrainingStarts:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if unreadable:
-            self._say(
+            self._log(
                 "error reports that cannot be read, probably because their ranks were killed: "
                 f"{', '.join(unreadable[:10])}"
             )
@@ -183,7 +183,7 @@ class TrainingStarts:
         # scancel may end the ranks, or keep srun from starting them, before its signal reaches this
         # script. A requeue would then bring the job back.
         if self._signals.received or client.is_ending():
-            self._say(f"Slurm ended the job before the training could save (code {code})")
+            self._log(f"Slurm ended the job before the training could save (code {code})")
             return StartEnd(TaskOutcome.ENDED_BY_SLURM)
         if hangs:
             return self._follow_hang(hangs, hosts)
@@ -208,7 +208,7 @@ class TrainingStarts:
         died = _TASK_ENDED.search(_read_log_end(task.main_log, where))
         if died is not None:
             text += f" ({died[1]})"
-        self._say(text)
+        self._log(text)
         return StartEnd(TaskOutcome.CRASHED, text)
 
     def _follow_errors(self, reports: Sequence[ErrorReport], hosts: Mapping[str, int]) -> StartEnd:
@@ -256,7 +256,7 @@ class TrainingStarts:
         """
         # The ranks that only follow the verdict do not know its hosts.
         verdict = next((report for report in hangs if report.hung_hosts), hangs[0])
-        self._say(verdict.message)
+        self._log(verdict.message)
         self._remove_hosts(self._exclusion.record_hang(verdict, hosts))
         # The second line names the first of the ranks that the others wait for.
         return StartEnd(TaskOutcome.CRASHED, " ".join(verdict.message.split("\n")[:2]))
@@ -285,13 +285,13 @@ class TrainingStarts:
             timeout=timeout,
         )
 
-    def _say(self, text: str) -> None:
-        say(self._task.main_log, text)
+    def _log(self, text: str) -> None:
+        log(self._task.main_log, text)
 
 
-def _read_log_end(log: Path, where: int) -> str:
+def _read_log_end(path: Path, where: int) -> str:
     """Return the end of what was written to the log after byte `where`."""
-    with open(log, "rb") as file:
+    with open(path, "rb") as file:
         file.seek(max(where, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         # The first byte may be in the middle of a character, hence errors="replace".
         return file.read().decode(errors="replace")

@@ -21,7 +21,7 @@ from megatron.model.partition import (
     select_stages_of_rank,
 )
 from megatron.model.shape import ModelShape
-from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
+from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 _PREFETCHED = 2
 """Layers whose gathered weights exist at the same time with ZeRO stage 3: one computes, and one is

@@ -23,7 +23,7 @@ from megatron.extras.planner.cost.tensors import TensorSizes, measure_tensors
 from megatron.model import flops
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-from megatron.schedule.pipeline import PipelineSchedule
+from megatron.schedule.pipeline_schedule import PipelineSchedule
 
 _TOKEN_BYTES = 16
 """A token and its label as int64. Those of all microbatches are on the device for the step."""

@@ -5,8 +5,8 @@ Format: the JSON object format of the Trace Event Format of Chrome. Times are mi
 
 from typing import Any
 
-from megatron.extras.planner.cost.pipeline import SimulatedPipeline
-from megatron.extras.planner.cost.step import StepPrediction
+from megatron.extras.planner.cost.pipeline_simulation import SimulatedPipeline
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 
 
 def build_trace(prediction: StepPrediction, pipeline: SimulatedPipeline) -> dict[str, Any]:

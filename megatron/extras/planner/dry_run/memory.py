@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.extras.planner.dry_run.record import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
 
 _FSDP = "/torch/distributed/fsdp/_fully_shard/"
-_PIPELINE = "megatron/engine/pipeline.py"
+_PIPELINE = "megatron/engine/pipeline_runner.py"
 _DEPTH = 40
 """Number of Python frames that are searched for the cause of an allocation."""
 

@@ -18,8 +18,8 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import RankReport
 from megatron.parallel.grid import GridCoordinate
-from megatron.plan.plan import Plan
-from megatron.schedule.pipeline import choose_schedule
+from megatron.plan.run_plan import Plan
+from megatron.schedule.pipeline_schedule import choose_schedule
 
 _PACKAGE = f"{os.sep}megatron{os.sep}"
 _OWN = f"{os.sep}dry_run{os.sep}"
@@ -58,7 +58,7 @@ def choose_microbatches(plan: Plan) -> int:
 
 
 def open_pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes in which `megatron.extras.planner.dry_run.step` can be imported.
+    """Return a pool of processes that can import `megatron.extras.planner.dry_run.fake_rank`.
 
     Raises:
         ConfigError: See `build_guard`.
@@ -147,7 +147,7 @@ def _run_one(task: tuple[Plan, int, int]) -> RankReport:
     """Run a step of one rank in a process of the pool."""
     plan, rank, microbatches = task
     # Not at the top, because this module must be importable before the guard is loaded.
-    from megatron.extras.planner.dry_run.step import run_rank
+    from megatron.extras.planner.dry_run.fake_rank import run_rank
 
     return _call(run_rank, plan, rank, microbatches)
 

@@ -27,7 +27,7 @@ _MAX_LAYERS = 2000
 """Largest number of layers that is accepted."""
 
 
-class TheirTensors:
+class HfTensors:
     """The tensors of a folder, by name."""
 
     def __init__(self, folder: Path) -> None:
@@ -188,7 +188,7 @@ def import_transformers() -> Any:
 
 
 def match_names(
-    architecture: Architecture, expected: Mapping[str, tuple[int, ...]], found: TheirTensors
+    architecture: Architecture, expected: Mapping[str, tuple[int, ...]], found: HfTensors
 ) -> dict[str, str]:
     """Return the name in the files of each expected tensor.
 
@@ -225,7 +225,7 @@ def _get_head_name(architecture: Architecture) -> str:
     return f"{architecture.modules['head']}.weight"
 
 
-def _is_equal_to_embedding(architecture: Architecture, found: TheirTensors) -> bool:
+def _is_equal_to_embedding(architecture: Architecture, found: HfTensors) -> bool:
     """Return whether the output matrix, which is tied, equals the word embedding."""
     embedding = f"{architecture.modules['embedding.word']}.weight"
     if embedding not in found.shapes:

@@ -1,6 +1,6 @@
 """A progress bar for people at a terminal. It draws nothing into log files.
 
-Invariant: all lines go through `say`, which moves the bar out of their way. A log line is therefore
+Invariant: all lines go through `log`, which moves the bar out of their way. A log line is therefore
 never mixed with the bar.
 """
 
@@ -41,7 +41,7 @@ class ProgressBar:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(iterations)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line to stdout immediately, above the bar."""
         line = make_plain_lines(line)
         if self._bar is None:

@@ -41,9 +41,9 @@ def run_step(
     folder = CHECKOUT if (CHECKOUT / "pretrain_gpt.py").is_file() else None
     environment = {**os.environ, **(variables or {})}
     # In append mode each write goes to the end of the file, because this script writes there too.
-    with open(main_log, "ab") as log:
+    with open(main_log, "ab") as log_file:
         # srun would forward this script's standard input to the tasks.
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log_file, "stderr": log_file}
         try:
             done = subprocess.run(
                 line, **streams, cwd=folder, env=environment, timeout=timeout, check=False
@@ -55,7 +55,7 @@ def run_step(
     return int(done.returncode)
 
 
-def say(main_log: Path, text: str) -> None:
+def log(main_log: Path, text: str) -> None:
     """Print a line with the time, and append it to the main log."""
     line = f"[{format_time(time.time())}] {text}"
     print_line(line)

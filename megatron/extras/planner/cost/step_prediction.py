@@ -35,11 +35,11 @@ from megatron.extras.planner.cost.parameter_traffic import (
     count_root_parameters,
     count_sum_bytes,
 )
-from megatron.extras.planner.cost.pipeline import StageTimes, estimate_pipeline_seconds
+from megatron.extras.planner.cost.pipeline_simulation import StageTimes, estimate_pipeline_seconds
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, select_stages_of_rank
 from megatron.model.shape import ModelShape
-from megatron.schedule.pipeline import PipelineSchedule
+from megatron.schedule.pipeline_schedule import PipelineSchedule
 
 _OPTIMIZER_BYTES = 32
 """Memory traffic of an update of Adam for each parameter: the gradient twice (norm and update), the

@@ -3,14 +3,15 @@
 Invariant: each rank runs its visits in the order of its schedule, one after the other. A visit
 starts when the rank is free and what it needs has arrived. Stages may take different times.
 
-The orders are those of the schedules that `megatron.schedule.pipeline` chooses, with its sources.
+The orders are those of the schedules that `megatron.schedule.pipeline_schedule` chooses, with its
+sources.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.schedule.pipeline import PipelineSchedule
+from megatron.schedule.pipeline_schedule import PipelineSchedule
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import Mesh, choose_message_device
 from megatron.parallel.torch_private import StageInternals
-from megatron.schedule.pipeline import choose_schedule
+from megatron.schedule.pipeline_schedule import choose_schedule
 
 
 class PipelineRunner:

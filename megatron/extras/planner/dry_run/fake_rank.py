@@ -27,7 +27,7 @@ from megatron.extras.planner.dry_run.record import (
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.mesh import Mesh, build_mesh
-from megatron.plan.plan import Plan
+from megatron.plan.run_plan import Plan
 
 MakeBatch = Callable[[int, int, int], list[Microbatch]]
 """Takes m, b and s. Returns m microbatches of [b, s]."""

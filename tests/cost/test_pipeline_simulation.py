@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.extras.planner.cost.pipeline import (
+from megatron.extras.planner.cost.pipeline_simulation import (
     StageTimes,
     estimate_pipeline_seconds,
     list_visits,
     simulate_pipeline,
 )
-from megatron.schedule.pipeline import choose_schedule
+from megatron.schedule.pipeline_schedule import choose_schedule
 
 SIZES = [(8, 4, 1), (9, 4, 1), (64, 8, 1), (8, 4, 2), (16, 4, 4), (24, 6, 16), (70, 35, 3)]
 
