@@ -1,7 +1,7 @@
 """Separates warnings about flags without effect from other warnings.
 
 Invariant: every warning about an accepted flag or key that changes nothing contains `PHRASE`. Such
-warnings come from the compatibility table, from DeepSpeed's JSON and from `warning_rules`.
+warnings come from the compatibility table, from DeepSpeed's JSON and from `megatron.rules`.
 """
 
 from collections.abc import Iterable

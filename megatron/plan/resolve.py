@@ -9,14 +9,14 @@ from megatron.base.errors import ConfigError
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.loss import LOSS_MEAN
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.rules import check_rules
 from megatron.config.tree import Config
 from megatron.data.phases import check_phase_data, plan_phases, read_phases
 from megatron.data.planned_phase import PlannedPhase
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
-from megatron.plan.rules import (
+from megatron.plan.run_plan import Plan
+from megatron.rules.plan import (
     PlanReport,
     check_batch_sizes,
     check_context_parallel,
@@ -32,8 +32,8 @@ from megatron.plan.rules import (
     warn_of_pipeline,
     warn_of_shape,
 )
-from megatron.plan.run_plan import Plan
-from megatron.plan.width_rules import warn_of_widths
+from megatron.rules.training import check_rules
+from megatron.rules.widths import warn_of_widths
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,
     ConstantBatchSize,
@@ -285,7 +285,7 @@ def build_curriculum(config: Config) -> Curriculum | None:
     """Build the curriculum that the flags describe.
 
     Returns:
-        The curriculum, or None if the flags describe none or only a part of one. `config.rules`
+        The curriculum, or None if the flags describe none or only a part of one. `megatron.rules`
         reports the latter.
 
     Raises:
@@ -331,7 +331,7 @@ def _parse_train_time(config: Config) -> float | None:
     Raises:
         ConfigError: The value is not a duration.
     """
-    # `config.rules` reports an empty text.
+    # `megatron.rules` reports an empty text.
     if not config.batch.train_time:
         return None
     return parse_duration(config.batch.train_time)
@@ -408,7 +408,7 @@ def _build_lr_schedule(
     if optimizer.lr_warmup_tokens is not None:
         warmup = optimizer.lr_warmup_tokens / config.model.seq_length
     wsd_decay = convert_to_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters)
-    # Without a time, a fraction refers to the decay in samples. `config.rules` reports it if a
+    # Without a time, a fraction refers to the decay in samples. `megatron.rules` reports it if a
     # number is given as well.
     if train_seconds is None and optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay

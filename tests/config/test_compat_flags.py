@@ -13,7 +13,6 @@ from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
-from megatron.config.rules import check_rules
 from megatron.config.saved import load_yaml
 from megatron.config.yaml_file import dump_yaml
 from megatron.data.shares import parse_shares
@@ -21,6 +20,7 @@ from megatron.extras.translators.compat import SYSTEMS, TABLE, find_row, find_ro
 from megatron.extras.translators.compat_row import Row
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
+from megatron.rules.training import check_rules
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
 SOURCES = (

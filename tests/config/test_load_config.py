@@ -12,10 +12,10 @@ from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, published_argume
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
-from megatron.config.rules import check_rules
 from megatron.config.tree import Config
 from megatron.extras.translators.compat import find_rows
 from megatron.extras.translators.translator import load_config
+from megatron.rules.training import check_rules
 
 
 def load(*flags: str) -> Config:

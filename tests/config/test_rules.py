@@ -8,9 +8,9 @@ from config.minimal import PUBLISHED_RUNS, TRAINABLE, config_with, published_arg
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
-from megatron.config.ranges import check_ranges
-from megatron.config.rules import ERRORS, WARNINGS, check_rules
 from megatron.extras.translators.translator import load_config
+from megatron.rules.ranges import check_ranges
+from megatron.rules.training import ERRORS, WARNINGS, check_rules
 
 GUARDED = {"spike_guard": "rollback", "save": "run", "load": "run", "save_interval": 5}
 """A run whose spike guard may roll back."""

@@ -36,7 +36,7 @@ class HFExporter:
             log: Prints a message.
             iteration: Iteration at which this launch starts. Earlier intervals are over.
         """
-        assert config.save is not None, "config.rules checks it"
+        assert config.save is not None, "a rule checks it"
         assert config.hf_export_interval is not None
         self._root = Path(config.save)
         self._folder = self._root / FOLDER

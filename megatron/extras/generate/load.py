@@ -26,7 +26,7 @@ from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.messages import gather_json
 from megatron.parallel.ranks import Ranks, build_ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
-from megatron.plan.rules import PlanReport, check_tensor_parallel
+from megatron.rules.plan import PlanReport, check_tensor_parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

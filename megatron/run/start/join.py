@@ -8,13 +8,13 @@ import torch.distributed as dist
 from megatron.base.errors import combine_errors
 from megatron.base.plain_text import print_line
 from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
-from megatron.config.ranges import check_ranges
 from megatron.engine.deterministic import choose_deterministic_kernels
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.messages import gather_json
 from megatron.parallel.rank_state import FLIGHT_RECORDER_ENTRIES
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
+from megatron.rules.ranges import check_ranges
 
 
 def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:

@@ -7,12 +7,12 @@ import os
 
 from megatron.base.errors import combine_errors
 from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.rules import check_rules, list_missing_for_training
 from megatron.engine.kind import refuse_unsupported
 from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
+from megatron.rules.training import check_rules, list_missing_for_training
 from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 

@@ -1,6 +1,6 @@
 """Rules that need the number of processes or derived numbers.
 
-Rules that need only the configuration are in `config.rules`.
+Rules that need only the configuration are in `megatron.rules`.
 
 Invariant: a rule raises nothing. It adds its findings to the report, so that all failures are
 reported together.
@@ -16,13 +16,13 @@ from megatron.base.plural import format_count
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
-from megatron.config.model_rules import LAYER_CHOICES
 from megatron.config.profiling import parse_profile_iterations
 from megatron.config.tree import Config
 from megatron.config.url import is_url
 from megatron.data.planned_phase import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
+from megatron.rules.model import LAYER_CHOICES
 from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
@@ -102,8 +102,7 @@ COUNTS = (
 def replace_wrong_values(asked: ConfigWithOrigin) -> ConfigWithOrigin:
     """Return `asked` with values from which the numbers of a plan can be derived.
 
-    A size out of its range becomes 1. A wrong choice of layers becomes None. `config.rules` reports
-    both.
+    A size out of its range becomes 1. A wrong choice of layers becomes None. Rules report both.
     """
     config = asked.config
     for name in COUNTS:
@@ -621,7 +620,7 @@ def check_profile(world_size: int, train_iters: int, report: PlanReport) -> None
             f"{report.describe('logging.profile_ranks')} names a rank that does not exist: there "
             f"are {world_size} processes, 0 to {world_size - 1}; give -1 for all of them."
         )
-    # `config.rules` reports a range that cannot be read.
+    # `megatron.rules` reports a range that cannot be read.
     iterations = report.attempt(lambda: parse_profile_iterations(config), None)
     if iterations is not None and iterations[0] > train_iters:
         report.warnings.append(

@@ -1,7 +1,7 @@
 """Rules about fields and their combinations that need only the configuration.
 
-This module has the lists of all rules, and those that belong to no other `*_rules.py`. Rules that
-need the number of processes or a derived number are in `megatron/plan/rules.py`.
+This module has the lists of all rules, and those that belong to no other module. Rules that
+need the number of processes or a derived number are in `rules/plan.py`.
 
 Invariant: a rule raises nothing and reads nothing but the configuration. All rules run, and all
 failures are reported together. Schedules check their own numbers when the plan builds them, so
@@ -17,7 +17,12 @@ from fractions import Fraction
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
-from megatron.config.data_rules import (
+from megatron.config.fields import all_fields
+from megatron.config.parallel import STRATEGY_STAGES
+from megatron.config.profiling import check_profile
+from megatron.config.recompute import OPERATORS
+from megatron.config.tree import Config
+from megatron.rules.data import (
     check_data_is_given,
     check_data_path_has_pairs,
     check_end_of_document_is_known,
@@ -26,15 +31,14 @@ from megatron.config.data_rules import (
     check_split_weights,
     check_streamed_data,
 )
-from megatron.config.declared_rules import OneOf, Requires
-from megatron.config.fields import all_fields
-from megatron.config.float8_rules import check_float8
-from megatron.config.kernel_rules import (
+from megatron.rules.declared import OneOf, Requires
+from megatron.rules.float8 import check_float8
+from megatron.rules.kernels import (
     check_attention_backend,
     check_gradient_accumulation_fusion,
     check_varlen_attention,
 )
-from megatron.config.model_rules import (
+from megatron.rules.model import (
     check_heads_divide_hidden_size,
     check_layer_choices,
     check_positions_cover_sequence,
@@ -42,17 +46,13 @@ from megatron.config.model_rules import (
     check_rope_scaling,
     check_rotary_dim_is_even,
 )
-from megatron.config.parallel import STRATEGY_STAGES
-from megatron.config.profiling import check_profile
-from megatron.config.ranges import check_ranges
-from megatron.config.recompute import OPERATORS
-from megatron.config.spike_guard_rules import (
+from megatron.rules.ranges import check_ranges
+from megatron.rules.spike_guard import (
     check_spike_guard_can_roll_back,
     check_spike_guard_sizes,
 )
-from megatron.config.time_rules import check_length_by_time, check_one_wsd_decay, check_times
-from megatron.config.tree import Config
-from megatron.config.warning_rules import WARNINGS
+from megatron.rules.times import check_length_by_time, check_one_wsd_decay, check_times
+from megatron.rules.warnings import WARNINGS
 
 Rule = Callable[[ConfigWithOrigin], Iterator[str]]
 

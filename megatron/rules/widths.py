@@ -3,7 +3,7 @@
 import math
 
 from megatron.model.shape import ModelShape
-from megatron.plan.rules import PlanReport
+from megatron.rules.plan import PlanReport
 
 _MULTIPLE = 8
 """Products of 16 bits use the fastest kernels if the rows of the matrices have a multiple of 16

@@ -3,19 +3,19 @@
 What was given trains, but a part of it has no effect or an unexpected one. Nothing is silently
 ignored.
 
-Invariant: as in `config/rules.py`, which runs them.
+Invariant: as in `rules/training.py`, which runs them.
 """
 
 import math
 from collections.abc import Callable, Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.declared_rules import NoEffect
 from megatron.config.fields import all_fields
-from megatron.config.float8_rules import warn_float8_after_the_end
-from megatron.config.kernel_rules import warn_fusion_with_shared_groups
 from megatron.config.profiling import find_requesting_field, warn_layer_statistics_without_file
 from megatron.config.tree import Config
+from megatron.rules.declared import NoEffect
+from megatron.rules.float8 import warn_float8_after_the_end
+from megatron.rules.kernels import warn_fusion_with_shared_groups
 
 _OWN_SETTINGS = ("ademamix", "muon")
 """Optimizers whose settings have names that begin with theirs."""

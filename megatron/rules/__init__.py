@@ -1,0 +1,1 @@
+"""Rules about the values of a configuration, and about what follows from them."""
