@@ -30,7 +30,7 @@ COMPARISONS: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class ComparedValue:
     """One comparison of one tensor or number."""
 
     comparison: str
@@ -57,15 +57,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """All findings of one comparison."""
+    """All values of one comparison."""
 
     comparison: str
     compared: int
     """Number of tensors or numbers."""
     error: float
     """The largest error."""
-    failure: Finding | None = None
-    """The first finding above the bound. A comparison in the run's own precision has none."""
+    failure: ComparedValue | None = None
+    """The first value above the bound. A comparison in the run's own precision has none."""
     bound: float = BOUND
 
     @property
@@ -104,7 +104,7 @@ def compare_records(
     return rows
 
 
-def find_first_failure(rows: Sequence[ComparedRow]) -> Finding | None:
+def find_first_failure(rows: Sequence[ComparedRow]) -> ComparedValue | None:
     """Return what fails first: in the earliest iteration, and there in the order of a step."""
     failures = [row.failure for row in rows if row.failure is not None]
     return min(failures, key=lambda failure: failure.iteration, default=None)
@@ -112,7 +112,7 @@ def find_first_failure(rows: Sequence[ComparedRow]) -> Finding | None:
 
 def _compare_rank(
     plan: Plan, reference: ReferenceRun, record: RankRecord, name: str
-) -> Iterator[Finding]:
+) -> Iterator[ComparedValue]:
     """Yield all findings of one rank in one launch. Subjects end with the rank's name."""
     for step in record.steps:
         number = step.iteration
@@ -135,11 +135,13 @@ def _compare_rank(
         yield from _compare_state("", number, step.after, expected.state, name, expected.rates[0])
 
 
-def _check_dropped(step: RecordedStep, name: str) -> Iterator[Finding]:
+def _check_dropped(step: RecordedStep, name: str) -> Iterator[ComparedValue]:
     """Compare weights and moments before and after a step with infinite gradients on one stage."""
     # The rank must also know that the step was dropped, because its counters depend on it.
     applied = float(step.result.applied)
-    yield Finding("overflow", step.iteration, f"step applied on {name}", applied, applied, 0.0)
+    yield ComparedValue(
+        "overflow", step.iteration, f"step applied on {name}", applied, applied, 0.0
+    )
     for before, after in zip(step.before, step.after, strict=True):
         subject = f"{after.kind} of {after.name} on {name}"
         yield _compare_exactly("overflow", step.iteration, subject, after.tensor, before.tensor)
@@ -147,7 +149,7 @@ def _check_dropped(step: RecordedStep, name: str) -> Iterator[Finding]:
 
 def _compare_data(
     plan: Plan, step: RecordedStep, expected: Inputs, data: int, name: str
-) -> Iterator[Finding]:
+) -> Iterator[ComparedValue]:
     places = [
         samples
         for _, rank, samples in list_microbatches(plan, len(expected.tokens))
@@ -169,32 +171,34 @@ def _compare_data(
         bounds = expected.documents and expected.documents[samples]
         subject = f"documents of microbatch {number} on {name}"
         error = float(microbatch.documents != bounds)
-        yield Finding(_DATA, step.iteration, subject, error, 0.0, 0.0)
+        yield ComparedValue(_DATA, step.iteration, subject, error, 0.0, 0.0)
 
 
 def _compare_exactly(
     comparison: str, iteration: int, subject: str, found: Tensor | None, expected: Tensor | None
-) -> Finding:
+) -> ComparedValue:
     """Compare tensors that must be equal. The error is the share of elements that differ."""
     if found is None or expected is None or found.shape != expected.shape:
         error = float(found is not None or expected is not None)
-        return Finding(comparison, iteration, subject, error, math.nan, math.nan)
+        return ComparedValue(comparison, iteration, subject, error, math.nan, math.nan)
     # A rank may hold no element of a small parameter, and the mean of no element is NaN.
     differs = found != expected
     error = float(differs.float().mean()) if differs.any() else 0.0
     sums = float(found.double().sum()), float(expected.double().sum())
-    return Finding(comparison, iteration, subject, error, *sums)
+    return ComparedValue(comparison, iteration, subject, error, *sums)
 
 
 def _compare_numerically(
     comparison: str, iteration: int, subject: str, value: float, wanted: float
-) -> Finding:
+) -> ComparedValue:
     # If a count or a rate is 0, the error is the absolute difference.
     error = abs(value - wanted) / (abs(wanted) or 1.0)
-    return Finding(comparison, iteration, subject, error, value, wanted)
+    return ComparedValue(comparison, iteration, subject, error, value, wanted)
 
 
-def _compare_numbers(step: RecordedStep, expected: ReferenceStep, name: str) -> Iterator[Finding]:
+def _compare_numbers(
+    step: RecordedStep, expected: ReferenceStep, name: str
+) -> Iterator[ComparedValue]:
     # If only one of them has a decoupled rate, the other is NaN, which is a failure.
     decoupled = [
         math.nan if rates[1] is None else rates[1] for rates in (step.rates, expected.rates)
@@ -214,7 +218,7 @@ def _compare_numbers(step: RecordedStep, expected: ReferenceStep, name: str) -> 
 
 def _compare_gradients(
     config: OptimizerConfig, step: RecordedStep, expected: ReferenceStep, name: str
-) -> Iterator[Finding]:
+) -> Iterator[ComparedValue]:
     """Compare the gradients that the first moments contain, before clipping."""
     decays = {"exp_avg": config.adam_beta1, "momentum": config.muon_momentum}
     # The copy's own norm, so that a wrong norm is not reported as wrong gradients.
@@ -243,7 +247,7 @@ def _compare_state(
     expected: Mapping[str, dict[str, Tensor]],
     name: str,
     rate: float = 0.0,
-) -> Iterator[Finding]:
+) -> Iterator[ComparedValue]:
     """Compare weights and moments.
 
     Without a name of the comparison, they belong to the two comparisons "weights" and "moments".
@@ -278,10 +282,10 @@ def _compare_shard(
     shard: ShardCopy,
     whole: dict[str, Tensor],
     floor: float,
-) -> Finding:
+) -> ComparedValue:
     """Compare a shard with its slice of the complete tensor of its name."""
     expected = shard.select(whole[shard.name])
     norm = float(expected.norm())
     # The last term is for an empty shard.
     error = float((shard.tensor - expected).norm()) / (norm + floor + 1e-30)
-    return Finding(comparison, iteration, subject, error, float(shard.tensor.norm()), norm)
+    return ComparedValue(comparison, iteration, subject, error, float(shard.tensor.norm()), norm)

@@ -23,7 +23,7 @@ from megatron.config.tree import Config
 from megatron.extras.verify.comparison import (
     BOUND,
     ComparedRow,
-    Finding,
+    ComparedValue,
     compare_records,
     find_first_failure,
 )
@@ -118,7 +118,7 @@ def verify(plan: Plan, train: Train, log: Callable[[str], None] = lambda line: N
 
 
 def _repeat(
-    copy: Plan, train: Train, folder: Path, found: VerifiedRun, first: Finding
+    copy: Plan, train: Train, folder: Path, found: VerifiedRun, first: ComparedValue
 ) -> VerifiedRun:
     """Verify again after a small difference, with the same seed and with another one.
 
