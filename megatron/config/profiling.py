@@ -1,9 +1,5 @@
-"""The rules of profiler traces, memory snapshots and statistics of layers."""
+"""Where profiler traces and memory snapshots go, and which iterations a trace has."""
 
-from collections.abc import Iterator
-
-from megatron.base.errors import ConfigError
-from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.tree import Config
 from megatron.schedule.skip import parse_range
 
@@ -33,33 +29,6 @@ def parse_profile_iterations(config: Config) -> tuple[int, int] | None:
     if text is None:
         return None
     return parse_range(text, "--profile-iterations")
-
-
-def check_profile(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check the iterations and the folder of traces and snapshots."""
-    config = settings.config
-    try:
-        parse_profile_iterations(config)
-    except ConfigError as error:
-        yield str(error)
-    requested = find_requesting_field(config)
-    if requested is not None and choose_profile_folder(config) is None:
-        yield (
-            f"{settings.describe(requested)} needs a folder: give --profile-dir, --save or "
-            "--tensorboard-dir."
-        )
-
-
-def warn_layer_statistics_without_file(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn if statistics of layers are computed and no file receives them."""
-    logging = settings.config.logging
-    if logging.log_layer_stats_interval is not None and not (
-        logging.tensorboard_dir or logging.metrics_file or settings.config.checkpoint.save
-    ):
-        yield (
-            f"{settings.describe('logging.log_layer_stats_interval')} computes statistics that are "
-            "not written anywhere: give --tensorboard-dir, --metrics-file or --save."
-        )
 
 
 def find_requesting_field(config: Config) -> str | None:

@@ -16,6 +16,7 @@ from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan
+from megatron.rules.lists import check_rules
 from megatron.rules.plan import (
     PlanReport,
     check_batch_sizes,
@@ -32,7 +33,6 @@ from megatron.rules.plan import (
     warn_of_pipeline,
     warn_of_shape,
 )
-from megatron.rules.training import check_rules
 from megatron.rules.widths import warn_of_widths
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,

@@ -1,4 +1,4 @@
-"""Rules about the training data and their tokenizer. See `rules.py`."""
+"""Rules about the training data and their tokenizer."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.data import DataConfig
 from megatron.config.url import has_secret, is_url, redact
+from megatron.rules.finding import Finding, error
 
 DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 """Fields that need the id of the end-of-document token."""
@@ -22,7 +23,7 @@ _STREAM_FLAGS = (
 )
 
 
-def check_split_weights(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_split_weights(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that --split consists of one to three weights, not negative and not all 0.
 
     Missing weights count as 0, as in Megatron-LM: `--split 1` trains on all documents.
@@ -38,20 +39,20 @@ def check_split_weights(settings: ConfigWithOrigin) -> Iterator[str]:
         or not all(math.isfinite(share) and share >= 0 for share in shares)
         or not sum(shares) > 0
     ):
-        yield (
+        yield error(
             f"{settings.describe('data.split')} must be one to three numbers, not negative and "
             "not all 0, as in 949,50,1; missing numbers count as 0."
         )
 
 
-def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that a mixture in --data-path consists of pairs of a weight and a path."""
     values = settings.config.data.data_path
     # A single value is the path of one data set and has no weight.
     if len(values) < 2:
         return
     if len(values) % 2:
-        yield (
+        yield error(
             f"{settings.describe('data.data_path')} has {len(values)} values, but a mixture "
             "consists of pairs: WEIGHT PATH WEIGHT PATH ... (for a single data set give PATH "
             "alone)."
@@ -59,7 +60,7 @@ def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[str]:
         return
     for weight in values[::2]:
         if not _is_weight(weight):
-            yield (
+            yield error(
                 f"{settings.describe('data.data_path')}: '{weight}' must be a weight, a number "
                 "above 0, as in 0.7 PATH 0.3 PATH."
             )
@@ -73,25 +74,25 @@ def _is_weight(text: str) -> bool:
         return False
 
 
-def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that each split of the data is described in one way only."""
     data = settings.config.data
     for which in ("train", "valid", "test"):
         paths = f"data.{which}_weighted_split_paths"
         file = f"data.{which}_weighted_split_paths_path"
         if settings[paths] and settings[file] is not None:
-            yield f"{settings.describe(paths, file)} both name the data; give one of them."
+            yield error(f"{settings.describe(paths, file)} both name the data; give one of them.")
         # --split divides the documents of --data-path, and weighted split paths name their own
         # parts of them.
         for dotted in (paths, file):
             if data.data_path and settings[dotted]:
-                yield (
+                yield error(
                     f"{settings.describe('data.data_path')} is divided by --split, but "
                     f"{settings.describe(dotted)} defines its own parts; give one of them."
                 )
 
 
-def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that no other flag names the training data together with --data-phases."""
     data = settings.config.data
     if data.data_phases is None:
@@ -102,13 +103,13 @@ def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[s
         names = ["datasets", "weights"]
     for name in names:
         if settings[f"data.{name}"]:
-            yield (
+            yield error(
                 f"{settings.describe('data.data_phases', f'data.{name}')} both name the training "
                 "data; write the data into the first phase of the file."
             )
 
 
-def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that flags for streamed data have --dataset-format, and that it has one folder."""
     data = settings.config.data
     if data.dataset_format is None:
@@ -116,13 +117,13 @@ def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
             value = settings[f"data.{name}"]
             # 0 is a token id, so `value` alone would be wrong.
             if value is not None and value is not False:
-                yield (
+                yield error(
                     f"{settings.describe(f'data.{name}')} needs --dataset-format parquet, arrow or "
                     "jsonl."
                 )
         return
     if not data.mock_data and len(data.data_path) != 1:
-        yield (
+        yield error(
             f"{settings.describe('data.dataset_format')} needs one folder as --data-path, and it "
             f"has {len(data.data_path)} values. Name folders in it with --datasets and --weights."
         )
@@ -131,29 +132,29 @@ def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
         *(f"{which}_weighted_split_paths_path" for which in ("train", "valid", "test")),
     ):
         if settings[f"data.{name}"]:
-            yield (
+            yield error(
                 f"{settings.describe('data.dataset_format', f'data.{name}')} cannot be used "
                 "together. Name the folders with --datasets and --weights."
             )
     yield from _check_urls(data)
     if data.weights is not None and data.datasets is None and data.data_phases is None:
-        yield f"{settings.describe('data.weights')} needs --datasets."
+        yield error(f"{settings.describe('data.weights')} needs --datasets.")
 
 
-def _check_urls(data: DataConfig) -> Iterator[str]:
+def _check_urls(data: DataConfig) -> Iterator[Finding]:
     """Check that URLs hold no secrets, and that what is read from them can be stored."""
     for path in data.data_path:
         # The value is not printed with its secret, and must not get into logs and checkpoints.
         if is_url(path) and has_secret(path):
-            yield (
+            yield error(
                 f"--data-path {redact(path)} has a password or a token in the URL. Leave it "
                 "out, and give it in the environment, as in docs/streaming.md."
             )
         elif is_url(path) and data.data_cache_path is None:
-            yield f"--data-path {path} needs --data-cache-path, a folder on this machine."
+            yield error(f"--data-path {path} needs --data-cache-path, a folder on this machine.")
 
 
-def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that a tokenizer is given if the id that ends documents is needed.
 
     Only a tokenizer knows this id. --vocab-size does not give it.
@@ -166,14 +167,14 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
     else:
         files = [tokenizer.tokenizer_name_or_path]
     if wanted and None in files:
-        yield (
+        yield error(
             f"{settings.describe(*wanted)} must have the tokenizer of the data, because the id of "
             "its end-of-document token is needed: give --vocab-file and --merge-file, or "
             "--tokenizer-type and --tokenizer-name-or-path."
         )
 
 
-def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that there is data to train on."""
     data = settings.config.data
     if not (
@@ -183,4 +184,6 @@ def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
         or data.train_weighted_split_paths_path
         or data.data_phases
     ):
-        yield "there is no data to train on: give --data-path or --train-weighted-split-paths"
+        yield error(
+            "there is no data to train on: give --data-path or --train-weighted-split-paths"
+        )

@@ -1,10 +1,11 @@
-"""Rules that are the same but for their fields and words. See `rules.py`."""
+"""Rules that are the same but for their fields and words."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.tree import Config
+from megatron.rules.finding import Finding, error, warning
 
 Condition = Callable[[Config], bool]
 
@@ -20,12 +21,12 @@ class NoEffect:
     fields: tuple[str, ...]
     """Dotted names."""
 
-    def __call__(self, settings: ConfigWithOrigin) -> Iterator[str]:
+    def __call__(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
         """Yield a message for each field that is given."""
         if self.when(settings.config):
             for dotted in self.fields:
                 if settings.is_changed(dotted):
-                    yield f"{settings.describe(dotted)} has no effect {self.why}."
+                    yield warning(f"{settings.describe(dotted)} has no effect {self.why}.")
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Requires:
     fields: tuple[str, ...]
     """Dotted names."""
 
-    def __call__(self, settings: ConfigWithOrigin) -> Iterator[str]:
+    def __call__(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
         """Yield a message for each field that is given without it."""
         if not self.given(settings.config):
             for dotted in self.fields:
                 if settings.is_changed(dotted):
-                    yield f"{settings.describe(dotted)} needs {self.what}."
+                    yield error(f"{settings.describe(dotted)} needs {self.what}.")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ class OneOf:
     why: str = ""
     """Follows "exclude each other", and begins with a colon."""
 
-    def __call__(self, settings: ConfigWithOrigin) -> Iterator[str]:
+    def __call__(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
         """Yield a message if several fields are given."""
         given = [dotted for dotted in self.fields if settings.is_changed(dotted)]
         if len(given) > 1:
-            yield f"{settings.describe(*given)} exclude each other{self.why}; give one of them."
+            yield error(
+                f"{settings.describe(*given)} exclude each other{self.why}; give one of them."
+            )

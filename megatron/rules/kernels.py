@@ -1,44 +1,47 @@
-"""Rules about the choice of kernels. See `rules.py`."""
+"""Rules about the choice of kernels."""
 
 from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.model import ModelConfig
+from megatron.rules.finding import Finding, error, warning
 
 _VARLEN_HEAD_MULTIPLE = 8
 _VARLEN_LARGEST_HEAD = 256
 """Widths of a head that FlashAttention-2 has kernels for."""
 
 
-def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that each kernel of --attention-backend may be used at all."""
     names = settings.config.kernels.attention_backend
     asked = settings.describe("kernels.attention_backend")
     if not names:
-        yield f"{asked} needs at least one kernel, or auto."
+        yield error(f"{asked} needs at least one kernel, or auto.")
     if len(set(names)) < len(names):
-        yield f"{asked} names a kernel twice; name each kernel once."
+        yield error(f"{asked} names a kernel twice; name each kernel once.")
     for alone in ("auto", "by-gpu"):
         if alone in names and len(names) > 1:
-            yield f"{asked}: {alone} is a choice of its own; leave out {alone} or the others."
+            yield error(
+                f"{asked}: {alone} is a choice of its own; leave out {alone} or the others."
+            )
     if "unfused" in names[:-1]:
-        yield (
+        yield error(
             f"{asked}: unfused computes everything, so the kernels after it would never be used; "
             "put it last."
         )
     if settings.config.kernels.use_torch_compile and names != ("auto",):
-        yield (
+        yield error(
             f"{asked} cannot be combined with --use-torch-compile, which replaces kernels of "
             "attention by others; give one of them."
         )
     if settings.config.kernels.use_varlen_attention and names != ("auto",):
-        yield (
+        yield error(
             f"{asked} cannot be combined with --use-varlen-attention, which has a kernel of its "
             "own; give one of them."
         )
 
 
-def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that torch's kernel for documents can compute this model."""
     if not settings.config.kernels.use_varlen_attention:
         return
@@ -46,51 +49,51 @@ def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[str]:
     precision = settings.config.precision
     model = settings.config.model
     if not settings.config.data.reset_attention_mask:
-        yield (
+        yield error(
             f"{flag} needs --reset-attention-mask: without it a sample is one document. Add it, or "
             f"leave out {flag}."
         )
     if not (precision.bf16 or precision.fp16):
-        yield (
+        yield error(
             f"{flag} needs --bf16 or --fp16: its kernel has no fp32. Add one, or leave out {flag}."
         )
     if model.position_embedding_type == "alibi":
-        yield (
+        yield error(
             f"{flag} cannot be combined with {settings.describe('model.position_embedding_type')}: "
             f"its kernel has no bias. Leave out {flag}."
         )
     if model.attention_dropout > 0:
-        yield (
+        yield error(
             f"{flag} cannot be combined with {settings.describe('model.attention_dropout')}: its "
             f"kernel has no dropout. Give --attention-dropout 0, or leave out {flag}."
         )
     width = _compute_head_width(model)
     if width is not None and (width % _VARLEN_HEAD_MULTIPLE or width > _VARLEN_LARGEST_HEAD):
-        yield (
+        yield error(
             f"{flag}: the width of a head is {width}, but its kernel needs a multiple of "
             f"{_VARLEN_HEAD_MULTIPLE} that is at most {_VARLEN_LARGEST_HEAD}. Set it with "
             f"--kv-channels, or leave out {flag}."
         )
 
 
-def check_gradient_accumulation_fusion(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_gradient_accumulation_fusion(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that weights are in 16 bits, and that the backward pass is this trainer's own."""
     if not settings.config.kernels.gradient_accumulation_fusion:
         return
     flag = settings.describe("kernels.gradient_accumulation_fusion")
     if not (settings.config.precision.bf16 or settings.config.precision.fp16):
-        yield (
+        yield error(
             f"{flag} needs --bf16 or --fp16: gradients in fp32 are not rounded in any case. Add "
             f"one, or leave out {flag}."
         )
     if settings.config.parallel.deepspeed:
-        yield (
+        yield error(
             f"{flag} cannot be combined with {settings.describe('parallel.deepspeed')}, whose "
             "optimizer takes the gradients from autograd; give one of them."
         )
 
 
-def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[str]:
+def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Warn that one of the linear layers is left out of the fusion."""
     config = settings.config
     groups = config.model.num_query_groups
@@ -100,7 +103,7 @@ def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[str]:
         and groups < config.parallel.tensor_model_parallel_size
     ):
         asked = settings.describe("model.num_query_groups", "parallel.tensor_model_parallel_size")
-        yield (
+        yield warning(
             f"{settings.describe('kernels.gradient_accumulation_fusion')} leaves out the "
             f"projection to queries, keys and values with {asked}: it is put together from two "
             "weights, because ranks share groups."

@@ -1,22 +1,23 @@
-"""Rules about the shape of the model. See `rules.py`."""
+"""Rules about the shape of the model."""
 
 from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
+from megatron.rules.finding import Finding, error, warning
 
 LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
 """Fields that choose layers."""
 
 
-def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the heads divide the hidden size, and the key/value heads divide the heads."""
     model = settings.config.model
     # `check_ranges` reports this value. Here it would be a division by zero.
     if model.num_attention_heads < 1:
         return
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        yield (
+        yield error(
             f"{settings.describe('model.num_attention_heads')} must divide "
             f"{settings.describe('model.hidden_size')}; change one, or set the width of a head "
             "with --kv-channels."
@@ -26,14 +27,14 @@ def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
         divisors = [
             n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0
         ]
-        yield (
+        yield error(
             f"{settings.describe('model.num_query_groups')} must divide "
             f"{settings.describe('model.num_attention_heads')}; use one of "
             f"{', '.join(map(str, divisors))}."
         )
 
 
-def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the rotated channels of a head are an even number of at least 2.
 
     Rotary positions rotate channels in pairs.
@@ -53,36 +54,36 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
         head = model.hidden_size // model.num_attention_heads
     rotated = int(head * model.rotary_percent)
     if rotated < 2 or rotated % 2:
-        yield (
+        yield error(
             f"{settings.describe('model.rotary_percent')} of a head's {head} channels are "
             f"{rotated}, but rotary positions rotate pairs of channels; choose a head size or "
             "fraction that gives an even number of at least 2."
         )
 
 
-def check_rope_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_rope_scaling(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the low and the high frequencies of a scaling do not overlap."""
     model = settings.config.model
     if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        yield (
+        yield error(
             f"{settings.describe('model.rope_low_freq_factor')} must be below "
             f"{settings.describe('model.rope_high_freq_factor')}; Llama 3 has 1 and 4."
         )
     if model.rope_scaling != "yarn":
         return
     if model.rope_beta_slow >= model.rope_beta_fast:
-        yield (
+        yield error(
             f"{settings.describe('model.rope_beta_slow')} must be below "
             f"{settings.describe('model.rope_beta_fast')}; YaRN has 1 and 32."
         )
     if model.rotary_base <= 1:
-        yield (
+        yield error(
             f"{settings.describe('model.rotary_base')} must be above 1 with --rope-scaling yarn; "
             "the paper has 10000."
         )
 
 
-def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that each choice of layers is one, and chooses layers of the model."""
     num_layers = settings.config.model.num_layers
     # `check_ranges` reports this value.
@@ -96,25 +97,65 @@ def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[str]:
         try:
             choose_layers(text, num_layers)
         except ValueError as failure:
-            yield f"{settings.describe(dotted)}: {failure}."
+            yield error(f"{settings.describe(dotted)}: {failure}.")
 
 
-def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that queries and keys of all heads are normalised together by RMSNorm only."""
     model = settings.config.model
     if model.qk_norm == "full" and model.normalization != "RMSNorm":
-        yield (
+        yield error(
             f"{settings.describe('model.qk_norm')} needs --normalization RMSNorm, not "
             f"{model.normalization}; use it, or --qk-norm head."
         )
 
 
-def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the table of learned positions has a row for each token of a sample."""
     model = settings.config.model
     size = model.max_position_embeddings
     if size is not None and model.position_embedding_type == "absolute" and size < model.seq_length:
-        yield (
+        yield error(
             f"{settings.describe('model.max_position_embeddings')} must be at least "
             f"{settings.describe('model.seq_length')}: each token of a sample needs a position."
+        )
+
+
+def warn_size_of_missing_position_table(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about --max-position-embeddings in a model without a table of learned positions."""
+    positions = settings.config.model.position_embedding_type
+    if positions != "absolute" and settings.is_changed("model.max_position_embeddings"):
+        yield warning(
+            f"{settings.describe('model.max_position_embeddings')} has no effect with "
+            f"--position-embedding-type {positions}, which has no table of positions."
+        )
+
+
+def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about settings of the scaling of rotary frequencies that this scaling does not use."""
+    scaling = settings.config.model.rope_scaling
+    used = {
+        "model.rope_scaling_factor": ("linear", "llama3", "yarn"),
+        "model.rope_low_freq_factor": ("llama3",),
+        "model.rope_high_freq_factor": ("llama3",),
+        "model.rope_original_length": ("llama3", "yarn"),
+        "model.rope_beta_fast": ("yarn",),
+        "model.rope_beta_slow": ("yarn",),
+        "model.rope_truncate": ("yarn",),
+        "model.rope_attention_factor": ("yarn",),
+    }
+    for dotted, scalings in used.items():
+        if settings.is_changed(dotted) and scaling not in scalings:
+            yield warning(
+                f"{settings.describe(dotted)} has no effect without --rope-scaling "
+                f"{' or '.join(scalings)}."
+            )
+
+
+def warn_missing_norm_biases(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about --no-norm-bias in a model whose norms have no biases anyway."""
+    model = settings.config.model
+    if not model.norm_bias and model.normalization == "RMSNorm" and not model.embed_layernorm:
+        yield warning(
+            "--no-norm-bias has no effect with --normalization RMSNorm, which has no biases."
         )

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.rules.finding import Finding, error
 
 
-def check_ranges(settings: ConfigWithOrigin) -> Iterator[str]:
+def check_ranges(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Yield a message for each number that is out of its range."""
     for dotted, value in settings.list_values().items():
         field = all_fields()[dotted]
@@ -27,4 +28,4 @@ def check_ranges(settings: ConfigWithOrigin) -> Iterator[str]:
             if isinstance(number, int | float) and not isinstance(number, bool)
         ]
         if not all(field.range.contains(number) for number in numbers):
-            yield f"{settings.describe(dotted)} must be {field.range.describe()}."
+            yield error(f"{settings.describe(dotted)} must be {field.range.describe()}.")

@@ -20,7 +20,7 @@ from megatron.extras.translators.compat import SYSTEMS, TABLE, find_row, find_ro
 from megatron.extras.translators.compat_row import Row
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.rules.training import check_rules
+from megatron.rules.lists import check_rules
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
 SOURCES = (

@@ -15,7 +15,7 @@ from megatron.config.normalise import list_known_flags
 from megatron.config.tree import Config
 from megatron.extras.translators.compat import find_rows
 from megatron.extras.translators.translator import load_config
-from megatron.rules.training import check_rules
+from megatron.rules.lists import check_rules
 
 
 def load(*flags: str) -> Config:

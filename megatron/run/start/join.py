@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron.base.errors import combine_errors
 from megatron.base.plain_text import print_line
 from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
 from megatron.engine.deterministic import choose_deterministic_kernels
@@ -14,6 +13,7 @@ from megatron.parallel.messages import gather_json
 from megatron.parallel.rank_state import FLIGHT_RECORDER_ENTRIES
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
+from megatron.rules.finding import refuse_errors
 from megatron.rules.ranges import check_ranges
 
 
@@ -33,8 +33,7 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
     if world.size == 1:
         return Ranks(names=(f"rank 0 on {host}",))
     # The time limit is used below. Rank 0 checks everything else together, once the ranks have met.
-    if wrong := list(check_ranges(ConfigWithOrigin(loaded.config, loaded.origin))):
-        raise combine_errors(wrong)
+    refuse_errors(check_ranges(ConfigWithOrigin(loaded.config, loaded.origin)))
     parallel = loaded.config.parallel
     minutes = parallel.distributed_timeout_minutes
     if parallel.hang_timeout is not None:

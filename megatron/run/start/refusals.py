@@ -6,13 +6,14 @@ Importing torch takes seconds. Where possible, a wrong command line is therefore
 import os
 
 from megatron.base.errors import combine_errors
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
 from megatron.engine.kind import refuse_unsupported
 from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
-from megatron.rules.training import check_rules, list_missing_for_training
+from megatron.rules.finding import apply_rules, refuse_errors
+from megatron.rules.lists import NEEDED_BY_RUNS, check_rules
 from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
@@ -94,5 +95,4 @@ def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) 
         parts.check_trackers(plan.config.logging.tracker)
     if parts.check_verification is not None:
         parts.check_verification(plan.config.logging.verification)
-    if missing := list_missing_for_training(plan.config):
-        raise combine_errors(missing)
+    refuse_errors(apply_rules(NEEDED_BY_RUNS, ConfigWithOrigin(plan.config, {})))

@@ -1,0 +1,296 @@
+"""The rules of a configuration, in the order of their messages.
+
+A rule is in the module of its subject, and in one list here.
+
+Invariant: a rule raises nothing and reads nothing but its context. All rules run, and all findings
+are reported together. Schedules check their own numbers when the plan builds them, so those errors
+are not reported here. Examples are the steps of a ramp-up, --min-lr above --lr, and skipped ranges.
+
+The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpeed.
+"""
+
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.profiling import find_requesting_field
+from megatron.config.tree import Config
+from megatron.rules import (
+    curriculum,
+    data,
+    float8,
+    kernels,
+    layout,
+    model,
+    numbers,
+    outputs,
+    ranges,
+    spike_guard,
+    times,
+    training,
+)
+from megatron.rules.declared import NoEffect, OneOf, Requires
+from megatron.rules.finding import Rule, apply_rules, list_errors, list_warnings
+
+_DEEPSPEED_OPTIMIZERS = ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer")
+_LOSS_SCALE = (
+    *("precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale"),
+    *("precision.loss_scale_window", "precision.hysteresis"),
+)
+
+CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
+    # Errors.
+    training.check_no_empty_text,
+    ranges.check_ranges,
+    training.check_one_training_length,
+    times.check_times,
+    times.check_length_by_time,
+    times.check_one_wsd_decay,
+    training.check_one_unit_of_progress,
+    training.check_one_warmup,
+    training.check_lr_is_given,
+    OneOf(
+        (
+            *("batch.rampup_batch_size", "batch.step_batch_size_schedule"),
+            "batch.gradient_accumulation_steps",
+        )
+    ),
+    OneOf(
+        ("optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler"),
+        ": the schedule comes either from this configuration or from the checkpoint",
+    ),
+    OneOf(("precision.fp16", "precision.bf16")),
+    numbers.check_loss_scale_bounds,
+    model.check_heads_divide_hidden_size,
+    model.check_rotary_dim_is_even,
+    model.check_rope_scaling,
+    model.check_layer_choices,
+    OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
+    model.check_query_key_norm,
+    model.check_positions_cover_sequence,
+    data.check_split_weights,
+    data.check_data_path_has_pairs,
+    data.check_one_description_of_data,
+    data.check_phases_are_the_training_data,
+    data.check_streamed_data,
+    Requires(
+        "--save: the ids of the tracker's runs are stored there",
+        lambda config: config.checkpoint.save is not None,
+        ("logging.tracker",),
+    ),
+    # --save-interval is not in this list. Published scripts that measure speed have it without
+    # --save, so it gives only a warning. A run with --async-save and no folder would train to its
+    # end and leave no checkpoint.
+    Requires(
+        "--save: without it nothing would be saved",
+        lambda config: config.checkpoint.save is not None,
+        (
+            *("checkpoint.save_at", "checkpoint.async_save"),
+            *("checkpoint.keep_latest_checkpoints", "checkpoint.hf_export_interval"),
+        ),
+    ),
+    Requires(
+        "--keep-latest-checkpoints: without it all checkpoints are kept",
+        lambda config: config.checkpoint.keep_latest_checkpoints is not None,
+        ("checkpoint.keep_every",),
+    ),
+    # These flags have a meaning only for a checkpoint that is loaded.
+    Requires(
+        "--load, the folder of the checkpoint",
+        lambda config: config.checkpoint.load is not None,
+        (
+            *("checkpoint.finetune", "checkpoint.require_load", "checkpoint.load_iteration"),
+            "batch.eval_only",
+        ),
+    ),
+    Requires(
+        "--eval-tasks, the names of the tasks",
+        lambda config: bool(config.batch.eval_tasks),
+        tuple(
+            f"batch.eval_tasks_{name}" for name in ("interval", "folder", "num_fewshot", "limit")
+        ),
+    ),
+    # --eval-only evaluates the tasks once.
+    Requires(
+        "--eval-tasks-interval, the iterations between two evaluations",
+        lambda config: config.batch.eval_tasks_interval is not None or config.batch.eval_only,
+        ("batch.eval_tasks",),
+    ),
+    OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
+    spike_guard.check_spike_guard_can_roll_back,
+    spike_guard.check_spike_guard_sizes,
+    numbers.check_bf16_moments,
+    OneOf(_DEEPSPEED_OPTIMIZERS),
+    # The native engine (FSDP2) supports neither of them.
+    Requires(
+        "--deepspeed; without it, --zero-stage shards the optimizer's states over the ranks",
+        lambda config: config.parallel.deepspeed,
+        _DEEPSPEED_OPTIMIZERS,
+    ),
+    layout.check_sharding_strategy,
+    numbers.check_grad_reduction,
+    curriculum.check_curriculum_flags,
+    data.check_end_of_document_is_known,
+    layout.check_one_partition_method,
+    layout.check_recompute_fraction,
+    layout.check_kept_operators,
+    kernels.check_attention_backend,
+    kernels.check_varlen_attention,
+    kernels.check_gradient_accumulation_fusion,
+    outputs.check_profile,
+    float8.check_float8,
+    # Warnings.
+    training.warn_ramp_by_iterations,
+    training.warn_decay_by_tokens_wins,
+    training.warn_warmup_tokens_with_curriculum,
+    NoEffect(
+        "without --lr-decay-style WSD",
+        lambda config: config.optimizer.lr_decay_style != "WSD",
+        tuple(f"optimizer.lr_wsd_decay_{it}" for it in ("iters", "samples", "fraction", "style")),
+    ),
+    NoEffect(
+        "without --decoupled-lr",
+        lambda config: config.optimizer.decoupled_lr is None,
+        ("optimizer.decoupled_min_lr",),
+    ),
+    NoEffect(
+        "without a warm-up: give --lr-warmup-samples, -iters, -tokens or -fraction",
+        training.has_no_warmup,
+        ("optimizer.lr_warmup_init", "optimizer.lr_warmup_style", "optimizer.lr_decay_from_start"),
+    ),
+    training.warn_decay_of_missing_warmup,
+    numbers.warn_settings_of_another_optimizer,
+    NoEffect("without --fp16", lambda config: not config.precision.fp16, _LOSS_SCALE),
+    numbers.warn_loss_scale_point_without_fp16,
+    numbers.warn_static_loss_scale_wins,
+    numbers.warn_loss_scale_rounds,
+    NoEffect(
+        "without --fp16 or --bf16: everything is in fp32",
+        lambda config: not (config.precision.fp16 or config.precision.bf16),
+        ("precision.fp32_residual_connection",),
+    ),
+    NoEffect(
+        "with --position-embedding-type alibi, whose bias depends on distances only",
+        lambda config: config.model.position_embedding_type == "alibi",
+        ("data.reset_position_ids",),
+    ),
+    NoEffect(
+        "with --mock-data, which trains on synthetic tokens",
+        lambda config: config.data.mock_data,
+        (
+            *("data.data_path", "data.data_phases"),
+            *("data.train_weighted_split_paths", "data.train_weighted_split_paths_path"),
+        ),
+    ),
+    NoEffect(
+        "without --deepspeed",
+        lambda config: not config.parallel.deepspeed,
+        ("parallel.deepspeed_config",),
+    ),
+    NoEffect(
+        "without --context-parallel-size",
+        lambda config: config.parallel.context_parallel_size == 1,
+        ("parallel.cp_comm_type",),
+    ),
+    NoEffect(
+        "without --save: nothing is saved",
+        lambda config: config.checkpoint.save is None,
+        ("checkpoint.save_interval", "checkpoint.save_interval_time"),
+    ),
+    outputs.warn_incomplete_saves,
+    outputs.warn_tensorboard_without_folder,
+    NoEffect(
+        "without --position-embedding-type rotary",
+        lambda config: config.model.position_embedding_type != "rotary",
+        (
+            *("model.rotary_percent", "model.rotary_base", "model.rope_scaling"),
+            *("model.no_rope_layers", "kernels.rope_fusion"),
+        ),
+    ),
+    NoEffect(
+        "without --glu-activation",
+        lambda config: config.model.glu_activation is None,
+        ("kernels.bias_swiglu_fusion",),
+    ),
+    model.warn_size_of_missing_position_table,
+    model.warn_rope_settings_without_scaling,
+    NoEffect(
+        "without --no-add-bias-linear: all linear layers have biases",
+        lambda config: config.model.add_bias_linear,
+        ("model.add_qkv_bias", "model.add_attention_bias", "model.add_mlp_bias"),
+    ),
+    model.warn_missing_norm_biases,
+    NoEffect(
+        "without --sliding-window: all layers have full attention",
+        lambda config: config.model.sliding_window is None,
+        ("model.full_attention_layers",),
+    ),
+    NoEffect(
+        "without --goldfish-loss",
+        lambda config: not config.loss.goldfish_loss,
+        ("loss.goldfish_k", "loss.goldfish_h"),
+    ),
+    NoEffect(
+        "without --checkpoint-activations",
+        lambda config: not config.recompute.checkpoint_activations,
+        (
+            *("recompute.checkpoint_fraction", "recompute.partition_activations"),
+            "recompute.checkpoint_in_cpu",
+        ),
+    ),
+    # With --sequence-parallel the inputs of layers are already sharded over the tensor ranks.
+    NoEffect(
+        "with --sequence-parallel, which already shards the kept inputs",
+        lambda config: config.parallel.sequence_parallel,
+        ("recompute.partition_activations",),
+    ),
+    # With a fraction below 1 some layers are not recomputed completely, and the flag still applies
+    # to them.
+    NoEffect(
+        "with --checkpoint-activations, which recomputes entire layers; with --checkpoint-fraction "
+        "it applies to the other layers",
+        lambda config: (
+            config.recompute.checkpoint_activations
+            and config.recompute.checkpoint_fraction.strip() == "1"
+        ),
+        ("recompute.recompute_attention_core",),
+    ),
+    NoEffect(
+        "without --memory-snapshot",
+        lambda config: not config.logging.memory_snapshot,
+        ("logging.memory_snapshot_iterations",),
+    ),
+    NoEffect(
+        "without --profile-iterations or --memory-snapshot",
+        lambda config: find_requesting_field(config) is None,
+        ("logging.profile_ranks", "logging.profile_dir"),
+    ),
+    NoEffect(
+        "without --fp8-format",
+        lambda config: config.precision.fp8_format is None,
+        (
+            *("precision.fp8_recipe", "precision.fp8_start_iteration", "precision.fp8_emulate"),
+            "precision.first_last_layers_bf16",
+        ),
+    ),
+    NoEffect(
+        "without --first-last-layers-bf16",
+        lambda config: not config.precision.first_last_layers_bf16,
+        ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"),
+    ),
+    outputs.warn_layer_statistics_without_file,
+    kernels.warn_fusion_with_shared_groups,
+    float8.warn_float8_after_the_end,
+)
+"""Rules that need only the configuration."""
+
+NEEDED_BY_RUNS: tuple[Rule[ConfigWithOrigin], ...] = (data.check_data_is_given,)
+"""Rules for a run that is about to start. A plan may be made before there is data."""
+
+
+def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Return the errors and the warnings of all rules that need only the configuration.
+
+    Args:
+        config: The configuration to check.
+        origin: Where each field came from, as in `LoadedConfig`. It may be empty.
+    """
+    findings = apply_rules(CONFIG_RULES, ConfigWithOrigin(config, origin))
+    return list_errors(findings), list_warnings(findings)

@@ -1,0 +1,119 @@
+"""Rules about the precision of numbers, and about what only some optimizers have."""
+
+import math
+from collections.abc import Iterator
+
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import all_fields
+from megatron.rules.finding import Finding, error, warning
+
+_OWN_SETTINGS = ("ademamix", "muon")
+"""Optimizers whose settings have names that begin with theirs."""
+
+
+_LARGEST_BF16_DECAY = 1.0 - 2.0**-8
+"""Largest decay rate with which each step without a gradient makes any number in bf16 smaller.
+
+bf16 has 8 significant bits, so a step rounds away changes of less than 2^-8 of some numbers.
+"""
+
+
+def check_loss_scale_bounds(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that the dynamic loss scale does not start below its minimum."""
+    precision = settings.config.precision
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield error(
+            f"{settings.describe('precision.min_loss_scale')} must not exceed "
+            f"{settings.describe('precision.initial_loss_scale')}, the first value of the dynamic "
+            "loss scale."
+        )
+
+
+def check_grad_reduction(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that --grad-reduce-in-bf16 is used with --bf16."""
+    config = settings.config
+    if config.parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+        yield error(
+            "--grad-reduce-in-bf16 needs --bf16: gradients of fp16 and fp32 would lose precision "
+            "or range. Add --bf16, or leave out --grad-reduce-in-bf16."
+        )
+
+
+def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that moments in bf16 can fall."""
+    optimizer = settings.config.optimizer
+    rates = [("adam_beta1", "--exp-avg-dtype", optimizer.exp_avg_dtype)]
+    rates.append(("adam_beta2", "--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype))
+    if optimizer.optimizer == "muon":
+        rates.append(("muon_momentum", "--exp-avg-dtype", optimizer.exp_avg_dtype))
+    for name, flag, dtype in rates:
+        if dtype == "bf16" and getattr(optimizer, name) > _LARGEST_BF16_DECAY:
+            yield error(
+                f"{settings.describe(f'optimizer.{name}')} with {flag} bf16: a step would change "
+                "the moment by less than bf16 can hold, so it would never fall; the rate must be "
+                f"at most {_LARGEST_BF16_DECAY} (1 - 2^-8). Lower it, or give {flag} fp32."
+            )
+
+
+def warn_settings_of_another_optimizer(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about settings of an optimizer that --optimizer does not name."""
+    chosen = settings.config.optimizer.optimizer
+    for dotted, field in all_fields().items():
+        owner, _, _ = field.name.partition("_")
+        if (
+            field.group == "optimizer"
+            and owner in _OWN_SETTINGS
+            and owner != chosen
+            and settings.is_changed(dotted)
+        ):
+            yield warning(f"{settings.describe(dotted)} has no effect without --optimizer {owner}.")
+
+
+def warn_loss_scale_point_without_fp16(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about the flag for the loss scale's points in TensorBoard without --fp16."""
+    logging = settings.config.logging
+    # Without a folder, `warn_tensorboard_without_folder` reports this flag.
+    if (
+        not settings.config.precision.fp16
+        and logging.tensorboard_dir is not None
+        and not logging.log_loss_scale_to_tensorboard
+    ):
+        yield warning("--no-log-loss-scale-to-tensorboard has no effect without --fp16.")
+
+
+def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about settings of the dynamic loss scale together with a static one."""
+    precision = settings.config.precision
+    if precision.fp16 and precision.loss_scale is not None:
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            if settings.is_changed(f"precision.{name}"):
+                static = settings.describe("precision.loss_scale")
+                yield warning(
+                    f"{settings.describe(f'precision.{name}')} has no effect with {static}, "
+                    "which is static."
+                )
+
+
+def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about a loss scale that is not a power of two.
+
+    A power of two changes exponents only. Any other scale rounds each gradient once more.
+    """
+    precision = settings.config.precision
+    if not precision.fp16:
+        return
+    # A static scale replaces the dynamic one, so only the scales in use are checked.
+    used = ["initial_loss_scale", "min_loss_scale"]
+    if precision.loss_scale is not None:
+        used = ["loss_scale"]
+    for name in used:
+        scale = settings[f"precision.{name}"]
+        # frexp returns a mantissa in [0.5, 1). It is exactly 0.5 for powers of two and for nothing
+        # else.
+        if 0 < scale < math.inf and math.frexp(scale)[0] != 0.5:
+            below = 2.0 ** (math.frexp(scale)[1] - 1)
+            others = f"{below:.10g} or {2 * below:.10g}"
+            yield warning(
+                f"{settings.describe(f'precision.{name}')} is not a power of two, so scaling "
+                f"rounds the gradients; use {others}."
+            )

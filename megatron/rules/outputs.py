@@ -1,0 +1,82 @@
+"""Rules about what a run writes: checkpoints, TensorBoard, traces and memory snapshots."""
+
+from collections.abc import Iterator
+
+from megatron.base.errors import ConfigError
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import all_fields
+from megatron.config.profiling import (
+    choose_profile_folder,
+    find_requesting_field,
+    parse_profile_iterations,
+)
+from megatron.rules.finding import Finding, error, warning
+
+
+def check_profile(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check the iterations and the folder of traces and snapshots."""
+    config = settings.config
+    try:
+        parse_profile_iterations(config)
+    except ConfigError as failure:
+        yield error(str(failure))
+    requested = find_requesting_field(config)
+    if requested is not None and choose_profile_folder(config) is None:
+        yield error(
+            f"{settings.describe(requested)} needs a folder: give --profile-dir, --save or "
+            "--tensorboard-dir."
+        )
+
+
+def warn_layer_statistics_without_file(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn if statistics of layers are computed and no file receives them."""
+    logging = settings.config.logging
+    if logging.log_layer_stats_interval is not None and not (
+        logging.tensorboard_dir or logging.metrics_file or settings.config.checkpoint.save
+    ):
+        yield warning(
+            f"{settings.describe('logging.log_layer_stats_interval')} computes statistics that are "
+            "not written anywhere: give --tensorboard-dir, --metrics-file or --save."
+        )
+
+
+def warn_incomplete_saves(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn if a save cannot be resumed, or if only the end is saved."""
+    checkpoint = settings.config.checkpoint
+    if (
+        # The same command resumes only if it loads what it saves. Then it would ask for a state
+        # that was not saved.
+        checkpoint.save is not None
+        and not checkpoint.save_optim
+        and checkpoint.load_optim
+        and checkpoint.resumes_itself
+    ):
+        yield warning(
+            "--no-save-optim: this command cannot resume from its own checkpoints, because they "
+            "have no optimizer state; with --no-load-optim it resumes with new moments."
+        )
+    if (
+        checkpoint.save is not None
+        and checkpoint.save_interval is None
+        and checkpoint.save_interval_time is None
+        and not settings.config.batch.eval_only
+    ):
+        yield warning(
+            f"{settings.describe('checkpoint.save')} without --save-interval saves only when "
+            "training ends or is asked to stop."
+        )
+
+
+def warn_tensorboard_without_folder(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn about settings of TensorBoard without --tensorboard-dir."""
+    if settings.config.logging.tensorboard_dir is None:
+        # Select by name, so that a new field for TensorBoard needs no entry here.
+        for field in all_fields().values():
+            if (
+                field.group == "logging"
+                and "tensorboard" in field.name
+                and settings.is_changed(field.dotted)
+            ):
+                yield warning(
+                    f"{settings.describe(field.dotted)} has no effect without --tensorboard-dir."
+                )
