@@ -1,4 +1,6 @@
-"""Formats a count and its noun as text for people."""
+"""Formats counts and lists as text for people."""
+
+from collections.abc import Sequence
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:
@@ -12,3 +14,9 @@ def format_count(number: int, noun: str, plural: str | None = None) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {plural or noun + 's'}"
+
+
+def format_alternatives(options: Sequence[object]) -> str:
+    """Format a list of alternatives, as in '1, 2 or 4'."""
+    words = [str(option) for option in options]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -68,7 +68,7 @@ from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
-from megatron.rules.plan import replace_wrong_values
+from megatron.plan.usable_values import replace_wrong_values
 from megatron.schedule.counter_forecast import ForecastPoint
 
 _ASSUMED = {

@@ -91,6 +91,19 @@ class ParallelConfig:
         return EXCHANGES_HEADS[self.cp_comm_type] and self.context_parallel_size > 1
 
     @property
+    def replica_size(self) -> int:
+        """Number of ranks that hold the model once."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    def divides(self, world_size: int) -> bool:
+        """Return whether a number of ranks can be divided into replicas."""
+        return world_size >= 1 and world_size % self.replica_size == 0
+
+    @property
     def length_unit(self) -> int:
         """What the length of a sequence must be a multiple of, so that ranks get equal parts.
 

@@ -5,7 +5,12 @@ the data. It needs no process group and no device. It is always returned complet
 collected in `Plan.errors` and none is raised.
 """
 
-from megatron.base.errors import ConfigError
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar, assert_never
+
+from megatron.base.errors import ConfigError, MegatronError
+from megatron.base.plural import format_alternatives, format_count
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.loss import LOSS_MEAN
 from megatron.config.optimizer import OptimizerConfig
@@ -16,24 +21,10 @@ from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan
-from megatron.rules.lists import check_rules
-from megatron.rules.plan import (
-    PlanReport,
-    check_batch_sizes,
-    check_context_parallel,
-    check_curriculum,
-    check_grid,
-    check_muon,
-    check_profile,
-    check_tensor_parallel,
-    choose_shard_size,
-    replace_wrong_values,
-    warn_of_files,
-    warn_of_phases,
-    warn_of_pipeline,
-    warn_of_shape,
-)
-from megatron.rules.widths import warn_of_widths
+from megatron.plan.usable_values import replace_wrong_values
+from megatron.rules.contexts import PlanContext
+from megatron.rules.finding import apply_rules, list_errors, list_warnings, warning
+from megatron.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,
     ConstantBatchSize,
@@ -41,7 +32,6 @@ from megatron.schedule.batch_size import (
     bare_thresholds_as_samples,
     count_iterations_for_samples,
     parse_step_schedule,
-    step_entries,
 )
 from megatron.schedule.clock import parse_duration
 from megatron.schedule.curriculum import FOREVER, Curriculum
@@ -53,6 +43,8 @@ from megatron.tokenizer import (
     compute_padded_vocab_size,
     find_vocab_size,
 )
+
+T = TypeVar("T")
 
 RANKS_PER_NODE = 8
 """Ranks of a node, if the caller does not know the number."""
@@ -88,86 +80,74 @@ def resolve(
             neither for this number nor for the data phases nor for a warning.
         ranks_per_node: Ranks of a node, which --sharding-strategy hsdp shards over.
     """
-    # `check_rules` reports wrong values. They are replaced in `usable`, so that the rest of the
-    # plan can be derived and its errors are reported in the same run. The plan keeps `config`.
-    errors, warnings = check_rules(config, origin or {})
-    report = PlanReport(
-        replace_wrong_values(ConfigWithOrigin(config, origin or {})), errors, warnings
-    )
-    usable = report.config
-    tensor = usable.parallel.tensor_model_parallel_size
-    pipeline = usable.parallel.pipeline_model_parallel_size
+    # Rules report wrong values. They are replaced in `usable`, so that the rest of the plan can be
+    # derived and its errors are reported in the same run. The plan keeps `config`.
+    given = ConfigWithOrigin(config, origin or {})
+    findings = apply_rules(CONFIG_RULES, given)
+    settings = replace_wrong_values(given)
+    usable = settings.config
+    failures: list[str] = []
 
-    grid_fits = check_grid(world_size, report)
-    # At least 1, so that the numbers below exist even if the grid does not fit.
-    context = usable.parallel.context_parallel_size
-    data_parallel_size = max(1, world_size // (tensor * pipeline * context))
-    shard_size = data_parallel_size * context
-    if grid_fits:
-        shard_size = choose_shard_size(shard_size, ranks_per_node, report)
+    def attempt(make: Callable[[], T], otherwise: T) -> T:
+        """Return `make()`. If it fails, note the failure and return `otherwise`."""
+        try:
+            return make()
+        except MegatronError as failure:
+            # An error may list several mistakes, one on each line.
+            failures.extend(str(failure).splitlines())
+            return otherwise
 
-    # `attempt` notes a failure and returns the placeholder, so that the later rules still run. A
-    # vocabulary size of 0 means that it could not be determined.
+    position = None
+    if consumed_samples is not None:
+        position = Progress(iteration, consumed_samples, consumed_tokens)
+    start = position or Progress()
+    parallel = usable.parallel
+    tensor = parallel.tensor_model_parallel_size
+    # At least 1, so that the numbers below exist even if the layout does not fit.
+    data_parallel_size = max(1, world_size // parallel.replica_size)
+    shard_size = weight_ranks = data_parallel_size * parallel.context_parallel_size
+    if parallel.divides(world_size):
+        shard_size = attempt(
+            lambda: _choose_shard_size(settings, weight_ranks, ranks_per_node), weight_ranks
+        )
+    # A vocabulary size of 0 means that it could not be determined.
+    tokens = padded = 0
     if vocab_size is None:
-        tokens = report.attempt(lambda: _find_vocab_size(report), 0)
+        tokens, note = attempt(lambda: _find_vocab_size(settings), (0, None))
+        findings += [warning(note)] if note else []
     else:
         tokens = vocab_size
     if tokens:
-        padded = report.attempt(lambda: _pad_vocab_size(usable, tokens), tokens)
-    else:
-        padded = 0
+        padded = attempt(lambda: _pad_vocab_size(usable, tokens), tokens)
     shape = ModelShape(usable.model, tokens, padded)
-    check_tensor_parallel(shape, report)
-    check_context_parallel(report)
-    check_muon(shape, report)
     # If the model cannot be partitioned, one stage with all layers is the placeholder.
     uncut: tuple[Stage, ...] = (make_single_stage(shape),)
-    stages = report.attempt(lambda: partition(shape, usable.parallel), uncut)
-
+    stages = attempt(lambda: partition(shape, parallel), uncut)
     # If the batch sizes do not give a valid schedule, a constant size is the placeholder.
     stand_in: BatchSizeSchedule = ConstantBatchSize(
         usable.batch.global_batch_size or data_parallel_size
     )
-    at_known_position = consumed_samples is not None
-    batch_size = report.attempt(
-        lambda: _build_batch_size(report, data_parallel_size, at_known_position), stand_in
+    batch_size = attempt(
+        lambda: _build_batch_size(settings, data_parallel_size, position is not None), stand_in
     )
-    # On a grid that does not fit, the data-parallel size is a placeholder. An error about batch
-    # sizes would only mislead.
-    if grid_fits:
-        check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
-    train_seconds = report.attempt(lambda: _parse_train_time(usable), None)
-    train_iters, train_samples = _find_train_end(
-        batch_size, iteration, consumed_samples or 0, consumed_tokens, report
-    )
+    train_seconds = attempt(lambda: _parse_train_time(usable), None)
+    train_iters, train_samples = _find_train_end(usable, batch_size, start)
     # After the end of training, because the default end of the decay is the end of the run.
-    lr_schedule = report.attempt(
+    lr_schedule = attempt(
         lambda: _build_lr_schedule(
             usable, batch_size.final, train_iters, train_samples, train_seconds
         ),
         LRSchedule(0.0, 0.0, "constant", 0, 1),
     )
-    skip_ranges = _parse_skip_ranges(train_iters, report)
-
-    curriculum = report.attempt(lambda: build_curriculum(report.config), None)
-    check_curriculum(
-        curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report
-    )
-    check_profile(world_size, train_iters, report)
-    no_phases: tuple[PlannedPhase, ...] = ()
-    data_phases = no_phases
+    no_ranges: tuple[SkipRange, ...] = ()
+    skip_ranges = attempt(lambda: parse_ranges(usable.batch.skip_train_iteration_range), no_ranges)
+    curriculum = attempt(lambda: build_curriculum(usable), None)
+    data_phases: tuple[PlannedPhase, ...] = ()
     if vocab_size is None:
         steps = Steps(batch_size, usable.model.seq_length, curriculum)
-        position = Progress(iteration, consumed_samples or 0, consumed_tokens)
-        data_phases = report.attempt(lambda: _plan_data_phases(usable, steps, position), no_phases)
-        warn_of_phases(data_phases, train_iters, report)
-    warn_of_shape(shape, report)
-    warn_of_widths(shape, report)
-    warn_of_pipeline(stages, batch_size, data_parallel_size, report)
-    if vocab_size is None:
-        warn_of_files(report, data_phases)
-    return Plan(
-        config=config,
+        data_phases = attempt(lambda: _plan_data_phases(usable, steps, start), data_phases)
+    plan = Plan(
+        config=usable,
         world_size=world_size,
         data_parallel_size=data_parallel_size,
         vocab_size=tokens,
@@ -176,7 +156,7 @@ def resolve(
         parameters=flops.count_parameters(shape),
         stages=stages,
         stage_parameters=flops.count_stage_parameters(
-            shape, tensor, count_layers_per_rank(stages, pipeline)
+            shape, tensor, count_layers_per_rank(stages, parallel.pipeline_model_parallel_size)
         ),
         batch_size=batch_size,
         train_iters=train_iters,
@@ -185,29 +165,89 @@ def resolve(
         curriculum=curriculum,
         skip_ranges=skip_ranges,
         data_phases=data_phases,
-        # Several rules may report the same mistake. `dict.fromkeys` removes duplicates in order.
-        errors=tuple(dict.fromkeys(report.errors)),
-        warnings=tuple(dict.fromkeys(report.warnings)),
+        errors=(),
+        warnings=(),
         train_seconds=train_seconds,
         shard_size=shard_size,
-        loss_mean_origin=(origin or {}).get(LOSS_MEAN, "default"),
+        loss_mean_origin=settings.origin.get(LOSS_MEAN, "default"),
+    )
+    context = PlanContext(
+        usable, settings.origin, plan, position, may_read_files=vocab_size is None
+    )
+    findings += apply_rules(PLAN_RULES, context)
+    return replace(
+        plan,
+        config=config,
+        # Several rules may report the same mistake. `dict.fromkeys` removes duplicates in order.
+        errors=tuple(dict.fromkeys([*list_errors(findings), *failures])),
+        warnings=tuple(dict.fromkeys(list_warnings(findings))),
     )
 
 
-def _find_vocab_size(report: PlanReport) -> int:
-    """Return the number of real token ids, and add a warning to the report if there is one.
+def _choose_shard_size(
+    settings: ConfigWithOrigin, data_parallel_size: int, ranks_per_node: int
+) -> int:
+    """Return the number of data-parallel ranks that share one copy of the model.
+
+    Context-parallel ranks have the same weights and other tokens, so they count as data-parallel
+    ranks here.
+
+    What the ZeRO stage shards is sharded over them. At stage 0 each rank has its own copy.
+
+    Args:
+        settings: The configuration.
+        data_parallel_size: Number of data x context ranks.
+        ranks_per_node: Ranks of a node.
+
+    Raises:
+        ConfigError: The ranks cannot be divided into such groups.
+    """
+    parallel = settings.config.parallel
+    # DeepSpeed runs stage 0 as stage 1.
+    if parallel.zero_stage == 0 and not parallel.deepspeed:
+        return 1
+    size = parallel.hsdp_shard_size
+    match parallel.sharding_strategy:
+        case _ if size is not None:
+            asked = settings.describe("parallel.hsdp_shard_size")
+        case None | "ddp" | "fsdp":
+            return data_parallel_size
+        case "hsdp":
+            tensor = parallel.tensor_model_parallel_size
+            asked = (
+                f"{settings.describe('parallel.sharding_strategy')} on nodes of {ranks_per_node} "
+                f"ranks with --tensor-model-parallel-size {tensor}"
+            )
+            if ranks_per_node % tensor or ranks_per_node == tensor > 1:
+                raise ConfigError(
+                    f"{asked}: a node has no whole group of data-parallel ranks to shard over. "
+                    "Give --hsdp-shard-size, or use --sharding-strategy fsdp."
+                )
+            # A run on a part of a node has one copy of the model.
+            size = min(ranks_per_node // tensor, data_parallel_size)
+        case _:
+            assert_never(parallel.sharding_strategy)
+    if data_parallel_size % size:
+        fits = [n for n in range(2, data_parallel_size + 1) if data_parallel_size % n == 0]
+        raise ConfigError(
+            f"{asked}: the group of {size} must divide the "
+            f"{format_count(data_parallel_size, 'data-parallel rank')}; use "
+            f"--hsdp-shard-size {format_alternatives(fits or [1])}."
+        )
+    return size
+
+
+def _find_vocab_size(settings: ConfigWithOrigin) -> tuple[int, str | None]:
+    """Return the number of real token ids, and a warning if there is one.
 
     Raises:
         ConfigError: The size is not known, or a preset's size is not that of the tokenizer.
     """
-    tokenizer = report.config.tokenizer
+    tokenizer = settings.config.tokenizer
     # A size from the user may be larger on purpose. Data with too many ids are refused later.
-    if report.asked.is_from_preset("tokenizer.vocab_size"):
-        check_same_vocab_size(tokenizer, report.describe("tokenizer.vocab_size"))
-    size, warning = find_vocab_size(tokenizer)
-    if warning:
-        report.warnings.append(warning)
-    return size
+    if settings.is_from_preset("tokenizer.vocab_size"):
+        check_same_vocab_size(tokenizer, settings.describe("tokenizer.vocab_size"))
+    return find_vocab_size(tokenizer)
 
 
 def _pad_vocab_size(config: Config, vocab_size: int) -> int:
@@ -221,51 +261,38 @@ def _pad_vocab_size(config: Config, vocab_size: int) -> int:
 
 
 def _build_batch_size(
-    report: PlanReport, data_parallel_size: int, at_known_position: bool
+    settings: ConfigWithOrigin, data_parallel_size: int, at_known_position: bool
 ) -> BatchSizeSchedule:
     """Build the schedule of batch sizes: steps, a ramp-up, or a constant size.
 
     Raises:
         ConfigError: The flags do not give a valid schedule.
     """
-    batch = report.config.batch
+    batch = settings.config.batch
     if batch.step_batch_size_schedule is not None:
         entries = batch.step_batch_size_schedule
         # Without the position it is not known whether the run resumes a checkpoint whose bare
-        # thresholds were samples. The plan assumes so and warns.
-        spelled = bare_thresholds_as_samples(entries)
-        if not at_known_position and spelled != step_entries(entries):
-            report.warnings.append(
-                f"{report.describe('batch.step_batch_size_schedule')} has a threshold without a "
-                f"unit. It is planned as '{' '.join(spelled)}', as the resume of an older run "
-                "reads it; a new run is refused."
-            )
-            entries = spelled
-        steps = parse_step_schedule(entries, report.config.model.seq_length)
-        if batch.global_batch_size not in (None, steps.final):
-            report.errors.append(
-                f"{report.describe('batch.global_batch_size')} "
-                f"contradicts {report.describe('batch.step_batch_size_schedule')}, which ends "
-                f"with {steps.final}; leave --global-batch-size out."
-            )
-        return steps
+        # thresholds were samples. The plan assumes so, and `warn_of_bare_thresholds` says it.
+        if not at_known_position:
+            entries = bare_thresholds_as_samples(entries)
+        return parse_step_schedule(entries, settings.config.model.seq_length)
     if batch.rampup_batch_size is None:
-        return ConstantBatchSize(_find_constant_size(report, data_parallel_size))
+        return ConstantBatchSize(_find_constant_size(settings, data_parallel_size))
     if batch.global_batch_size is None:
         raise ConfigError(
-            f"{report.describe('batch.rampup_batch_size')} needs --global-batch-size, the size "
+            f"{settings.describe('batch.rampup_batch_size')} needs --global-batch-size, the size "
             "that it ends with."
         )
     return RampupBatchSize(*batch.rampup_batch_size, batch.global_batch_size)
 
 
-def _find_constant_size(report: PlanReport, data_parallel_size: int) -> int:
+def _find_constant_size(settings: ConfigWithOrigin, data_parallel_size: int) -> int:
     """Return the batch size of a run whose batch size does not change.
 
     Raises:
         ConfigError: The flags give two batch sizes.
     """
-    batch = report.config.batch
+    batch = settings.config.batch
     steps = batch.gradient_accumulation_steps
     # The smallest global batch is one microbatch for each data-parallel rank.
     size = batch.micro_batch_size * data_parallel_size * (steps or 1)
@@ -273,9 +300,9 @@ def _find_constant_size(report: PlanReport, data_parallel_size: int) -> int:
         return size
     if steps is not None and size != batch.global_batch_size:
         raise ConfigError(
-            f"{report.describe('batch.gradient_accumulation_steps')} x "
-            f"{report.describe('batch.micro_batch_size')} x data-parallel size "
-            f"{data_parallel_size} is {size}, and {report.describe('batch.global_batch_size')} "
+            f"{settings.describe('batch.gradient_accumulation_steps')} x "
+            f"{settings.describe('batch.micro_batch_size')} x data-parallel size "
+            f"{data_parallel_size} is {size}, and {settings.describe('batch.global_batch_size')} "
             "contradicts it; leave one of them out."
         )
     return batch.global_batch_size
@@ -338,35 +365,24 @@ def _parse_train_time(config: Config) -> float | None:
 
 
 def _find_train_end(
-    schedule: BatchSizeSchedule,
-    iteration: int,
-    consumed_samples: int,
-    consumed_tokens: int,
-    report: PlanReport,
+    config: Config, schedule: BatchSizeSchedule, start: Progress
 ) -> tuple[int, int]:
     """Return (iterations, samples) of the complete run, or (0, 0) if it has no end.
 
     Both are counted from the run's current position. If a time ends the run, both are FOREVER.
     """
-    batch = report.config.batch
+    batch = config.batch
     if batch.train_time is not None:
         return FOREVER, FOREVER
-    seq_length = report.config.model.seq_length
+    seq_length = config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
         # A run that is resumed at or after its end trains no more iterations.
-        position = Progress(iteration, consumed_samples, consumed_tokens)
-        return iterations, Steps(schedule, seq_length).find_iteration(position, iterations).samples
-    iterations = iteration + count_iterations_for_samples(
-        schedule, batch.train_samples, seq_length, consumed_samples, consumed_tokens
+        return iterations, Steps(schedule, seq_length).find_iteration(start, iterations).samples
+    left = count_iterations_for_samples(
+        schedule, batch.train_samples, seq_length, start.samples, start.tokens
     )
-    # Fewer samples than one batch would end the run before its first step.
-    if iterations < 1:
-        report.errors.append(
-            f"{report.describe('batch.train_samples')} is less than one batch; give at least "
-            f"{schedule.get_size(0, 0)}, the first batch size."
-        )
-    return iterations, batch.train_samples
+    return start.iteration + left, batch.train_samples
 
 
 def _build_lr_schedule(
@@ -472,17 +488,3 @@ def _find_decoupled_minimum(optimizer: OptimizerConfig) -> float | None:
     if optimizer.decoupled_min_lr is None:
         return optimizer.min_lr
     return optimizer.decoupled_min_lr
-
-
-def _parse_skip_ranges(train_iters: int, report: PlanReport) -> tuple[SkipRange, ...]:
-    """Return the merged ranges to skip. Warn if they reach the end of training."""
-    none: tuple[SkipRange, ...] = ()
-    ranges = report.attempt(
-        lambda: parse_ranges(report.config.batch.skip_train_iteration_range), none
-    )
-    if ranges and ranges[-1][1] >= train_iters > 0:
-        report.warnings.append(
-            f"{report.describe('batch.skip_train_iteration_range')} reaches the end of training at "
-            f"iteration {train_iters}."
-        )
-    return ranges

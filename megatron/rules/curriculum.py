@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
 from megatron.config.fields import all_fields
-from megatron.rules.finding import Finding, error
+from megatron.rules.contexts import PlanContext
+from megatron.rules.finding import Finding, error, warning
+from megatron.schedule.batch_size import ConstantBatchSize
 
 
 def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[Finding]:
@@ -37,3 +39,94 @@ def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[Finding]:
                 f"{settings.describe(dotted)} has no effect with "
                 f"{settings.describe('curriculum.curriculum_schedule_type')}; leave it out."
             )
+
+
+def check_curriculum(context: PlanContext) -> Iterator[Finding]:
+    """Check the settings that curriculum learning needs.
+
+    These are an end and a decay by tokens, one batch size, and lengths that the model supports.
+    """
+    curriculum = context.plan.curriculum
+    if curriculum is None:
+        return
+    config = context.config
+    yield from map(warning, curriculum.list_warnings())
+    if config.batch.rampup_batch_size or config.batch.step_batch_size_schedule:
+        yield error(
+            "curriculum learning already changes the tokens of a batch: leave out "
+            "--rampup-batch-size and --step-batch-size-schedule; tools/to_curriculum.py lists what "
+            "else changes."
+        )
+    # The number of tokens in an iteration changes with the length. Iterations and samples are
+    # therefore no measure of progress.
+    missing = [
+        flag
+        for flag, value in (
+            ("--train-tokens", config.batch.train_tokens),
+            ("--lr-decay-tokens", config.optimizer.lr_decay_tokens),
+        )
+        if value is None and config.batch.train_time is None
+    ]
+    if missing:
+        yield error(f"curriculum learning counts in tokens: give {' and '.join(missing)}.")
+    if curriculum.max_difficulty > config.model.seq_length:
+        yield error(
+            f"curriculum learning: max_difficulty {curriculum.max_difficulty} must not "
+            f"exceed {context.describe('model.seq_length')}."
+        )
+
+
+def check_cut_sequences(context: PlanContext) -> Iterator[Finding]:
+    """Check that the ranks that share a sequence can divide each length that will be trained."""
+    parallel = context.config.parallel
+    curriculum = context.plan.curriculum
+    unit = parallel.length_unit
+    ahead = context.iterations_ahead
+    if curriculum is None or not ahead or unit == 1:
+        return
+    for iteration, length in curriculum.iterate_stages(ahead[0], ahead[-1]):
+        if length % unit == 0:
+            continue
+        if parallel.context_parallel_size == 1:
+            cut = "--sequence-parallel"
+            needs = f"{context.describe('parallel.tensor_model_parallel_size')} must divide"
+        else:
+            cut = context.describe("parallel.context_parallel_size")
+            needs = f"{unit} must divide"
+        yield error(
+            f"{cut} with curriculum learning: {needs} every sequence length, but iteration "
+            f"{iteration} has {length}; make the lengths and their steps multiples of {unit}."
+        )
+        return
+
+
+def warn_of_curriculum_end(context: PlanContext) -> Iterator[Finding]:
+    """Warn if tokens do not end the run, or if it ends before the full length."""
+    batch = context.config.batch
+    curriculum = context.plan.curriculum
+    schedule = context.plan.batch_size
+    ahead = context.iterations_ahead
+    if curriculum is None or not ahead or batch.train_tokens is None:
+        return
+    if not isinstance(schedule, ConstantBatchSize):
+        return
+    full = context.config.model.seq_length
+    # The number of iterations until the tokens are reached depends on the lengths in between.
+    tokens = batch.train_tokens - context.start.tokens
+    end = curriculum.find_iteration_reaching(tokens, schedule.size, ahead[0], ahead[-1])
+    if end is None:
+        if batch.train_samples is not None:
+            length_flag = "batch.train_samples"
+        else:
+            length_flag = "batch.train_iters"
+        yield warning(
+            f"curriculum learning: {context.describe(length_flag)} ends the run "
+            f"before {context.describe('batch.train_tokens')}, because short sequences have fewer "
+            "tokens; double the former, so that the tokens end the run."
+        )
+    last = curriculum.get_seq_length(ahead[-1] if end is None else max(end, ahead[0]))
+    if last < full:
+        yield warning(
+            f"curriculum learning: the run ends at sequences of {last} tokens and never "
+            f"reaches {context.describe('model.seq_length')}."
+        )

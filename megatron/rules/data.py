@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.data import DataConfig
 from megatron.config.url import has_secret, is_url, redact
-from megatron.rules.finding import Finding, error
+from megatron.rules.contexts import PlanContext
+from megatron.rules.finding import Finding, error, warning
 
 DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 """Fields that need the id of the end-of-document token."""
@@ -186,4 +188,53 @@ def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[Finding]:
     ):
         yield error(
             "there is no data to train on: give --data-path or --train-weighted-split-paths"
+        )
+
+
+def warn_of_phases(context: PlanContext) -> Iterator[Finding]:
+    """Warn of phases that begin after the end of training."""
+    train_iters = context.plan.train_iters
+    for planned in context.plan.data_phases[1:]:
+        if planned.first_iteration > train_iters > 0:
+            yield warning(
+                f"{planned.phase.origin}: the phase begins with iteration "
+                f"{planned.first_iteration}, and training ends after iteration {train_iters}; its "
+                "data are not read. Let it begin earlier, or remove it."
+            )
+
+
+def warn_of_files(context: PlanContext) -> Iterator[Finding]:
+    """Warn of files that are not on this machine. Only the training machine needs them."""
+    if not context.may_read_files:
+        return
+    parallel = context.config.parallel
+    data = context.config.data
+    phases = context.plan.data_phases
+    named: list[tuple[str, tuple[str, ...]]] = [
+        (context.describe("data.data_path"), data.data_path),
+        *((f"{planned.phase.origin} data_path", planned.phase.data_path) for planned in phases),
+    ]
+    if data.dataset_format is not None:
+        # A folder with files. It is listed when the run starts.
+        named = []
+        for folder in data.data_path:
+            if not is_url(folder) and not Path(folder).exists():
+                yield warning(
+                    f"{context.describe('data.data_path')}: {folder} is not on this machine."
+                )
+    if data.mock_data:
+        named = []
+    for where, values in named:
+        # With several data sets the list alternates between weight and prefix.
+        for prefix in values[1::2] if len(values) > 1 else values:
+            if not Path(f"{prefix}.idx").is_file():
+                yield warning(f"{where}: {prefix}.idx is not on this machine.")
+    if (
+        parallel.deepspeed
+        and parallel.deepspeed_config
+        and not Path(parallel.deepspeed_config).is_file()
+    ):
+        yield warning(
+            f"{context.describe('parallel.deepspeed_config')} does not exist: what it sets "
+            "(curriculum, precision) is not in this plan."
         )

@@ -10,9 +10,10 @@ The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpee
 """
 
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import all_fields
 from megatron.config.profiling import find_requesting_field
-from megatron.config.tree import Config
 from megatron.rules import (
+    batch,
     curriculum,
     data,
     float8,
@@ -23,11 +24,11 @@ from megatron.rules import (
     outputs,
     ranges,
     spike_guard,
-    times,
     training,
 )
+from megatron.rules.contexts import PlanContext
 from megatron.rules.declared import NoEffect, OneOf, Requires
-from megatron.rules.finding import Rule, apply_rules, list_errors, list_warnings
+from megatron.rules.finding import Rule
 
 _DEEPSPEED_OPTIMIZERS = ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer")
 _LOSS_SCALE = (
@@ -35,14 +36,20 @@ _LOSS_SCALE = (
     *("precision.loss_scale_window", "precision.hysteresis"),
 )
 
+
+def _list_fields(part: str) -> tuple[str, ...]:
+    """Return the dotted names that contain a text, so that new fields need no entry here."""
+    return tuple(dotted for dotted in all_fields() if part in dotted)
+
+
 CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     # Errors.
     training.check_no_empty_text,
     ranges.check_ranges,
     training.check_one_training_length,
-    times.check_times,
-    times.check_length_by_time,
-    times.check_one_wsd_decay,
+    training.check_times,
+    training.check_length_by_time,
+    training.check_one_wsd_decay,
     training.check_one_unit_of_progress,
     training.check_one_warmup,
     training.check_lr_is_given,
@@ -156,9 +163,23 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         ("optimizer.lr_warmup_init", "optimizer.lr_warmup_style", "optimizer.lr_decay_from_start"),
     ),
     training.warn_decay_of_missing_warmup,
-    numbers.warn_settings_of_another_optimizer,
+    NoEffect(
+        "without --optimizer ademamix",
+        lambda config: config.optimizer.optimizer != "ademamix",
+        _list_fields("optimizer.ademamix_"),
+    ),
+    NoEffect(
+        "without --optimizer muon",
+        lambda config: config.optimizer.optimizer != "muon",
+        _list_fields("optimizer.muon_"),
+    ),
     NoEffect("without --fp16", lambda config: not config.precision.fp16, _LOSS_SCALE),
-    numbers.warn_loss_scale_point_without_fp16,
+    # Without a folder, another rule reports this flag.
+    NoEffect(
+        "without --fp16",
+        lambda config: not config.precision.fp16 and config.logging.tensorboard_dir is not None,
+        ("logging.log_loss_scale_to_tensorboard",),
+    ),
     numbers.warn_static_loss_scale_wins,
     numbers.warn_loss_scale_rounds,
     NoEffect(
@@ -195,7 +216,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         ("checkpoint.save_interval", "checkpoint.save_interval_time"),
     ),
     outputs.warn_incomplete_saves,
-    outputs.warn_tensorboard_without_folder,
+    NoEffect(
+        "without --tensorboard-dir",
+        lambda config: config.logging.tensorboard_dir is None,
+        _list_fields("tensorboard"),
+    ),
     NoEffect(
         "without --position-embedding-type rotary",
         lambda config: config.model.position_embedding_type != "rotary",
@@ -216,7 +241,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.model.add_bias_linear,
         ("model.add_qkv_bias", "model.add_attention_bias", "model.add_mlp_bias"),
     ),
-    model.warn_missing_norm_biases,
+    NoEffect(
+        "with --normalization RMSNorm, which has no biases",
+        lambda config: config.model.normalization == "RMSNorm" and not config.model.embed_layernorm,
+        ("model.norm_bias",),
+    ),
     NoEffect(
         "without --sliding-window: all layers have full attention",
         lambda config: config.model.sliding_window is None,
@@ -281,16 +310,27 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
 )
 """Rules that need only the configuration."""
 
+PLAN_RULES: tuple[Rule[PlanContext], ...] = (
+    layout.check_grid,
+    layout.check_tensor_parallel,
+    layout.check_context_parallel,
+    layout.check_muon,
+    batch.warn_of_bare_thresholds,
+    batch.check_final_step,
+    batch.check_batch_sizes,
+    batch.check_first_batch,
+    training.warn_of_skipped_end,
+    curriculum.check_curriculum,
+    curriculum.check_cut_sequences,
+    curriculum.warn_of_curriculum_end,
+    outputs.check_profiled_ranks,
+    data.warn_of_phases,
+    model.warn_of_shape,
+    model.warn_of_widths,
+    layout.warn_of_pipeline,
+    data.warn_of_files,
+)
+"""Rules that need the number of ranks, or what follows from it."""
+
 NEEDED_BY_RUNS: tuple[Rule[ConfigWithOrigin], ...] = (data.check_data_is_given,)
 """Rules for a run that is about to start. A plan may be made before there is data."""
-
-
-def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Return the errors and the warnings of all rules that need only the configuration.
-
-    Args:
-        config: The configuration to check.
-        origin: Where each field came from, as in `LoadedConfig`. It may be empty.
-    """
-    findings = apply_rules(CONFIG_RULES, ConfigWithOrigin(config, origin))
-    return list_errors(findings), list_warnings(findings)

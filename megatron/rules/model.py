@@ -1,13 +1,21 @@
 """Rules about the shape of the model."""
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
+from megatron.rules.contexts import PlanContext
 from megatron.rules.finding import Finding, error, warning
 
 LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
 """Fields that choose layers."""
+_HEAD_DIM_MULTIPLE = 64
+"""The attention kernels on GPUs are fastest for head sizes that are multiples of this."""
+_USUAL_HIDDEN_PER_LAYER = (32, 256)
+_WIDTH_MULTIPLE = 8
+"""Products of 16 bits use the fastest kernels if the rows of the matrices have a multiple of 16
+bytes (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication)."""
 
 
 def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[Finding]:
@@ -152,10 +160,73 @@ def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[F
             )
 
 
-def warn_missing_norm_biases(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about --no-norm-bias in a model whose norms have no biases anyway."""
-    model = settings.config.model
-    if not model.norm_bias and model.normalization == "RMSNorm" and not model.embed_layernorm:
+def warn_of_shape(context: PlanContext) -> Iterator[Finding]:
+    """Warn of shapes that can be trained but are likely slow or a mistake."""
+    model = context.config.model
+    h = model.hidden_size
+    layers = model.num_layers
+    head = context.plan.head_dim
+    width = context.describe("model.hidden_size")
+    if head % _HEAD_DIM_MULTIPLE:
         yield warning(
-            "--no-norm-bias has no effect with --normalization RMSNorm, which has no biases."
+            f"head size {head} (--kv-channels, or {width} "
+            f"/ {context.describe('model.num_attention_heads')}) is not a multiple "
+            f"of {_HEAD_DIM_MULTIPLE}: attention runs slower on GPUs."
+        )
+    if (
+        model.ffn_hidden_size is not None
+        and model.glu_activation is None
+        and model.ffn_hidden_size != 4 * h
+        and not context.is_from_preset("model.ffn_hidden_size")
+    ):
+        yield warning(
+            f"{context.describe('model.ffn_hidden_size')} is not 4 x {width} = {4 * h}; a value "
+            "that is left from another model changes the size of the network (a 104B run was 58B): "
+            "check the number of parameters."
+        )
+    if model.ffn_hidden_size is None and model.glu_activation is not None:
+        yield warning(
+            f"{context.describe('model.glu_activation')} without --ffn-hidden-size uses 4 x hidden "
+            "size in each of three matrices, 1.5 times the parameters of an MLP without a gate; "
+            f"--ffn-hidden-size {round(h / 24) * 64 or 64} (8/3 x hidden size) has the same number."
+        )
+    # The bounds are wide. They find a digit too many or too few, and not unusual designs.
+    low, high = _USUAL_HIDDEN_PER_LAYER
+    if not low <= h / layers <= high:
+        yield warning(
+            f"{width} / {context.describe('model.num_layers')} = {h / layers:.0f} is an unusual "
+            f"ratio of width to depth: {low} to {high} is common, large published models have 100 "
+            "to 205."
+        )
+
+
+def warn_of_widths(context: PlanContext) -> Iterator[Finding]:
+    """Warn of the widths of a tensor-parallel rank that are no multiple of 8, in bf16 and fp16."""
+    shape = context.plan.shape
+    precision = context.config.precision
+    if not (precision.bf16 or precision.fp16):
+        return
+    model = context.config.model
+    ranks = context.config.parallel.tensor_model_parallel_size
+    heads = shape.head_dim * model.num_attention_heads
+    per_head = "--kv-channels x --num-attention-heads"
+    for name, flag, width, parts, unit in (
+        ("hidden size", "--hidden-size", model.hidden_size, 1, 1),
+        ("width of the MLP", "--ffn-hidden-size", shape.ffn_hidden_size, ranks, 1),
+        ("width of all heads", per_head, heads, ranks, model.num_attention_heads),
+        # Padding by --make-vocab-size-divisible-by has added rows already.
+        ("padded vocabulary", "--make-vocab-size-divisible-by", shape.padded_vocab_size, ranks, 1),
+    ):
+        # What cannot be divided is an error of another rule.
+        if width % parts or width // parts % _WIDTH_MULTIPLE == 0:
+            continue
+        share = ""
+        if parts > 1:
+            share = f" / {ranks} tensor-parallel ranks = {width // parts}"
+        # All heads have the same width.
+        step = math.lcm(_WIDTH_MULTIPLE * parts, unit)
+        yield warning(
+            f"{name} {width:,}{share} ({flag}) is not a multiple of {_WIDTH_MULTIPLE}: on GPUs, "
+            "its matrix products in 16 bits take up to twice the time. "
+            f"{-(-width // step) * step:,} is the next width that does not."
         )

@@ -4,12 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields
 from megatron.rules.finding import Finding, error, warning
-
-_OWN_SETTINGS = ("ademamix", "muon")
-"""Optimizers whose settings have names that begin with theirs."""
-
 
 _LARGEST_BF16_DECAY = 1.0 - 2.0**-8
 """Largest decay rate with which each step without a gradient makes any number in bf16 smaller.
@@ -53,32 +48,6 @@ def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[Finding]:
                 "the moment by less than bf16 can hold, so it would never fall; the rate must be "
                 f"at most {_LARGEST_BF16_DECAY} (1 - 2^-8). Lower it, or give {flag} fp32."
             )
-
-
-def warn_settings_of_another_optimizer(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about settings of an optimizer that --optimizer does not name."""
-    chosen = settings.config.optimizer.optimizer
-    for dotted, field in all_fields().items():
-        owner, _, _ = field.name.partition("_")
-        if (
-            field.group == "optimizer"
-            and owner in _OWN_SETTINGS
-            and owner != chosen
-            and settings.is_changed(dotted)
-        ):
-            yield warning(f"{settings.describe(dotted)} has no effect without --optimizer {owner}.")
-
-
-def warn_loss_scale_point_without_fp16(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about the flag for the loss scale's points in TensorBoard without --fp16."""
-    logging = settings.config.logging
-    # Without a folder, `warn_tensorboard_without_folder` reports this flag.
-    if (
-        not settings.config.precision.fp16
-        and logging.tensorboard_dir is not None
-        and not logging.log_loss_scale_to_tensorboard
-    ):
-        yield warning("--no-log-loss-scale-to-tensorboard has no effect without --fp16.")
 
 
 def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[Finding]:

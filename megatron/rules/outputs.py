@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from megatron.base.errors import ConfigError
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields
 from megatron.config.profiling import (
     choose_profile_folder,
     find_requesting_field,
     parse_profile_iterations,
 )
+from megatron.rules.contexts import PlanContext
 from megatron.rules.finding import Finding, error, warning
 
 
@@ -67,16 +67,26 @@ def warn_incomplete_saves(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-def warn_tensorboard_without_folder(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about settings of TensorBoard without --tensorboard-dir."""
-    if settings.config.logging.tensorboard_dir is None:
-        # Select by name, so that a new field for TensorBoard needs no entry here.
-        for field in all_fields().values():
-            if (
-                field.group == "logging"
-                and "tensorboard" in field.name
-                and settings.is_changed(field.dotted)
-            ):
-                yield warning(
-                    f"{settings.describe(field.dotted)} has no effect without --tensorboard-dir."
-                )
+def check_profiled_ranks(context: PlanContext) -> Iterator[Finding]:
+    """Check that the ranks of traces and memory snapshots exist, and the run reaches the trace."""
+    config = context.config
+    logging = config.logging
+    world_size = context.plan.world_size
+    if logging.profile_iterations is None and not logging.memory_snapshot:
+        return
+    if logging.profile_ranks and max(logging.profile_ranks) >= world_size > 0:
+        yield error(
+            f"{context.describe('logging.profile_ranks')} names a rank that does not exist: there "
+            f"are {world_size} processes, 0 to {world_size - 1}; give -1 for all of them."
+        )
+    try:
+        iterations = parse_profile_iterations(config)
+    except ConfigError:
+        # `check_profile` reports a range that cannot be read.
+        return
+    train_iters = context.plan.train_iters
+    if iterations is not None and iterations[0] > train_iters:
+        yield warning(
+            f"{context.describe('logging.profile_iterations')} begins after the last iteration, "
+            f"{train_iters}: no trace is written; choose earlier iterations."
+        )

@@ -4,9 +4,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import build_config, flatten
 from megatron.config.tree import Config
 from megatron.extras.translators.translator import load_config
+from megatron.rules.finding import apply_rules, list_errors, list_warnings
+from megatron.rules.lists import CONFIG_RULES
 
 _REQUIRED = {
     "num-layers": 2,
@@ -18,6 +21,12 @@ _REQUIRED = {
 REQUIRED = [word for name, value in _REQUIRED.items() for word in (f"--{name}", str(value))]
 TRAINABLE = [*REQUIRED, "--train-iters", "10", "--lr", "1e-3"]
 PUBLISHED_RUNS = ("tr1-13B", "tr8-104B", "tr11-176B-ml")
+
+
+def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Return the errors and the warnings of all rules that need only the configuration."""
+    findings = apply_rules(CONFIG_RULES, ConfigWithOrigin(config, origin))
+    return list_errors(findings), list_warnings(findings)
 
 
 def published_arguments(run: str, folder: Path | None = None) -> list[str]:

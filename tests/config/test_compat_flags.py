@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from config.minimal import REQUIRED
+from config.minimal import REQUIRED, check_rules
 
 from megatron.base.errors import ConfigError
 from megatron.config.config_with_origin import LoadedConfig
@@ -20,7 +20,6 @@ from megatron.extras.translators.compat import SYSTEMS, TABLE, find_row, find_ro
 from megatron.extras.translators.compat_row import Row
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.rules.lists import check_rules
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
 SOURCES = (

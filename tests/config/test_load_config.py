@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tyro
-from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, published_arguments
+from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, check_rules, published_arguments
 
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
@@ -15,7 +15,6 @@ from megatron.config.normalise import list_known_flags
 from megatron.config.tree import Config
 from megatron.extras.translators.compat import find_rows
 from megatron.extras.translators.translator import load_config
-from megatron.rules.lists import check_rules
 
 
 def load(*flags: str) -> Config:

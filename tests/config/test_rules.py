@@ -4,12 +4,12 @@ import math
 from pathlib import Path
 
 import pytest
-from config.minimal import PUBLISHED_RUNS, TRAINABLE, config_with, published_arguments
+from config.minimal import PUBLISHED_RUNS, TRAINABLE, check_rules, config_with, published_arguments
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.extras.translators.translator import load_config
-from megatron.rules.lists import CONFIG_RULES, check_rules
+from megatron.rules.lists import CONFIG_RULES
 from megatron.rules.ranges import check_ranges
 
 GUARDED = {"spike_guard": "rollback", "save": "run", "load": "run", "save_interval": 5}

@@ -19,14 +19,14 @@ from megatron.config.tree import Config
 from megatron.extras.generate.checkpoint_model import load_model, read_shape
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.model.partition import partition
-from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.messages import gather_json
 from megatron.parallel.ranks import Ranks, build_ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
-from megatron.rules.plan import PlanReport, check_tensor_parallel
+from megatron.rules.finding import list_errors
+from megatron.rules.layout import check_tensor_parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -149,7 +149,6 @@ def _check_parts(config: Config, parallel: ParallelConfig) -> None:
     Raises:
         ConfigError: It does not.
     """
-    report = PlanReport(ConfigWithOrigin(replace(config, parallel=parallel), {}))
-    check_tensor_parallel(ModelShape(config.model, 0, 0), report)
-    if report.errors:
-        raise ConfigError("\n".join(report.errors))
+    settings = ConfigWithOrigin(replace(config, parallel=parallel), {})
+    if errors := list_errors(check_tensor_parallel(settings)):
+        raise ConfigError("\n".join(errors))

@@ -13,7 +13,7 @@ from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.rules.finding import apply_rules, refuse_errors
-from megatron.rules.lists import NEEDED_BY_RUNS, check_rules
+from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
 from megatron.run.parts import NO_PARTS, Parts, check_parts
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
@@ -49,9 +49,7 @@ def check_before_torch(
     # `os.path.exists` raises no error for a folder that cannot be read. Rank 0 reports that later.
     if load is not None and os.path.exists(load):
         # The position in the data is unknown, so only rules that do not depend on it apply.
-        errors, _ = check_rules(config, loaded.origin)
-        if errors:
-            raise combine_errors(errors)
+        refuse_errors(apply_rules(CONFIG_RULES, ConfigWithOrigin(config, loaded.origin)))
         return None
     # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
     alone = world_size == 1
