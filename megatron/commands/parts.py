@@ -7,7 +7,7 @@ nothing here imports torch.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,14 @@ from megatron.run.parts import NO_PARTS, Parts
 
 if TYPE_CHECKING:
     from megatron.config.checkpoint import CheckpointConfig
+    from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.tree import Config
     from megatron.data.source_kind import SourceKind
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.ranks import Ranks
     from megatron.plan.run_plan import Plan
+    from megatron.rules.finding import Finding
     from megatron.run.parts import (
         EmissionsMeter,
         Exporter,
@@ -125,10 +127,10 @@ def _prepare_tasks(plan: Plan, ranks: Ranks, log: Callable[[str], None]) -> Task
     return prepare_tasks(plan, ranks, log)
 
 
-def _check_trackers(names: tuple[str, ...]) -> None:
+def _check_trackers(settings: ConfigWithOrigin) -> Iterator[Finding]:
     from megatron.extras.trackers.trackers import check_trackers_are_installed
 
-    check_trackers_are_installed(names)
+    return check_trackers_are_installed(settings)
 
 
 def _build_tracker(
@@ -157,11 +159,10 @@ def _predict(plan: Plan, device_name: str) -> dict[str, Any]:
     return describe_prediction(plan, device_name)
 
 
-def _check_verification(path: str | None) -> None:
-    from megatron.extras.verify.kept_report import read_report
+def _check_verification(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    from megatron.extras.verify.kept_report import check_report
 
-    if path is not None:
-        read_report(path)
+    return check_report(settings)
 
 
 def _keep_verification(plan: Plan, log: Printer) -> dict[str, Any]:
@@ -177,11 +178,10 @@ _ALL_PARTS = Parts(
     build_profiling=_build_profiling,
     build_stragglers=_build_stragglers,
     prepare_tasks=_prepare_tasks,
-    check_trackers=_check_trackers,
+    rules=(_check_trackers, _check_verification),
     build_tracker=_build_tracker,
     start_emissions=_start_emissions,
     start_goodput=_start_goodput,
     predict=_predict,
-    check_verification=_check_verification,
     keep_verification=_keep_verification,
 )

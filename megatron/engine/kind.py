@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.base.errors import ConfigError
 from megatron.config.tree import Config
 from megatron.plan.run_plan import Plan
+from megatron.rules.finding import Rule, apply_rules, list_errors, refuse_errors
 
 if TYPE_CHECKING:
     from megatron.engine.base import Engine, PhaseTimers
@@ -32,14 +33,6 @@ class FileSettings:
     """The settings as text, or why there are none. They must be equal on all ranks."""
 
 
-def _support_all(plan: Plan) -> list[str]:
-    return []
-
-
-def _accept_files(config: Config) -> None:
-    return
-
-
 def _describe_no_file(config: Config) -> FileSettings | None:
     return None
 
@@ -57,12 +50,16 @@ class EngineKind:
     """
     flag: str = ""
     """The flag that asks for this engine. Empty for the engine of a run without such a flag."""
-    list_unsupported: Callable[[Plan], list[str]] = _support_all
-    """Returns a line for each setting that the engine cannot run, with what to do instead."""
-    check_files: Callable[[Config], None] = _accept_files
-    """Raises ConfigError if a file with settings of this engine does not exist."""
+    rules: tuple[Rule[Plan], ...] = ()
+    """They yield an error for each setting that the engine cannot run, with what to do instead."""
+    file_rules: tuple[Rule[Config], ...] = ()
+    """They yield an error for each file with settings of this engine that does not exist."""
     describe_settings: Callable[[Config], FileSettings | None] = _describe_no_file
     """Returns the settings that are not in the configuration. It never raises an error."""
+
+    def list_unsupported(self, plan: Plan) -> list[str]:
+        """Return a line for each setting that the engine cannot run, with what to do instead."""
+        return list_errors(apply_rules(self.rules, plan))
 
 
 def refuse_unsupported(plan: Plan, kind: EngineKind) -> None:
@@ -72,7 +69,7 @@ def refuse_unsupported(plan: Plan, kind: EngineKind) -> None:
         ConfigError: The engine cannot run some settings, each with a line of its own. Or a file
             with settings of the engine does not exist.
     """
-    kind.check_files(plan.config)
+    refuse_errors(apply_rules(kind.file_rules, plan.config))
     if refused := kind.list_unsupported(plan):
         lines = "".join(f"\n  {line}" for line in refused)
         raise ConfigError(f"{kind.flag or kind.name} does not support:{lines}")

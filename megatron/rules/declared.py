@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import all_fields
 from megatron.config.tree import Config
 from megatron.rules.finding import Finding, error, warning
 
@@ -64,3 +65,20 @@ class OneOf:
             yield error(
                 f"{settings.describe(*given)} exclude each other{self.why}; give one of them."
             )
+
+
+def needs(dotted: str, why: str, *fields: str) -> Requires:
+    """Return the rule that fields need another one, with a reason that follows its flag."""
+    return Requires(all_fields()[dotted].flag + why, lambda config: _is_set(config, dotted), fields)
+
+
+def no_effect_without(dotted: str, why: str, *fields: str) -> NoEffect:
+    """Return the warning that fields have no effect without another one. See `needs`."""
+    flag = all_fields()[dotted].flag
+    return NoEffect(f"without {flag}{why}", lambda config: not _is_set(config, dotted), fields)
+
+
+def _is_set(config: Config, dotted: str) -> bool:
+    value = ConfigWithOrigin(config, {})[dotted]
+    # 0 is a value.
+    return value is not None and value is not False and value != ()

@@ -27,9 +27,11 @@ from megatron.rules import (
     training,
 )
 from megatron.rules.contexts import PlanContext
-from megatron.rules.declared import NoEffect, OneOf, Requires
+from megatron.rules.declared import NoEffect, OneOf, Requires, needs, no_effect_without
 from megatron.rules.finding import Rule
 
+_SAVE = "checkpoint.save"
+_KEEP_LATEST = "checkpoint.keep_latest_checkpoints"
 _DEEPSPEED_OPTIMIZERS = ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer")
 _LOSS_SCALE = (
     *("precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale"),
@@ -77,43 +79,21 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     data.check_one_description_of_data,
     data.check_phases_are_the_training_data,
     data.check_streamed_data,
-    Requires(
-        "--save: the ids of the tracker's runs are stored there",
-        lambda config: config.checkpoint.save is not None,
-        ("logging.tracker",),
-    ),
+    needs(_SAVE, ": the ids of the tracker's runs are stored there", "logging.tracker"),
     # --save-interval is not in this list. Published scripts that measure speed have it without
     # --save, so it gives only a warning. A run with --async-save and no folder would train to its
     # end and leave no checkpoint.
-    Requires(
-        "--save: without it nothing would be saved",
-        lambda config: config.checkpoint.save is not None,
-        (
-            *("checkpoint.save_at", "checkpoint.async_save"),
-            *("checkpoint.keep_latest_checkpoints", "checkpoint.hf_export_interval"),
-        ),
+    needs(
+        *(_SAVE, ": without it nothing would be saved", "checkpoint.save_at"),
+        *("checkpoint.async_save", _KEEP_LATEST, "checkpoint.hf_export_interval"),
     ),
-    Requires(
-        "--keep-latest-checkpoints: without it all checkpoints are kept",
-        lambda config: config.checkpoint.keep_latest_checkpoints is not None,
-        ("checkpoint.keep_every",),
-    ),
+    needs(_KEEP_LATEST, ": without it all checkpoints are kept", "checkpoint.keep_every"),
     # These flags have a meaning only for a checkpoint that is loaded.
-    Requires(
-        "--load, the folder of the checkpoint",
-        lambda config: config.checkpoint.load is not None,
-        (
-            *("checkpoint.finetune", "checkpoint.require_load", "checkpoint.load_iteration"),
-            "batch.eval_only",
-        ),
+    needs(
+        *("checkpoint.load", ", the folder of the checkpoint", "checkpoint.finetune"),
+        *("checkpoint.require_load", "checkpoint.load_iteration", "batch.eval_only"),
     ),
-    Requires(
-        "--eval-tasks, the names of the tasks",
-        lambda config: bool(config.batch.eval_tasks),
-        tuple(
-            f"batch.eval_tasks_{name}" for name in ("interval", "folder", "num_fewshot", "limit")
-        ),
-    ),
+    needs("batch.eval_tasks", ", the names of the tasks", *_list_fields("batch.eval_tasks_")),
     # --eval-only evaluates the tasks once.
     Requires(
         "--eval-tasks-interval, the iterations between two evaluations",
@@ -126,10 +106,10 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     numbers.check_bf16_moments,
     OneOf(_DEEPSPEED_OPTIMIZERS),
     # The native engine (FSDP2) supports neither of them.
-    Requires(
-        "--deepspeed; without it, --zero-stage shards the optimizer's states over the ranks",
-        lambda config: config.parallel.deepspeed,
-        _DEEPSPEED_OPTIMIZERS,
+    needs(
+        "parallel.deepspeed",
+        "; without it, --zero-stage shards the optimizer's states over the ranks",
+        *_DEEPSPEED_OPTIMIZERS,
     ),
     layout.check_sharding_strategy,
     numbers.check_grad_reduction,
@@ -152,11 +132,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.optimizer.lr_decay_style != "WSD",
         tuple(f"optimizer.lr_wsd_decay_{it}" for it in ("iters", "samples", "fraction", "style")),
     ),
-    NoEffect(
-        "without --decoupled-lr",
-        lambda config: config.optimizer.decoupled_lr is None,
-        ("optimizer.decoupled_min_lr",),
-    ),
+    no_effect_without("optimizer.decoupled_lr", "", "optimizer.decoupled_min_lr"),
     NoEffect(
         "without a warm-up: give --lr-warmup-samples, -iters, -tokens or -fraction",
         training.has_no_warmup,
@@ -173,7 +149,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.optimizer.optimizer != "muon",
         _list_fields("optimizer.muon_"),
     ),
-    NoEffect("without --fp16", lambda config: not config.precision.fp16, _LOSS_SCALE),
+    no_effect_without("precision.fp16", "", *_LOSS_SCALE),
     # Without a folder, another rule reports this flag.
     NoEffect(
         "without --fp16",
@@ -200,27 +176,15 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
             *("data.train_weighted_split_paths", "data.train_weighted_split_paths_path"),
         ),
     ),
-    NoEffect(
-        "without --deepspeed",
-        lambda config: not config.parallel.deepspeed,
-        ("parallel.deepspeed_config",),
-    ),
+    no_effect_without("parallel.deepspeed", "", "parallel.deepspeed_config"),
     NoEffect(
         "without --context-parallel-size",
         lambda config: config.parallel.context_parallel_size == 1,
         ("parallel.cp_comm_type",),
     ),
-    NoEffect(
-        "without --save: nothing is saved",
-        lambda config: config.checkpoint.save is None,
-        ("checkpoint.save_interval", "checkpoint.save_interval_time"),
-    ),
+    no_effect_without(_SAVE, ": nothing is saved", *_list_fields("checkpoint.save_interval")),
     outputs.warn_incomplete_saves,
-    NoEffect(
-        "without --tensorboard-dir",
-        lambda config: config.logging.tensorboard_dir is None,
-        _list_fields("tensorboard"),
-    ),
+    no_effect_without("logging.tensorboard_dir", "", *_list_fields("tensorboard")),
     NoEffect(
         "without --position-embedding-type rotary",
         lambda config: config.model.position_embedding_type != "rotary",
@@ -229,11 +193,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
             *("model.no_rope_layers", "kernels.rope_fusion"),
         ),
     ),
-    NoEffect(
-        "without --glu-activation",
-        lambda config: config.model.glu_activation is None,
-        ("kernels.bias_swiglu_fusion",),
-    ),
+    no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
     model.warn_size_of_missing_position_table,
     model.warn_rope_settings_without_scaling,
     NoEffect(
@@ -246,23 +206,13 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.model.normalization == "RMSNorm" and not config.model.embed_layernorm,
         ("model.norm_bias",),
     ),
-    NoEffect(
-        "without --sliding-window: all layers have full attention",
-        lambda config: config.model.sliding_window is None,
-        ("model.full_attention_layers",),
+    no_effect_without(
+        "model.sliding_window", ": all layers have full attention", "model.full_attention_layers"
     ),
-    NoEffect(
-        "without --goldfish-loss",
-        lambda config: not config.loss.goldfish_loss,
-        ("loss.goldfish_k", "loss.goldfish_h"),
-    ),
-    NoEffect(
-        "without --checkpoint-activations",
-        lambda config: not config.recompute.checkpoint_activations,
-        (
-            *("recompute.checkpoint_fraction", "recompute.partition_activations"),
-            "recompute.checkpoint_in_cpu",
-        ),
+    no_effect_without("loss.goldfish_loss", "", "loss.goldfish_k", "loss.goldfish_h"),
+    no_effect_without(
+        *("recompute.checkpoint_activations", "", "recompute.checkpoint_fraction"),
+        *("recompute.partition_activations", "recompute.checkpoint_in_cpu"),
     ),
     # With --sequence-parallel the inputs of layers are already sharded over the tensor ranks.
     NoEffect(
@@ -281,28 +231,19 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         ),
         ("recompute.recompute_attention_core",),
     ),
-    NoEffect(
-        "without --memory-snapshot",
-        lambda config: not config.logging.memory_snapshot,
-        ("logging.memory_snapshot_iterations",),
-    ),
+    no_effect_without("logging.memory_snapshot", "", "logging.memory_snapshot_iterations"),
     NoEffect(
         "without --profile-iterations or --memory-snapshot",
         lambda config: find_requesting_field(config) is None,
         ("logging.profile_ranks", "logging.profile_dir"),
     ),
-    NoEffect(
-        "without --fp8-format",
-        lambda config: config.precision.fp8_format is None,
-        (
-            *("precision.fp8_recipe", "precision.fp8_start_iteration", "precision.fp8_emulate"),
-            "precision.first_last_layers_bf16",
-        ),
+    no_effect_without(
+        *("precision.fp8_format", "", "precision.fp8_recipe", "precision.fp8_start_iteration"),
+        *("precision.fp8_emulate", "precision.first_last_layers_bf16"),
     ),
-    NoEffect(
-        "without --first-last-layers-bf16",
-        lambda config: not config.precision.first_last_layers_bf16,
-        ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"),
+    no_effect_without(
+        *("precision.first_last_layers_bf16", "", "precision.num_layers_at_start_in_bf16"),
+        "precision.num_layers_at_end_in_bf16",
     ),
     outputs.warn_layer_statistics_without_file,
     kernels.warn_fusion_with_shared_groups,

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.base.errors import ConfigError
+from megatron.rules.finding import Finding, Rule, error
 
 # This module is used before torch is imported, which takes seconds.
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load import Checkpoint
     from megatron.checkpoint.save import Saver
     from megatron.config.checkpoint import CheckpointConfig
+    from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.tree import Config
     from megatron.data.source_kind import SourceKind
     from megatron.engine.base import Accept, Engine, StepResult
@@ -259,8 +260,8 @@ class Parts:
     """Builds the comparison of --straggler-interval, from stages, their timer and both flags."""
     prepare_tasks: Callable[[Plan, Ranks, Printer], Tasks] | None = None
     """Prepares the tasks of --eval-tasks. All ranks call it together."""
-    check_trackers: Callable[[tuple[str, ...]], None] | None = None
-    """Refuses trackers of --tracker whose packages are missing. It imports no torch."""
+    rules: tuple[Rule[ConfigWithOrigin], ...] = ()
+    """Rules about the flags of the parts. They import no torch."""
     build_tracker: Callable[[str, str, Path, Path, Printer], RunTracker] | None = None
     """Builds a tracker from its name, project, the --save folder and the metrics file."""
     start_emissions: Callable[[str, str, Printer], EmissionsMeter] | None = None
@@ -269,8 +270,6 @@ class Parts:
     """Starts the goodput of a run with --save, from that folder and the metrics file."""
     predict: Callable[[Plan, str], dict[str, Any]] | None = None
     """Predicts the step of a plan on a device, for the chronicle."""
-    check_verification: Callable[[str | None], None] | None = None
-    """Refuses a file of --verification that is no report. It imports no torch."""
     keep_verification: Callable[[Plan, Printer], dict[str, Any]] | None = None
     """Keeps the report of --verification with the run. Returns its verdict, for the chronicle."""
 
@@ -279,12 +278,18 @@ NO_PARTS = Parts()
 """The core alone."""
 
 
-def check_parts(config: Config, parts: Parts) -> None:
-    """Refuse a configuration that asks for a part that is not installed.
+@dataclass(frozen=True)
+class PartsContext:
+    """A configuration, and the parts that are installed."""
 
-    Raises:
-        ConfigError: A part is missing. The message names the flag and the package.
-    """
+    config: Config
+    parts: Parts
+
+
+def check_parts(context: PartsContext) -> Iterator[Finding]:
+    """Check that each part that the configuration asks for is installed."""
+    config = context.config
+    parts = context.parts
     logging = config.logging
     interval = config.parallel.straggler_interval
     # Ranks are compared by default. Without the package, only another value is refused.
@@ -314,7 +319,7 @@ def check_parts(config: Config, parts: Parts) -> None:
     ]
     for is_needed, part, flag, package in needed:
         if is_needed and part is None:
-            raise ConfigError(
+            yield error(
                 f"--{flag} needs megatron.extras.{package}, which this installation does not have. "
                 "Install the complete package, or leave out the flag"
             )

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.extras.deepspeed.support import list_unsupported
+from megatron.extras.deepspeed.kind import DEEPSPEED
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_an_error_with_a_way_out(
 
 
 def test_deepspeed_is_refused() -> None:
-    (problem,) = list_unsupported(plan("--deepspeed"))
+    (problem,) = DEEPSPEED.list_unsupported(plan("--deepspeed"))
     assert "--context-parallel-size 4" in problem
     assert "remove --deepspeed" in problem
 

@@ -1,7 +1,7 @@
 """Tests of an engine that is added from outside, as CONTRIBUTING.md describes it."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan.run_plan import Plan
+from megatron.rules.finding import Finding, error
 from megatron.run.start.refusals import check_before_torch
 
 CALLS: Counter[str] = Counter()
@@ -67,13 +68,12 @@ def load_counter(device_type: str) -> BuildEngine:
     return CountingEngine
 
 
-def list_unsupported(plan: Plan) -> list[str]:
+def check_precision(plan: Plan) -> Iterator[Finding]:
     if plan.config.precision.fp16:
-        return ["--fp16: a count has no precision; use --no-fp16"]
-    return []
+        yield error("--fp16: a count has no precision; use --no-fp16")
 
 
-COUNTING = EngineKind("counting", load_counter, list_unsupported=list_unsupported)
+COUNTING = EngineKind("counting", load_counter, rules=(check_precision,))
 
 
 def train_counting(argv: list[str]) -> dict[str, int]:

@@ -14,7 +14,8 @@ from training.runs import SIZES, Runner
 
 from megatron.base.errors import ConfigError
 from megatron.extras.translators.translator import load_config
-from megatron.run.parts import NO_PARTS, Parts, check_parts
+from megatron.rules.finding import refuse_errors
+from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 
 FLAGS = (
     "--vocab-size 256 --dataset-format jsonl --split 80,10,10 --eval-iters 1 --train-iters 5 "
@@ -81,11 +82,11 @@ def test_mock_data_refuse_the_checkpoint_of_a_new_kind(
 def test_a_format_without_its_package_is_refused() -> None:
     config = load_config(f"{SIZES} {FLAGS} --data-path words.txt".split()).config
     with pytest.raises(ConfigError, match=r"--dataset-format needs megatron\.extras\.sources"):
-        check_parts(config, NO_PARTS)
-    check_parts(config, Parts(load_source=lambda name: ByteText()))
+        refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
+    refuse_errors(check_parts(PartsContext(config, Parts(load_source=lambda name: ByteText()))))
 
 
 def test_kernels_without_their_package_are_refused() -> None:
     config = load_config(f"{SIZES} --bias-swiglu-fusion --data-path words.txt".split()).config
     with pytest.raises(ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.kernels"):
-        check_parts(config, NO_PARTS)
+        refuse_errors(check_parts(PartsContext(config, NO_PARTS)))

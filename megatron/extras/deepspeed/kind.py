@@ -4,13 +4,15 @@ This module imports neither torch nor DeepSpeed.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
 from megatron.config.tree import Config
 from megatron.engine.kind import BuildEngine, EngineKind, FileSettings
-from megatron.extras.deepspeed.support import list_unsupported
+from megatron.extras.deepspeed.support import RULES
 from megatron.extras.translators.deepspeed_json import read_json, select_passed_on
+from megatron.rules.finding import Finding, error
 
 
 def _load(device_type: str) -> BuildEngine:
@@ -25,17 +27,11 @@ def _load(device_type: str) -> BuildEngine:
     return DeepSpeedEngine
 
 
-def _check_files(config: Config) -> None:
-    """Refuse a file of `--deepspeed-config` that does not exist.
-
-    Raises:
-        ConfigError: It does not exist.
-    """
+def check_file(config: Config) -> Iterator[Finding]:
+    """Check that the file of --deepspeed-config exists."""
     path = config.parallel.deepspeed_config
     if path is not None and not Path(path).is_file():
-        raise ConfigError(
-            f"--deepspeed-config {path} does not exist; create it, or remove the flag"
-        )
+        yield error(f"--deepspeed-config {path} does not exist; create it, or remove the flag")
 
 
 def _describe_settings(config: Config) -> FileSettings | None:
@@ -62,7 +58,7 @@ DEEPSPEED = EngineKind(
     "DeepSpeed",
     _load,
     flag="--deepspeed",
-    list_unsupported=list_unsupported,
-    check_files=_check_files,
+    rules=RULES,
+    file_rules=(check_file,),
     describe_settings=_describe_settings,
 )

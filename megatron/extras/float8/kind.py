@@ -1,12 +1,14 @@
 """The kind of the engine with float8, for --fp8-format. This module imports no torch."""
 
 import math
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megatron.base.errors import ConfigError
 from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.extras.float8.recipe import MULTIPLE
 from megatron.plan.run_plan import Plan
+from megatron.rules.finding import Finding, error
 
 
 def _load(device_type: str) -> BuildEngine:
@@ -25,22 +27,20 @@ def _load(device_type: str) -> BuildEngine:
     return Float8Engine
 
 
-def _list_unsupported(plan: Plan) -> list[str]:
-    """Return a line for each setting that does not run with float8."""
-    problems = []
+def check_settings(plan: Plan) -> Iterator[Finding]:
+    """Check that each setting runs with float8."""
     hidden = plan.config.model.hidden_size
     if hidden % MULTIPLE:
-        problems.append(
+        yield error(
             f"--hidden-size {hidden}: it is a size of each weight and must be a multiple of "
             f"{MULTIPLE}, so no product would be in float8; use "
             f"{math.ceil(hidden / MULTIPLE) * MULTIPLE}, or leave out --fp8-format"
         )
     if plan.config.kernels.use_torch_compile:
-        problems.append(
+        yield error(
             "--use-torch-compile: the messages between ranks are not part of its graphs yet; "
             "remove one of the two flags"
         )
-    return problems
 
 
-FLOAT8 = EngineKind("float8", _load, flag="--fp8-format", list_unsupported=_list_unsupported)
+FLOAT8 = EngineKind("float8", _load, flag="--fp8-format", rules=(check_settings,))

@@ -5,13 +5,16 @@ and files, so no secret is in a command line or in the configuration.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.base.errors import ConfigError
+from megatron.rules.finding import Finding, error
+
+if TYPE_CHECKING:
+    from megatron.config.config_with_origin import ConfigWithOrigin
 
 
 @dataclass(frozen=True)
@@ -148,14 +151,8 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {"trackio": TrackioTracker, "wandb"
 """Name of a tracker -> its constructor. The name is also that of the package and of the extra."""
 
 
-def check_trackers_are_installed(names: tuple[str, ...]) -> None:
-    """Check that the packages of trackers are installed, without importing them.
-
-    Raises:
-        ConfigError: One is missing.
-    """
-    for name in names:
+def check_trackers_are_installed(settings: "ConfigWithOrigin") -> Iterator[Finding]:
+    """Check that the packages of trackers are installed, without importing them."""
+    for name in settings.config.logging.tracker:
         if find_spec(name) is None:
-            raise ConfigError(
-                f"--tracker {name} needs the package {name}: pip install -e '.[{name}]'"
-            )
+            yield error(f"--tracker {name} needs the package {name}: pip install -e '.[{name}]'")

@@ -6,14 +6,16 @@ and warns about settings that differ from those that were verified.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, describe_os_error
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
+from megatron.rules.finding import Finding, error
 
 COPIED = "verification.json"
 """File name of the copy in the --save folder."""
@@ -44,6 +46,16 @@ def read_report(path: str) -> dict[str, Any]:
             "megatron-verify --report FILE."
         )
     return report
+
+
+def check_report(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that the file of --verification is a report."""
+    path = settings.config.logging.verification
+    try:
+        if path is not None:
+            read_report(path)
+    except ConfigError as failure:
+        yield error(str(failure))
 
 
 def list_differences(report: dict[str, Any], config: Config, world_size: int) -> list[str]:

@@ -28,7 +28,8 @@ from megatron.parallel.ranks import Ranks
 from megatron.plan.record import record_plan, restore_plan
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
-from megatron.run.parts import NO_PARTS, Parts, check_parts
+from megatron.rules.finding import refuse_errors
+from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import (
     check_optimizer,
@@ -195,7 +196,7 @@ def resolve_job(
             "evaluate"
         )
     # Other programs may call `pretrain` without the checks before the import of torch.
-    check_parts(loaded.config, parts)
+    refuse_errors(check_parts(PartsContext(loaded.config, parts)))
     # The plan depends on the position, because its end is counted from there.
     state = build_starting_state(checkpoint, loaded.config)
     loaded = choose_loss_mean(loaded, checkpoint)

@@ -14,7 +14,7 @@ from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.rules.finding import apply_rules, refuse_errors
 from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
-from megatron.run.parts import NO_PARTS, Parts, check_parts
+from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
 _UNKNOWN_VOCABULARY = 1
@@ -41,7 +41,7 @@ def check_before_torch(
         ConfigError: See `check_parts` and `check_plan`, or the tokenizer cannot be downloaded.
     """
     config = loaded.config
-    check_parts(config, parts)
+    refuse_errors(check_parts(PartsContext(config, parts)))
     # The checkpoint's curriculum may replace the one that is wrong here.
     if config.optimizer.use_checkpoint_lr_scheduler:
         return None
@@ -89,8 +89,5 @@ def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) 
     if errors:
         raise combine_errors(errors)
     refuse_unsupported(plan, parts.engine or NATIVE)
-    if parts.check_trackers is not None:
-        parts.check_trackers(plan.config.logging.tracker)
-    if parts.check_verification is not None:
-        parts.check_verification(plan.config.logging.verification)
-    refuse_errors(apply_rules(NEEDED_BY_RUNS, ConfigWithOrigin(plan.config, {})))
+    rules = (*parts.rules, *NEEDED_BY_RUNS)
+    refuse_errors(apply_rules(rules, ConfigWithOrigin(plan.config, {})))
