@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import GPT, Case, plan_case, run_case
+from process_states import has_ended
 
 from megatron.commands import plan
 from megatron.commands.plan_dry_run import format_dry_run
@@ -153,15 +154,9 @@ def test_processes_end_with_a_dry_run_that_is_killed(on_fake_gpu: Call, tmp_path
         os.kill(worker, 0)
         owner.kill()
     until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            # A process that has ended, but whose new parent has not collected it, is a zombie.
-            if Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z":
-                return
-        except OSError:
-            return
+    while not has_ended(worker):
+        assert time.monotonic() < until, f"process {worker} is still there"
         time.sleep(0.05)
-    raise AssertionError(f"process {worker} is still there")
 
 
 def write_compiler(path: Path) -> Path:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,8 @@ from megatron.checkpoint.load import open_folder
 from megatron.extras.inspection.comparison import compare
 from megatron.observe.metrics import read_metrics
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+# `importorskip` would import the package, which takes long, while tests are collected.
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 WRONG_AT = 3

@@ -4,6 +4,7 @@ The batch size or the sequence length changes during the run. Both engines share
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from equivalence.corpus import (
 from equivalence.layouts import RECOMPUTE
 from process_pool import ProcessPool, pretrain, succeed
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+# `importorskip` would import the package, which takes long, while tests are collected.
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 BOUND = 1e-5
 TP2 = "--tensor-model-parallel-size 2"

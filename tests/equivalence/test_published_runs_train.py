@@ -7,6 +7,7 @@ stages that a regular expression determines.
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from config.minimal import PUBLISHED_RUNS, published_arguments, replace_values
 from equivalence.corpus import curve
 from process_pool import ProcessPool, pretrain, succeed
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+# `importorskip` would import the package, which takes long, while tests are collected.
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 SIZES = {

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from failing_calls import FailingCalls
 from process_pool import find_free_port, start_fork_server
@@ -204,14 +205,9 @@ class Launch:
             os.kill(self.pids[rank], signal.SIGSTOP)
         for rank in self.running():
             state = ""
-            while self.processes[rank].is_alive() and state != "T":
-                with contextlib.suppress(OSError, IndexError):
-                    state = (
-                        Path(f"/proc/{self.pids[rank]}/stat")
-                        .read_text()
-                        .rpartition(")")[2]
-                        .split()[0]
-                    )
+            while self.processes[rank].is_alive() and state != psutil.STATUS_STOPPED:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    state = psutil.Process(self.pids[rank]).status()
 
     def thaw(self) -> None:
         for rank in self.running():

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import tyro
+from process_states import has_ended
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests/gpu"
@@ -91,7 +93,7 @@ def test_steps_that_fail_or_hang_do_not_stop_the_next(
     assert "the reason" in outcomes[0]["tail"]
     assert outcomes[1]["seconds"] < 6
     child_pid = int(outcomes[1]["tail"].split()[-1])
-    assert not Path(f"/proc/{child_pid}").exists() or "Z" in _read_state(child_pid)
+    assert has_ended(child_pid)
     assert (tmp_path / "part1.log").stat().st_size < 8 << 20
     assert not (tmp_path / "part1.rows.jsonl").exists()
 
@@ -166,10 +168,6 @@ def test_rows_of_layouts_have_the_cells_of_the_table(
     assert "| 1F1B | 2 | 1 / 2 / 3 | 1.0 | 0.3 | - | 0.333 |" in page
 
 
-def _read_state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def test_a_part_ends_within_its_budget(
     modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,16 +235,11 @@ def test_a_part_that_is_killed_leaves_its_rows(
 def _find_sleepers(text: str) -> list[int]:
     """Return the processes without a parent whose command has the text and sleeps."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_text()
-        except OSError:
-            # It has ended.
-            continue
+    for process in psutil.process_iter(["cmdline"]):
+        # A process that has ended has no command.
+        command = " ".join(process.info["cmdline"] or [])
         if "-S" in command and text in command and "time.sleep(100)" in command:
-            found.append(int(entry.name))
+            found.append(process.pid)
     return found
 
 

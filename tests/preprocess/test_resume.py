@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from preprocess.test_preprocess import JSONL, SMALL, job, run, write_lines
+from process_states import has_ended
 from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 
 from megatron.base.errors import ConfigError, DataError
@@ -67,12 +69,12 @@ def test_a_run_that_was_killed_continues_to_the_same_bytes(tmp_path: Path) -> No
         assert process.stdout.readline() == "saved\n", (
             process.stderr.read() if process.stderr else ""
         )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "out_text_document.idx").exists()
     deadline = time.monotonic() + 20
-    while any(is_alive(int(child)) for child in children):
+    while not all(has_ended(child.pid) for child in children):
         assert time.monotonic() < deadline, f"workers {children} run without their parent"
         time.sleep(0.05)
     messages: list[str] = []
@@ -81,13 +83,6 @@ def test_a_run_that_was_killed_continues_to_the_same_bytes(tmp_path: Path) -> No
     assert data_files(tmp_path / "out_text_document") == data_files(REFERENCE_PREFIX)
     left = (".partial", ".journal", ".lock", ".new")
     assert not [path for path in tmp_path.iterdir() if path.suffix in left]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:

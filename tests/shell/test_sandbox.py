@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron.base.errors import ConfigError
@@ -154,14 +155,14 @@ def mark_shells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_ENVIRONMENT", {**sandbox._ENVIRONMENT, name: value})
 
 
-def list_processes() -> set[str]:
+def list_processes() -> set[int]:
     """Return the ids of contained shells and of what they started."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if (entry / "environ").read_bytes().split(b"\0").count(MARK.encode()):
-                found.add(entry.name)
-    return found
+    name, _, value = MARK.partition("=")
+    return {
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get(name) == value
+    }
 
 
 def run_contained(script: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from process_pool import ProcessPool, pretrain, succeed
 from slurm.cluster import Cluster
@@ -88,23 +89,17 @@ class TinyRun:
 
     def pids(self, job: str, node: str) -> list[int]:
         """Return the PIDs of the training's ranks on a node."""
-        mine = {f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}"}
+        own = {("SLURM_JOB_ID", job), ("SLURMD_NODENAME", node)}
         found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                    environment = (entry / "environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                own = {word.encode() for word in mine} <= set(environment)
-                if (
-                    own
-                    and b"pretrain_gpt.py" in words
-                    and b"-u" in words[:2]
-                    and not words[0].endswith(b"srun")
-                ):
-                    found.append(int(entry.name))
+        for process in psutil.process_iter(["environ", "cmdline"]):
+            words = process.info["cmdline"] or []
+            if (
+                own <= (process.info["environ"] or {}).items()
+                and "pretrain_gpt.py" in words
+                and "-u" in words[:2]
+                and not words[0].endswith("srun")
+            ):
+                found.append(process.pid)
         return found
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training.runs import Runner
@@ -49,7 +50,7 @@ def test_no_rank_outlives_a_killed_torchrun(delay: float, run: Runner) -> None:
 
     The ranks are found by a marker in their environment.
     """
-    marker = f"MARKER_OF_TEST={os.getpid()}-{delay}"
+    marker = f"{os.getpid()}-{delay}"
     command = [
         sys.executable,
         "-m",
@@ -59,7 +60,7 @@ def test_no_rank_outlives_a_killed_torchrun(delay: float, run: Runner) -> None:
         "2",
         str(ROOT / "pretrain_gpt.py"),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARKER_OF_TEST": marker.partition("=")[2]}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARKER_OF_TEST": marker}
     process = subprocess.Popen(
         [*command, *run.argv("--train-iters 100000")],
         env=environment,
@@ -68,18 +69,13 @@ def test_no_rank_outlives_a_killed_torchrun(delay: float, run: Runner) -> None:
     )
 
     def alive() -> list[int]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                marked = (
-                    entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes()
-                )
-                ours = marked and b"pretrain_gpt.py" in (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if ours and int(entry.name) != process.pid:
-                found.append(int(entry.name))
-        return found
+        return [
+            other.pid
+            for other in psutil.process_iter(["environ", "cmdline"])
+            if (other.info["environ"] or {}).get("MARKER_OF_TEST") == marker
+            and any("pretrain_gpt.py" in word for word in other.info["cmdline"] or [])
+            and other.pid != process.pid
+        ]
 
     try:
         deadline = time.monotonic() + 60

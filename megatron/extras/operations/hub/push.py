@@ -6,8 +6,8 @@ with. When an answer is lost, the head is read again before anything else is sen
 So a sync may be killed at any time. The next one continues with what still differs.
 """
 
-import hashlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -448,27 +448,22 @@ class FolderSync:
         from huggingface_hub import CommitOperationAdd
 
         content: bytes | Path
-        sha256 = hashlib.sha256()
         with open_inside(self._request.folder, piece.local) as file:
             file.seek(piece.offset)
             if piece.blob.size <= IN_MEMORY_BYTES:
                 content = file.read(piece.blob.size)
-                sha256.update(content)
             else:
-                # Names are numbers, because several parts come from one file. Copies are deleted
-                # only after the commit, so the number of entries is a new name.
+                # Copies are deleted only after the commit, so the number of entries is a new name.
                 content = copies / f"{len(os.listdir(copies)):06d}"
-                left = piece.blob.size
                 with open(content, "wb") as copy:
-                    while left and (data := file.read(min(left, IN_MEMORY_BYTES))):
-                        sha256.update(data)
-                        copy.write(data)
-                        left -= len(data)
-        # The digest covers a file that was rewritten, and one that got shorter. A log that grew has
-        # the same bytes here, and passes.
-        if sha256.hexdigest() != piece.blob.sha256:
+                    shutil.copyfileobj(file, copy)
+                    copy.truncate(piece.blob.size)
+        addition = CommitOperationAdd(piece.remote, content)
+        # The client's digest covers a file that was rewritten, and one that got shorter. A log that
+        # grew has the same bytes here, and passes.
+        if addition.upload_info.sha256.hex() != piece.blob.sha256:
             raise InterruptedError(0, "it was rewritten meanwhile")
-        return CommitOperationAdd(piece.remote, content)
+        return addition
 
     @contextmanager
     def _make_copies_folder(self) -> Iterator[Path]:
