@@ -72,15 +72,15 @@ job = PreprocessJob(
 )
 started = time.perf_counter()
 preprocess(job, say=lambda line: None, choose=lambda *_: encoder)
-digest = hashlib.sha256()
-for path in sorted(Path(output).parent.glob("out_*")):
-    digest.update(path.name.encode() + path.read_bytes())
-print(json.dumps({
+result = {
     "parent": read_cpu(resource.RUSAGE_SELF),
     "workers": read_cpu(resource.RUSAGE_CHILDREN),
     "elapsed": time.perf_counter() - started,
-    "digest": digest.hexdigest(),
-}))
+}
+digest = hashlib.sha256()
+for path in sorted(Path(output).parent.glob("out_*")):
+    digest.update(path.name.encode() + path.read_bytes())
+print(json.dumps(result | {"digest": digest.hexdigest()}))
 """
 
 # Measures the phases of one checkout. Each line of its input starts a block.

@@ -33,6 +33,8 @@ _module, _implementation = _choose()
 sample_index = _module.sample_index
 blending_indices = _module.blending_indices
 gather_tokens = _module.gather_tokens
+# None without C++. `shuffle_in_place` then shuffles in blocks.
+shuffle = getattr(_module, "shuffle", None)
 
 
 def describe_implementation() -> str:

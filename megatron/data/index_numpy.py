@@ -10,7 +10,7 @@ documents are vectorised with cumulative sizes.
 import numpy as np
 from numpy.typing import NDArray
 
-REVISION = 2
+REVISION = 3
 """Version of the contract that the C++ extension must have. See index_helpers.py."""
 # Documents handled at once, so that memory does not grow with the corpus.
 _CHUNK = 1 << 20

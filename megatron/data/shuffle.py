@@ -13,12 +13,30 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data import index_helpers
+
 DIRECT_ITEMS = 1 << 22
 """An array up to this size is shuffled in one call, which takes less than a second."""
 
 
 def shuffle_in_place(array: NDArray, rng: np.random.RandomState) -> None:
-    """Shuffle an array of one dimension as `rng.shuffle` does, in blocks.
+    """Shuffle an array of one dimension as `rng.shuffle` does.
+
+    Args:
+        array: Contiguous items of 4 or 8 bytes.
+        rng: The source of random numbers.
+    """
+    if index_helpers.shuffle is None:
+        _shuffle_in_blocks(array, rng)
+        return
+    # The stream of random numbers itself. RandomState has no public name for it.
+    generator = rng._bit_generator
+    with generator.lock:
+        index_helpers.shuffle(array.view(f"u{array.itemsize}"), generator.capsule)
+
+
+def _shuffle_in_blocks(array: NDArray, rng: np.random.RandomState) -> None:
+    """Shuffle with NumPy alone.
 
     `rng.shuffle` goes through the positions from the last one to the first. It swaps the item at
     position i with that at a random position j <= i. Here a block of such swaps is one call of

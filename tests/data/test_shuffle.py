@@ -1,4 +1,4 @@
-"""The shuffle in blocks equals NumPy's, and other threads run meanwhile."""
+"""The shuffles in C++ and in blocks equal NumPy's, and other threads run meanwhile."""
 
 import threading
 
@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data import shuffle
+from megatron.data import index_helpers, shuffle
+
+
+@pytest.fixture(params=["C++", "blocks"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "blocks":
+        monkeypatch.setattr(index_helpers, "shuffle", None)
+    elif index_helpers.shuffle is None:
+        pytest.skip("the C++ index helpers are not built")
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -20,7 +29,8 @@ from megatron.data import shuffle
         (200_001, np.uint32, 50),
     ],
 )
-def test_blocks_equal_numpy(
+@pytest.mark.usefixtures("implementation")
+def test_shuffles_equal_numpy(
     items: int, dtype: type, direct: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shuffle, "DIRECT_ITEMS", direct)
@@ -37,6 +47,7 @@ def test_blocks_equal_numpy(
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("implementation")
 def test_large_array_equals_numpy() -> None:
     expected = np.arange(3 * shuffle.DIRECT_ITEMS, dtype=np.uint32)
     found = expected.copy()
@@ -45,6 +56,7 @@ def test_large_array_equals_numpy() -> None:
     assert np.array_equal(found, expected)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_other_threads_run_during_a_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shuffle, "DIRECT_ITEMS", 1 << 16)
     over = threading.Event()

@@ -1,5 +1,6 @@
-// The three loops of the data path that are too slow in Python:
+// The four loops of the data path that are too slow in Python:
 //
+// - shuffle permutes an array as RandomState.shuffle does.
 // - sample_index computes where each sample begins.
 // - blending_indices chooses which data set of a mixture gives the next sample.
 // - gather_tokens copies the tokens of a batch out of the memory-mapped corpus.
@@ -21,6 +22,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -98,6 +100,54 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
         }
         row[2 * sample] = static_cast<Out>(document);
         row[2 * sample + 1] = static_cast<Out>(offset);
+    }
+}
+
+// The layout of NumPy's bitgen_t, which the capsule of a BitGenerator holds. It is part of NumPy's
+// documented C interface.
+struct BitGenerator {
+    void* state;
+    uint64_t (*next_uint64)(void*);
+    uint32_t (*next_uint32)(void*);
+    double (*next_double)(void*);
+    uint64_t (*next_raw)(void*);
+};
+
+// Permute the items as RandomState.shuffle does: for i from the last position to 1, swap the items
+// at i and at a random position of [0, i]. The position is drawn by rejection: the lowest bits that
+// can hold i, until their value is at most i.
+template <typename Item>
+static void shuffle(Array<Item>& items, const py::capsule& generator) {
+    require(items.ndim() == 1, "the items must have one dimension");
+    require(std::strcmp(generator.name(), "BitGenerator") == 0, "the generator must be NumPy's");
+    const BitGenerator* bits = generator.get_pointer<BitGenerator>();
+    Item* item = items.mutable_data();
+    const int64_t count = items.shape(0);
+
+    py::gil_scoped_release unlocked;
+    uint64_t mask = 0;
+    while (mask < static_cast<uint64_t>(count)) mask = 2 * mask + 1;
+    // Positions do not depend on the items. They are drawn in groups, so that the processor loads
+    // the items of a group from memory at the same time.
+    constexpr int64_t group = 64;
+    int64_t positions[group];
+    for (int64_t last = count - 1; last >= 1; last -= group) {
+        const int64_t size = last < group ? last : group;
+        for (int64_t k = 0; k < size; ++k) {
+            const uint64_t limit = static_cast<uint64_t>(last - k);
+            while (mask / 2 >= limit) mask /= 2;
+            uint64_t position;
+            do {
+                const bool is_short = limit <= std::numeric_limits<uint32_t>::max();
+                position = is_short ? bits->next_uint32(bits->state) : bits->next_uint64(bits->state);
+                position &= mask;
+            } while (position > limit);
+            positions[k] = static_cast<int64_t>(position);
+#ifdef __GNUC__
+            __builtin_prefetch(item + position, 1);
+#endif
+        }
+        for (int64_t k = 0; k < size; ++k) std::swap(item[last - k], item[positions[k]]);
     }
 }
 
@@ -224,6 +274,11 @@ static void define_for_documents(py::module_& module) {
     define_gather<int64_t, Doc>(module);
 }
 
+template <typename Item>
+static void define_shuffle(py::module_& module) {
+    module.def("shuffle", &shuffle<Item>, py::arg("items").noconvert(), py::arg("generator"));
+}
+
 template <typename Which>
 static void define_blending(py::module_& module) {
     module.def("blending_indices", &blending_indices<Which>, py::arg("weights").noconvert(),
@@ -231,11 +286,13 @@ static void define_blending(py::module_& module) {
 }
 
 PYBIND11_MODULE(_index_helpers, module) {
-    module.doc() = "Sample index, blending indices and token gathering; see index_helpers.py.";
+    module.doc() = "Shuffles, sample index, blending indices, token gathering; see index_helpers.py.";
     // index_helpers.py refuses an older build. Raise both numbers together.
-    module.attr("REVISION") = 2;
+    module.attr("REVISION") = 3;
     define_for_documents<int32_t>(module);
     define_for_documents<int64_t>(module);
+    define_shuffle<uint32_t>(module);
+    define_shuffle<uint64_t>(module);
     define_blending<uint8_t>(module);
     define_blending<int32_t>(module);
 }

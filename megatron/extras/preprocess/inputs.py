@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
+import numpy as np
+
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import DataError
 from megatron.extras.preprocess.blocks import BLOCK_BYTES, InputBlock, PlainText, Position
@@ -22,6 +24,7 @@ from megatron.extras.preprocess.tables import read_arrow_blocks, read_parquet_bl
 # Read at once from a .zst. It bounds how much text one step of decompression can give.
 _COMPRESSED_BYTES = 1 << 16
 _BEGINNING = Position()
+_NEWLINE = ord("\n")
 # Read to find out whether a file is a JSON array.
 _BEGINNING_BYTES = 1 << 12
 # A file of plain text is one document, which is encoded at once.
@@ -146,8 +149,10 @@ def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[
     disk_bytes = 0
 
     def make_block(content: bytes) -> InputBlock:
+        # NumPy counts several times faster than `bytes.count`.
+        newlines = int(np.count_nonzero(np.frombuffer(content, np.uint8) == _NEWLINE))
         # The last line of a file may have no newline.
-        lines = content.count(b"\n") + (not content.endswith(b"\n"))
+        lines = newlines + (not content.endswith(b"\n"))
         return InputBlock(
             path,
             position.line + 1,

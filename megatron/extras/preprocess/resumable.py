@@ -65,7 +65,7 @@ class ResumableWriter:
                 f"a document of {int(sizes.max())} tokens is longer than the format's limit of "
                 "2147483647. Split the document."
             )
-        self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._bin.write(tokens.astype(self.dtype, copy=False).data)
         self._sizes.write(sizes.astype("<i4").tobytes())
         self.num_tokens += tokens.size
         self.num_documents += len(sizes)

@@ -11,12 +11,16 @@ Invariants:
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import cast
+from multiprocessing.reduction import DupFd
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +35,7 @@ from megatron.extras.preprocess.encoders import (
     make_encoder,
     run_encoder,
 )
+from megatron.extras.preprocess.shared_buffer import SharedBuffer, create_memory_file
 from megatron.extras.preprocess.texts import BadLine, extract_texts
 from megatron.tokenizer import build_tokenizer
 
@@ -170,12 +175,17 @@ class _Pool:
         # spawn, because a fork would copy the locks that threads of three Rust libraries may hold.
         context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, BaseProcess] = {}
-        self._limit = 2 * workers + 1
+        self._buffers: dict[Connection, SharedBuffer] = {}
         # Blocks that were submitted but not yielded. It bounds memory if one block takes very long.
+        self._limit = 2 * workers + 1
         for _ in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(job, theirs), daemon=True)
-            process.start()
+            memory = create_memory_file()
+            self._buffers[ours] = SharedBuffer(memory)
+            process = context.Process(target=_serve, args=(job, theirs, DupFd(memory)), daemon=True)
+            # A worker needs nothing of the command, whose imports take long.
+            with _without_main_module():
+                process.start()
             # The worker's end must be closed here. Otherwise its death would not end our `recv`.
             theirs.close()
             self._processes[ours] = process
@@ -215,18 +225,20 @@ class _Pool:
             process.terminate()
         for process in self._processes.values():
             process.join()
+        for buffer in self._buffers.values():
+            buffer.close()
 
     def _send(self, connection: Connection, block: InputBlock) -> None:
         """Send a block to a worker."""
         try:
-            connection.send(block)
+            connection.send(self._buffers[connection].store(block))
         except OSError as error:
             raise self._make_death_error(connection, block) from error
 
     def _receive(self, connection: Connection, block: InputBlock) -> Encoded | BaseException:
         """Return the result of a worker. Errors in the worker are returned, not raised."""
         try:
-            return connection.recv()
+            return self._buffers[connection].load(connection.recv())
         except (EOFError, OSError) as error:
             raise self._make_death_error(connection, block) from error
 
@@ -243,16 +255,28 @@ class _Pool:
         )
 
 
-def _serve(job: EncodingJob, connection: Connection) -> None:
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Hide the main module, which `multiprocessing` would otherwise import in each new process."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _serve(job: EncodingJob, connection: Connection, memory: Any) -> None:
     """Encode blocks in a worker process, until the parent closes the connection or ends."""
     # Ctrl-C reaches all processes of the terminal. The parent handles it and stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # This process is one of many. Threads of `tokenizers` would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     encode: BlockEncoder | None = None
+    buffer = SharedBuffer(memory.detach())
     try:
         while True:
-            block = connection.recv()
+            block = buffer.load(connection.recv())
             try:
                 # Built with the first block, so that an error in it is sent to the parent.
                 encode = encode or BlockEncoder(job)
@@ -266,6 +290,6 @@ def _serve(job: EncodingJob, connection: Connection) -> None:
                     f"a worker failed in {block.path}, lines {block.first_line} to "
                     f"{block.end.line}:\n{traceback.format_exc()}"
                 )
-            connection.send(result)
+            connection.send(buffer.store(result))
     except (EOFError, OSError):
         return
