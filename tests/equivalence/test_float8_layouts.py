@@ -6,8 +6,9 @@ float8 values. The flipped ones of all steps are counted.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -59,6 +60,8 @@ class Layout:
     common: str = ""
     """Flags that one process gets too."""
     short: bool = False
+    padded: bool = False
+    """Whether the layout multiplies with the operator of GPUs, whose sizes are padded."""
 
 
 LAYOUTS = [
@@ -73,6 +76,18 @@ LAYOUTS = [
         short=True,
     ),
     Layout("TP 4", 4, "--tensor-model-parallel-size 4", "--num-query-groups 4"),
+    # The ranks have 4 and 12 columns of some weights.
+    Layout(
+        "TP 4, padded",
+        4,
+        f"--tensor-model-parallel-size 4 {SP}",
+        "--num-query-groups 4",
+        padded=True,
+    ),
+    Layout("TP 2, one query group", 2, f"{TP2} {SP}", "--num-query-groups 1"),
+    # Three is no power of two, so the factor of the loss must not depend on the ranks.
+    Layout("DP 3", 3, "--zero-stage 3", "--global-batch-size 6"),
+    Layout("CP 3", 3, "--context-parallel-size 3", "--seq-length 36"),
     Layout("PP 3", 3, "--pipeline-model-parallel-size 3"),
     Layout("ZeRO 1", 2, "--zero-stage 1"),
     Layout("ZeRO 3", 2, "--zero-stage 3"),
@@ -105,10 +120,13 @@ LAYOUTS = [
     ),
 ]
 
-def train_cases(cases: Sequence[str], shared: bool) -> Any:
-    """Train every case on this rank. Return its steps, and what the first microbatch rounded.
+def train_cases(cases: Sequence[str], shared: bool, padded: bool) -> Any:
+    """Train every case on this rank, and return its numbers. See `train`.
 
-    Without `shared`, each rank takes the largest values from its own parts.
+    Args:
+        cases: The flags of each case.
+        shared: Otherwise, each rank takes the largest values from its own parts.
+        padded: Multiply with the operator of GPUs, which is slow on a CPU.
     """
     from megatron.extras.float8 import products
     from megatron.extras.translators.translator import load_config
@@ -117,9 +135,18 @@ def train_cases(cases: Sequence[str], shared: bool) -> Any:
 
     world = read_launcher_world()
     ranks = join_ranks(load_config(cases[0].split()), world)
-    separate = mock.patch.object(products, "_share_largest")
-    with nullcontext() if shared else separate:
+    with ExitStack() as patches:
+        if not shared:
+            patches.enter_context(mock.patch.object(products, "_share_largest"))
+        if padded:
+            multiply = partial(_multiply_on_tensor_cores, products.multiply_rounded)
+            patches.enter_context(mock.patch.object(products, "multiply_rounded", multiply))
         return [train_case(case, ranks, world) for case in cases]
+
+
+def _multiply_on_tensor_cores(multiply: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Call `multiply_rounded` as a run without --fp8-emulate does it."""
+    return multiply(*arguments, **{**options, "emulated": False})
 
 
 def train_case(case: str, ranks: "Ranks", world: "LaunchedWorld") -> Any:
@@ -185,18 +212,25 @@ def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPat
     alone: dict[str, list[Result]] = {}
 
     def run(
-        ranks: int, flags: str, *, shared: bool = True, recipes: Sequence[str] = tuple(RECIPES)
+        ranks: int,
+        flags: str,
+        *,
+        shared: bool = True,
+        padded: bool = False,
+        recipes: Sequence[str] = tuple(RECIPES),
     ) -> list[Result]:
         if ranks > 1:
-            return launch(ranks, flags, shared, recipes)
+            return launch(ranks, flags, shared, padded, recipes)
         if flags not in alone:
-            alone[flags] = launch(ranks, flags, shared, recipes)
+            alone[flags] = launch(ranks, flags, shared, padded, recipes)
         return alone[flags]
 
-    def launch(ranks: int, flags: str, shared: bool, recipes: Sequence[str]) -> list[Result]:
+    def launch(
+        ranks: int, flags: str, shared: bool, padded: bool, recipes: Sequence[str]
+    ) -> list[Result]:
         paths = f"--data-path {corpus} --data-cache-path {cache}"
         cases = [f"{MODEL} {paths} {RECIPES[recipe]} {flags}" for recipe in recipes]
-        outcomes = pool.run(ranks, train_cases, cases, shared)
+        outcomes = pool.run(ranks, train_cases, cases, shared, padded)
         succeed(outcomes)
         return [join([each.value[case] for each in outcomes]) for case in range(len(cases))]
 
@@ -212,7 +246,8 @@ def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPat
 )
 def test_layouts_equal_one_process(layout: Layout, train_world: Train) -> None:
     alone = train_world(1, layout.common)
-    together = train_world(layout.ranks, f"{layout.common} {layout.flags}")
+    flags = f"{layout.common} {layout.flags}"
+    together = train_world(layout.ranks, flags, padded=layout.padded)
     for recipe, found, expected in zip(RECIPES, together, alone, strict=True):
         compare(found, expected, recipe)
 
