@@ -222,9 +222,7 @@ def draw(curves: dict[Cell, Curve], path: Path) -> None:
     """Draw the difference to bf16 during the runs: the mean, and the range of the seeds."""
     figure = make_figure(9, 4)
     for axes, shape in zip(figure.subplots(1, len(SHAPES), sharey=True), SHAPES, strict=True):
-        axes.axhspan(
-            -100 * MOST_DIFFERENCE, 100 * MOST_DIFFERENCE, color="tab:gray", alpha=0.12
-        )
+        axes.axhspan(-100 * MOST_DIFFERENCE, 100 * MOST_DIFFERENCE, color="tab:gray", alpha=0.12)
         axes.axhline(0, color="black", linewidth=0.8)
         for recipe in RECIPES:
             if recipe == BF16:
@@ -232,7 +230,9 @@ def draw(curves: dict[Cell, Curve], path: Path) -> None:
             seeds = find_differences(curves, shape, recipe)
             iterations = sorted(seeds[0])
             values = [[100 * curve[at] for curve in seeds] for at in iterations]
-            (line,) = axes.plot(iterations, [statistics.mean(each) for each in values], label=recipe)
+            (line,) = axes.plot(
+                iterations, [statistics.mean(each) for each in values], label=recipe
+            )
             axes.fill_between(
                 iterations,
                 [min(each) for each in values],

@@ -82,9 +82,7 @@ def main() -> int:
     """Run the benchmark and return the exit code."""
     arguments = tyro.cli(Arguments, description=__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        found = {
-            recipe: find_differences(arguments.seeds, recipe, folder) for recipe in RECIPES
-        }
+        found = {recipe: find_differences(arguments.seeds, recipe, folder) for recipe in RECIPES}
     print(f"| layout | number | {' | '.join(RECIPES)} |")
     print(f"|---|---|{'--:|' * len(RECIPES)}")
     for name in LAYOUTS:

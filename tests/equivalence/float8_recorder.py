@@ -219,3 +219,44 @@ def _write(
     else:
         assert bool((old.isnan() | (old == new)).all()), f"{key}: ranks disagree"
     complete[:, :, :, *at] = new
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Values of a world that are rounded to other numbers than those of one process."""
+
+    values: int
+    """All values that were rounded."""
+    flipped: int
+    step: int
+    """The step of the first flip. Without a flip, the number of steps + 1."""
+    key: Key | None
+    """The operand with the first flip."""
+    before: int
+    """The values that were rounded up to this operand, which no earlier flip can have changed."""
+    first: int
+    """The flipped values among them."""
+
+
+def count_flips(found: dict[Key, Operand], expected: dict[Key, Operand]) -> Flips:
+    """Compare the operands of a world with those of one process."""
+    assert found.keys() == expected.keys()
+    values = flipped = before = 0
+    first: tuple[int, Key, int] | None = None
+    steps = max(len(operand.values) for operand in expected.values())
+    microbatches = max(operand.values.shape[1] for operand in expected.values())
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            for key, operand in expected.items():
+                if microbatch >= operand.values.shape[1]:
+                    continue
+                own = operand.values[step, microbatch]
+                count = int((found[key].values[step, microbatch] != own).sum())
+                values += own.numel()
+                flipped += count
+                if first is None:
+                    before += own.numel()
+                    if count:
+                        first = step + 1, key, count
+    step, operand_of_first, count = first or (steps + 1, None, 0)
+    return Flips(values, flipped, step, operand_of_first, before, count)
