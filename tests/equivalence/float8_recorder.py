@@ -239,7 +239,11 @@ class Flips:
 
 
 def count_flips(found: dict[Key, Operand], expected: dict[Key, Operand]) -> Flips:
-    """Compare the operands of a world with those of one process."""
+    """Compare the operands of a world with those of one process.
+
+    Raises:
+        AssertionError: In the first step, a scale differs before any rounding does.
+    """
     assert found.keys() == expected.keys()
     values = flipped = before = 0
     first: tuple[int, Key, int] | None = None
@@ -256,6 +260,10 @@ def count_flips(found: dict[Key, Operand], expected: dict[Key, Operand]) -> Flip
                 flipped += count
                 if first is None:
                     before += own.numel()
+                    if step == 0:
+                        pair = found[key].inverses, operand.inverses
+                        scales = [each[0, microbatch] for each in pair]
+                        assert torch.equal(*scales), f"{key}: another scale before any flip"
                     if count:
                         first = step + 1, key, count
     step, operand_of_first, count = first or (steps + 1, None, 0)
