@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal, cast
 
 from megatron.config.parallel import EXCHANGES_HEADS
+from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
 from megatron.extras.float8.recipe import ROWWISE, list_float8_layers
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware
@@ -86,6 +87,15 @@ def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
         layers=None if every else layers,
         rowwise=ROWWISE[precision.fp8_recipe],
         fused=config.kernels.use_torch_compile,
+    )
+
+
+def propose_float8(config: Config) -> PrecisionConfig:
+    """Return the precision of a configuration with the float8 that the search proposes."""
+    # Fused gradients are not computed in float8.
+    fused = config.kernels.gradient_accumulation_fusion
+    return replace(
+        config.precision, fp8_format="hybrid", fp8_recipe="rowwise" if fused else "tensorwise"
     )
 
 
