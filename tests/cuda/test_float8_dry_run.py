@@ -5,7 +5,6 @@ The model is the one of `fake_ranks.GPT`: h = 64, s = 32, b = 2. A step has two 
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from cuda.conftest import Call

@@ -180,6 +180,9 @@ class Software:
     """The optimizer and the precision of its moments."""
     held_outputs: bool = False
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
+    held_gathers: float = 0.0
+    """Complete hidden states [s, b, h] in half precision that the backward pass of a layer holds
+    with sequence parallelism. The papers' formulas have the slices of the ranks only."""
     counts_tensors: bool = False
     """Whether memory is counted tensor by tensor, as this trainer allocates them (`cost.tensors`).
     Otherwise it is that of the papers' formulas. Sums of gradients are counted as well."""

@@ -33,8 +33,6 @@ class SearchSpace:
     devices: int
     hardware: Hardware
     software: Software
-    also: Software | None = None
-    """Software that each layout is predicted with as well, such as that with float8."""
     tensor: int | None = None
     pipeline: int | None = None
     context: int = 1
@@ -50,6 +48,8 @@ class SearchSpace:
     """Returns the padded vocabulary size of a tensor-parallel size. Default: that of `shape`."""
     accepts: Callable[[RankLayout], bool] | None = None
     """Returns whether a layout keeps the rules that are not known here. Default: all do."""
+    also: Software | None = None
+    """Software that each layout is predicted with as well, such as that with float8."""
 
     def get_shape(self, tensor: int) -> ModelShape:
         """Return the shape of the model with this tensor-parallel size."""
