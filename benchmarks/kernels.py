@@ -1,4 +1,4 @@
-"""Measure the kernels that decide the speed of a GPU: copies, products, attention, model parts.
+"""Measure the kernels that decide the speed of a GPU: copies, products, attention, float8, parts.
 
     python benchmarks/kernels.py                          about a minute on a GPU
     python benchmarks/kernels.py --quick                  tiny sizes, also on a CPU
@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 import tyro
+from float8_speed import BLOCK, TINY, Benchmark
 from results import add_row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -56,13 +57,15 @@ _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTE
 class Arguments:
     """The command line."""
 
-    part: tuple[Literal["copy", "products", "attention", "model"], ...] = (
+    part: tuple[Literal["copy", "products", "attention", "model", "float8"], ...] = (
         "copy",
         "products",
         "attention",
         "model",
+        "float8",
     )
-    """What to measure. The model parts are the loss, rotary positions, SwiGLU, a norm and AdamW."""
+    """What to measure. The model parts are the loss, rotary positions, SwiGLU, a norm and AdamW.
+    float8 has the linear layers of a block."""
     seconds: float = 0.4
     """Time for each kernel."""
     hardware: Path | None = None
@@ -480,6 +483,15 @@ def measure_model_parts(device: torch.device, arguments: Arguments, copy: float 
         )
 
 
+def measure_float8(device: torch.device, arguments: Arguments) -> None:
+    """Measure the linear layers of a block in float8 and in bf16."""
+    benchmark = Benchmark(device, time_kernel, arguments.seconds / 2, add_row)
+    try:
+        benchmark.measure(TINY if arguments.quick else BLOCK)
+    except RuntimeError as error:
+        report_failure("float8", "all", error)
+
+
 def write_hardware(
     path: Path, base: Hardware | None, rates: dict[str, float | None], device: torch.device
 ) -> None:
@@ -533,6 +545,8 @@ def main() -> int:
         rates["attention"] = measure_attentions(device, arguments)
     if "model" in arguments.part:
         measure_model_parts(device, arguments, rates["copy"])
+    if "float8" in arguments.part:
+        measure_float8(device, arguments)
     if arguments.hardware is not None:
         try:
             write_hardware(arguments.hardware, base, rates, device)

@@ -145,6 +145,9 @@ class PlanArguments:
     """Print why a layout is slower than the fastest one, as in
     tp=8,pp=6,micro-batch=2,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
     recompute. What is not given is as in the training command. Also searches."""
+    allow_fp8: bool = False
+    """Let the search propose float8 as well, on hardware with such products. It changes the numbers
+    of a run. Also searches."""
     pareto: Path | None = None
     """Draw time against memory of all layouts that fit or may fit into this file. Also searches."""
     trace: Path | None = None
@@ -245,17 +248,6 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
             return _report_failure(ConfigError(show(str(failure))), options, source)
 
 
-def _warn_of_float8(plan: Plan) -> list[str]:
-    """Warn that a run with float8 is planned as one in bf16."""
-    kind = plan.config.precision.fp8_format
-    if kind is None:
-        return []
-    return [
-        f"--fp8-format {kind}: times, memory and the dry run are those of bf16, because float8 is "
-        "not predicted yet."
-    ]
-
-
 def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[str], str]) -> int:
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
@@ -301,7 +293,6 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         warnings.append(
             f"planned here, but {kind.flag or kind.name} does not support it: {'; '.join(refused)}."
         )
-    warnings += _warn_of_float8(plan)
     uses = find_training_data(plan)
     # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.
@@ -383,7 +374,8 @@ def _build_cost_options(options: PlanArguments) -> CostOptions:
 
 
 def _wants_search(options: PlanArguments) -> bool:
-    return options.search or options.explain is not None or options.pareto is not None
+    asked = options.search or options.allow_fp8
+    return asked or options.explain is not None or options.pareto is not None
 
 
 def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> list[str]:
@@ -391,7 +383,7 @@ def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> li
     if plan.errors or not _wants_search(options):
         return []
     explained = _explain(plan, options, hardware)
-    found = search_plan(plan, hardware)
+    found = search_plan(plan, hardware, allow_fp8=options.allow_fp8)
     lines = ["", *format_search(found)]
     if explained is not None:
         lines += ["", *format_explanation(explained, found)]
@@ -405,7 +397,7 @@ def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) 
     if plan.errors or not _wants_search(options):
         return {}
     explained = _explain(plan, options, hardware)
-    found = search_plan(plan, hardware)
+    found = search_plan(plan, hardware, allow_fp8=options.allow_fp8)
     if options.pareto is not None:
         draw_pareto(found, options.pareto)
     return {"search": build_search_json(found, explained)}

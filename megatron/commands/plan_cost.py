@@ -13,6 +13,8 @@ from typing import Any
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
 from megatron.extras.figure import make_figure, save_figure
+from megatron.extras.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
+from megatron.extras.planner.cost.float8 import list_linears
 from megatron.extras.planner.cost.goodput import (
     FAILURES_PER_1000_NODE_DAYS,
     Footprint,
@@ -31,6 +33,9 @@ from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.plan.run_plan import Plan
 
+FLOAT8_ROUNDING = "float8: rounding"
+FLOAT8_SCALES = "float8: messages"
+"""Parts of a step with float8. The messages have largest values, from which scales follow."""
 _BAR = 50
 """Characters of the bar that shows where the time goes."""
 _MOST_DRAWN = 20_000
@@ -116,6 +121,8 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
         ("matrix products", busiest.gemm),
         ("attention", busiest.attention),
         ("other kernels", busiest.pointwise),
+        (FLOAT8_ROUNDING, busiest.rounding + prediction.weight_scale_seconds.rounding),
+        (FLOAT8_SCALES, busiest.scales + prediction.weight_scale_seconds.scales),
         ("between kernels", busiest.gaps),
         (_name_layer_messages(prediction), busiest.tensor),
         ("pipeline", waiting),
@@ -191,6 +198,7 @@ def format_cost(
         *_format_default(hardware, is_default=is_default),
         *_format_missing_gpu(hardware),
         *_format_precision(plan, hardware),
+        *_format_float8(plan, prediction),
         *_format_breakdown(prediction),
         _format_row(
             "  speed",
@@ -261,6 +269,26 @@ def _format_precision(plan: Plan, hardware: Hardware) -> list[str]:
             f"{hardware.name} does not compute in bf16. The times are those of --fp16. Use --fp16",
         )
     ]
+
+
+def _format_float8(plan: Plan, prediction: StepPrediction) -> list[str]:
+    """Return a row about float8, or about why it is not predicted."""
+    config = plan.config
+    if config.precision.fp8_format is None:
+        return []
+    if config.precision.fp8_emulate:
+        return [_format_row("  float8", "emulated. The times and the memory are those without it")]
+    name = prediction.job.hardware.name
+    if prediction.job.software.float8 is None:
+        text = f"{name} has no such products. The times and the memory are those without float8"
+        return [_format_row("  float8", text)]
+    layers = list_float8_layers(config)
+    sizes = sorted({each.complete for each in list_linears(plan.shape, 1)})
+    others = [f"{size[0]:,} x {size[1]:,}" for size in sizes if not fits_float8(size)]
+    text = f"{config.precision.fp8_recipe}, transformer layers {layers.start + 1} to {layers.stop}"
+    if others:
+        text += f"; not in float8, because a size is no multiple of {MULTIPLE}: {', '.join(others)}"
+    return [_format_row("  float8", text)]
 
 
 def list_possible_fusions(plan: Plan) -> dict[str, str]:

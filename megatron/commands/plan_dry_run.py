@@ -54,6 +54,7 @@ def build_dry_run_json(reports: list[RankReport]) -> list[dict[str, Any]]:
             "peak_bytes": {**report.step.peak, "total": report.step.peak_bytes},
             "kept_bytes": report.step.kept,
             "collectives": _add_counts(report.step.collectives),
+            "products": _add_counts(report.step.products),
             "synchronisations": _add_counts(report.step.synchronisations),
             "copies": _add_counts(report.step.copies),
         }
@@ -79,6 +80,7 @@ def format_dry_run(plan: Plan, reports: list[RankReport]) -> list[str]:
             f"rank {report.rank} of {plan.world_size} ({report.coordinate}), "
             f"{report.microbatches} of {of_step} microbatches",
             *_format_memory(report),
+            *_format_products(report),
             *_format_collectives(report),
             *_format_waits(report),
             *_format_copies(report),
@@ -101,6 +103,16 @@ def _format_memory(report: RankReport) -> list[str]:
 def _format_gib(size: float) -> str:
     """Return a size as the rest of the plan does, and with digits for small models."""
     return f"{size / 2**30:,.4g} GiB"
+
+
+def _format_products(report: RankReport) -> list[str]:
+    """Return a table of the products by dtype, if some are in float8."""
+    products = report.step.products
+    if not any(each.left.startswith("float8") for each in products):
+        return []
+    rows = [("product of", "and", "result", "count")]
+    rows += [(each.left, each.right, each.result, str(count)) for each, count in products.items()]
+    return _format_table(rows)
 
 
 def _format_collectives(report: RankReport) -> list[str]:

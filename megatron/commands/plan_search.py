@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 from megatron.base.errors import ConfigError
 from megatron.base.plural import format_count
 from megatron.commands.parts import choose_engine
-from megatron.commands.plan_cost import build_verdict_json, format_days, predict_days
+from megatron.commands.plan_cost import (
+    FLOAT8_ROUNDING,
+    FLOAT8_SCALES,
+    build_verdict_json,
+    format_days,
+    predict_days,
+)
 from megatron.config.fields import all_fields, flatten
+from megatron.config.rules import check_rules
 from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
@@ -32,6 +39,7 @@ from megatron.extras.planner.prediction import (
     describe_layout,
     describe_software,
     predict_plan,
+    propose_float8,
 )
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -67,15 +75,23 @@ class PlannedSearch:
     """If no layout fits, a number of devices with which one does. None if none was found."""
 
 
-def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
+def search_plan(plan: Plan, hardware: Hardware, *, allow_fp8: bool = False) -> PlannedSearch:
     """Search the layouts of the plan's model, batch and number of devices.
 
+    Args:
+        plan: A plan without errors.
+        hardware: The devices.
+        allow_fp8: Whether each layout is also predicted with float8.
+
     Raises:
-        ConfigError: No layout is legal, or the hardware has no peak for fp32.
+        ConfigError: No layout is legal, the hardware has no peak for fp32, or the plan cannot have
+            float8.
     """
     # The search treats each ConfigError as a layout that is not legal. So this one is raised first.
     hardware.get_peak(half=describe_software(plan, hardware).half)
     space = build_search_space(plan, hardware)
+    if allow_fp8 and plan.config.precision.fp8_format is None:
+        space = replace(space, also=describe_software(_add_float8(plan, hardware), hardware))
     # One rank may not be able to hold its part of a sequence. The batch may also have fewer samples
     # than there are ranks.
     if (longer := find_context_size(space)) is not None:
@@ -85,10 +101,32 @@ def search_plan(plan: Plan, hardware: Hardware) -> PlannedSearch:
     return PlannedSearch(plan, found, predict_plan(plan, hardware), enough)
 
 
-def format_flags(plan: Plan, layout: RankLayout) -> str:
-    """Return the flags that choose a layout if they are appended to the plan's command."""
+def _add_float8(plan: Plan, hardware: Hardware) -> Plan:
+    """Return the plan with float8.
+
+    Raises:
+        ConfigError: The trainer refuses it, or the hardware has no such products.
+    """
+    config = replace(plan.config, precision=propose_float8(plan.config))
+    problems, _ = check_rules(config, {})
+    problems += choose_engine(config).list_unsupported(replace(plan, config=config))
+    if hardware.float8_tflops is None:
+        problems.append(f"{hardware.name} has no float8 products; use other --hardware.")
+    if problems:
+        raise ConfigError(f"--allow-fp8: {'; '.join(problems)}")
+    return replace(plan, config=config)
+
+
+def format_flags(plan: Plan, layout: RankLayout, *, float8: bool = False) -> str:
+    """Return the flags that choose a layout if they are appended to the plan's command.
+
+    `float8` adds those that choose float8.
+    """
     before = flatten(plan.config)
-    after = flatten(change_layout(plan.config, layout))
+    config = change_layout(plan.config, layout)
+    if float8:
+        config = replace(config, precision=propose_float8(config))
+    after = flatten(config)
     words: list[str] = []
     for dotted, value in after.items():
         field = all_fields()[dotted]
@@ -103,10 +141,21 @@ def format_flags(plan: Plan, layout: RankLayout) -> str:
     return " ".join(words)
 
 
+def _format_all_flags(prediction: StepPrediction, search: PlannedSearch) -> str:
+    """Return the flags of a layout, and those of float8 if only the search proposes it."""
+    return format_flags(search.plan, prediction.job.layout, float8=_is_proposed(prediction, search))
+
+
+def _is_proposed(prediction: StepPrediction, search: PlannedSearch) -> bool:
+    """Return whether a prediction has float8 that the plan does not have."""
+    given = search.plan.config.precision.fp8_format is not None
+    return prediction.job.software.float8 is not None and not given
+
+
 def _build_candidate(prediction: StepPrediction, search: PlannedSearch) -> dict[str, Any]:
     return {
         "layout": prediction.job.layout.describe(),
-        "flags": format_flags(search.plan, prediction.job.layout),
+        "flags": _format_all_flags(prediction, search),
         "other_virtual_stages": search.result.list_virtual_stages(prediction),
         "seconds": prediction.seconds,
         "days": _predict_days_if_it_fits(prediction, search),
@@ -139,10 +188,11 @@ def build_search_json(
     compared = {"explained": explained}
     if search.result.fastest:
         compared["fastest"] = search.result.fastest[0]
-    # Without the number of microbatches, both layouts have the same keys.
+    costs = _list_costs(*compared.values())
     parts = {
-        name: {part.partition(" (")[0]: seconds for part, seconds in _list_costs(prediction)}
-        for name, prediction in compared.items()
+        # Without the number of microbatches.
+        name: {part.partition(" (")[0]: seconds[number] for part, seconds in costs}
+        for number, name in enumerate(compared)
     }
     built = _build_candidate(explained, search)
     return {**report, "explained": built, "seconds_by_part": parts}
@@ -185,9 +235,10 @@ def format_search(search: PlannedSearch) -> list[str]:
         if prediction is not best:
             lines.append(f"{_INDENT}{explain_difference(prediction, best)}")
     lines.append(
-        f"flags of the first, after those of the command: "
-        f"{format_flags(search.plan, best.job.layout)}"
+        f"flags of the first, after those of the command: {_format_all_flags(best, search)}"
     )
+    if _is_proposed(best, search):
+        lines.append("float8 changes the numbers of this run (docs/float8.md)")
     if search.plan.can_mask_tokens(training=True) and search.plan.config.loss.loss_mean != "step":
         lines.append("another micro-batch size changes the loss of this run (--loss-mean)")
     lines += ["the layout that is given:", _format_candidate(search.configured, search)]
@@ -221,13 +272,14 @@ def _format_candidate(prediction: StepPrediction, search: PlannedSearch) -> str:
     days = _predict_days_if_it_fits(prediction, search)
     others = search.result.list_virtual_stages(prediction)
     stages = f" (or {', '.join(map(str, others))} virtual stages)" if others else ""
+    float8 = " float8" if prediction.job.software.float8 is not None else ""
     seconds = f"{prediction.seconds:,.3f}"
     if prediction.seconds < 1:
         seconds = f"{prediction.seconds:.3g}"
     return (
         f"{seconds:>12} {'-' if days is None else format_days(days):>12} "
         f"{prediction.peak_bytes / 2**30:>6.1f} {100 * share:>5.0f} % {100 * mfu:>7.1f}  "
-        f"{prediction.job.layout.describe()}{stages}{mark}"
+        f"{prediction.job.layout.describe()}{stages}{float8}{mark}"
     )
 
 
@@ -238,9 +290,7 @@ def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
         return f"does not fit: {over:,.1f} GiB too much ({_name_largest_kind(prediction)})"
     lost = [
         (name, theirs - ours)
-        for (name, theirs), (_, ours) in zip(
-            _list_costs(prediction), _list_costs(best), strict=True
-        )
+        for name, (theirs, ours) in _list_costs(prediction, best)
         if theirs - ours > 0.002 * best.seconds
     ]
     lost.sort(key=lambda each: -each[1])
@@ -259,28 +309,59 @@ def _name_largest_kind(prediction: StepPrediction) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {size / 2**30:,.1f}" for name, size in kinds)
 
 
-def _list_costs(prediction: StepPrediction) -> list[tuple[str, float]]:
+def _list_costs(*predictions: StepPrediction) -> list[tuple[str, list[float]]]:
+    """Return the parts of a step, each with the seconds of each prediction.
+
+    The parts of float8 are left out if no prediction has them.
+    """
+    m = predictions[0].schedule.microbatches
+    names = [
+        "recomputation",
+        "matrix products and attention",
+        "other kernels",
+        FLOAT8_ROUNDING,
+        FLOAT8_SCALES,
+        _name_layer_messages(predictions),
+        f"bubble and messages of the pipeline ({m} microbatches)",
+        "data-parallel communication",
+        "optimizer",
+    ]
+    costs = zip(names, zip(*map(_measure_costs, predictions), strict=True), strict=True)
+    float8 = (FLOAT8_ROUNDING, FLOAT8_SCALES)
+    return [(name, [*seconds]) for name, seconds in costs if name not in float8 or any(seconds)]
+
+
+def _name_layer_messages(predictions: Sequence[StepPrediction]) -> str:
+    """Return which ranks send the messages within a layer, in one of several layouts."""
+    layouts = [prediction.job.layout for prediction in predictions]
+    if all(layout.context == 1 for layout in layouts):
+        return "tensor-parallel communication"
+    if all(layout.tensor == 1 for layout in layouts):
+        return "context-parallel communication"
+    return "tensor- and context-parallel communication"
+
+
+def _measure_costs(prediction: StepPrediction) -> list[float]:
     """Return the seconds of a step in parts that can be compared between layouts."""
     busiest = max(prediction.rank_seconds, key=lambda each: each.total)
-    m = prediction.schedule.microbatches
     # The passes without the recomputation.
     passes = _remove_recomputation(prediction)
+    of_weights = prediction.weight_scale_seconds
     return [
-        ("recomputation", _sum_kernels(busiest) - _sum_kernels(passes)),
-        ("matrix products and attention", passes.gemm + passes.attention),
-        ("other kernels", passes.pointwise),
-        ("tensor-parallel communication", busiest.tensor),
-        (
-            f"bubble and messages of the pipeline ({m} microbatches)",
-            prediction.pipeline_seconds - busiest.total,
-        ),
-        ("data-parallel communication", prediction.data_parallel.waited),
-        ("optimizer", prediction.optimizer_seconds),
+        _sum_kernels(busiest) - _sum_kernels(passes),
+        passes.gemm + passes.attention,
+        passes.pointwise,
+        passes.rounding + of_weights.rounding,
+        busiest.scales + of_weights.scales,
+        busiest.tensor,
+        prediction.pipeline_seconds - busiest.total,
+        prediction.data_parallel.waited,
+        prediction.optimizer_seconds,
     ]
 
 
 def _sum_kernels(seconds: Seconds) -> float:
-    return seconds.gemm + seconds.attention + seconds.pointwise
+    return seconds.gemm + seconds.attention + seconds.pointwise + seconds.rounding
 
 
 def _remove_recomputation(prediction: StepPrediction) -> Seconds:
@@ -409,10 +490,8 @@ def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> lis
 
 def _compare(prediction: StepPrediction, search: PlannedSearch) -> list[tuple[str, float, float]]:
     """Return the parts of a step with the seconds of a layout and of the fastest one."""
-    best = search.result.fastest[0]
-    parts = zip(_list_costs(prediction), _list_costs(best), strict=True)
-    # Their names differ in the number of microbatches only.
-    return [(name, theirs, ours) for (name, theirs), (_, ours) in parts]
+    costs = _list_costs(prediction, search.result.fastest[0])
+    return [(name, theirs, ours) for name, (theirs, ours) in costs]
 
 
 def _set_time_axis(axes: "Axes", seconds: Sequence[float]) -> None:

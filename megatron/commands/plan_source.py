@@ -35,8 +35,10 @@ _SWITCHES = frozenset(
         "--no-dry-run",
         "--no-expand",
         "--no-json",
+        "--no-allow-fp8",
         "--no-search",
         "--search",
+        "--allow-fp8",
         "-h",
     }
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
-from megatron.extras.planner.cost.layout import SOFTWARE, RankLayout
+from megatron.extras.planner.cost.layout import SOFTWARE, Float8, RankLayout, Recompute
 from megatron.extras.planner.cost.memory import BALANCED_ENDS
 from megatron.extras.planner.cost.search import SearchSpace, search_layouts
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
@@ -409,38 +409,72 @@ def compare_llama3(row: dict[str, Any]) -> Iterator[Compared]:
     yield _compare_tflops(row, f"{row['gpus']} GPUs CP {row['cp']}", best, causal=True)
 
 
-def predict_long_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the table of docs/context_parallelism.md, by rows with context parallelism.
+TITAN_FLOAT8 = Float8(fused=True, weights="shard", gathers_rounded=True, shares_scales=False)
+"""torchao in torchtitan: compiled, with float8 gathers of FSDP and of tensor parallelism."""
+CORE_FLOAT8 = Float8(fused=True, weights="step", keeps_rounded=True, shares_scales=False)
+"""Transformer Engine, which rounds weights once a step, and inputs and gradients to both orders."""
 
-    The rows are with float8, and the predictions are for this trainer in bf16. So no error is
-    computed.
-    """
-    lines = [
-        "| model, GPUs, tokens of a sample | layout | published with float8 | predicted in bf16 |",
-        "|---|---|---|---|",
-    ]
-    for row in rows:
-        if row["cp"] == 1:
-            continue
-        layout = RankLayout(
-            tensor=row["tp"],
-            sequence_parallel=row["tp"] > 1,
-            pipeline=row["pp"],
-            context=row["cp"],
-            data=row["fsdp"],
-            recompute="full",
-            zero_stage=3,
-        )
-        name = row["model"].replace("Llama 3.1 ", "llama3-").lower()
-        shape = make_llama(*LLAMAS[name], row["seq"], 128256)
-        batch = row["local_batch"] * row["fsdp"]
-        step = predict(shape, layout, batch, "trainer", load_hardware("h100-96g"))
-        lines.append(
-            f"| {row['model']}, {row['gpus']}, {row['seq']:,} | {layout.describe()} | "
-            f"{row['tokens_per_second_per_gpu']:,} tokens/s, {row['memory_gib']} GiB | "
-            f"{step.tokens_per_second:,.0f} tokens/s, {step.peak_bytes / 2**30:.1f} GiB |"
-        )
-    return lines
+
+# With tensor parallelism, a layer of torchtitan holds two gathered inputs in float8 and two partial
+# sums of the input's gradient (`held_gathers`). The loss over a sharded vocabulary is not compiled.
+# Its backward pass has four tensors in fp32: the logarithms of the probabilities, their
+# exponentials, the gradient, and the sum of both.
+
+
+def compare_float8_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
+    """Compare the runs of dense models with float8. No constant is fitted on them."""
+    dense = [row for row in rows if row["precision"] != "BF16" and row["model"].startswith("Llama")]
+    return [compared for row in dense for compared in _compare_float8(row)]
+
+
+def _compare_float8(row: dict[str, Any]) -> Iterator[Compared]:
+    titan = "torchtitan" in row["source"]
+    several = row["pp"] > 1
+    software = SOFTWARE["fsdp-compiled" if titan else "megatron-core"]
+    software = replace(software, float8=TITAN_FLOAT8 if titan else CORE_FLOAT8)
+    if titan and row["tp"] > 1:
+        software = replace(software, held_gathers=3.0, held_logit_bytes=16)
+    if "async TP" in row["note"]:
+        # The share of messages that overlap with products is that of Megatron-Core.
+        software = replace(software, hidden_tensor=SOFTWARE["megatron-core"].hidden_tensor)
+    zero = 3 if row["fsdp"] else 1
+    micro_batch = row["micro_batch"] if "micro_batch" in row else row["local_batch"]
+    if titan and several:
+        # By default a step has as many microbatches as stages. Weights stay gathered, and gradients
+        # are reduced after the last microbatch.
+        micro_batch //= row["pp"]
+        zero = 1
+    data = row["gpus"] // (row["tp"] * row["pp"] * row["cp"])
+    layout = RankLayout(
+        tensor=row["tp"],
+        sequence_parallel=row["tp"] > 1,
+        pipeline=row["pp"],
+        context=row["cp"],
+        data=data,
+        micro_batch=micro_batch,
+        virtual=row.get("vp") or 1,
+        recompute=TITAN_RECOMPUTATION[row.get("recompute")],
+        zero_stage=zero,
+    )
+    size = row["model"].split()[-1].lower()
+    shape = make_llama(*LLAMAS[f"llama3-{size}"], row["seq"], 128256)
+    batch = row["local_batch"] * data if titan else row["global_batch"]
+    hardware = load_hardware("h100-96g" if titan else "h100")
+    step = StepPrediction(StepJob(shape, layout, batch, software, hardware))
+    table = "torchtitan" if titan else f"Megatron-Bridge {row['release']}"
+    name = f"{size.upper()}, {row['gpus']} GPUs, {row['seq']:,} tokens"
+    text = layout.describe()
+    published = row["tokens_per_second_per_gpu"]
+    yield Compared(table, name, "tokens/s", published, step.tokens_per_second, text)
+    if titan:
+        yield Compared(table, name, "GiB", row["memory_gib"], step.peak_bytes / 2**30, text)
+
+
+TITAN_RECOMPUTATION: dict[str | None, Recompute] = {
+    "selective": "operators",
+    "full": "full",
+    None: "none",
+}
 
 
 COMPARISONS: dict[str, Callable[[dict[str, Any]], Iterator[Compared]]] = {

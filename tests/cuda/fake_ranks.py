@@ -13,7 +13,7 @@ from unittest import mock
 
 from megatron.commands.parts import choose_parts
 from megatron.extras.planner.dry_run.process import choose_microbatches
-from megatron.extras.planner.dry_run.record import RankReport, StepTrace
+from megatron.extras.planner.dry_run.record import Product, RankReport, StepTrace
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan.resolve import resolve
@@ -339,3 +339,48 @@ def check_replicas(case: Case) -> tuple[list[str], float, StepTrace]:
 
     run_rank(plan_case(case), case.rank, visit=visit)
     return tuple(results)
+
+
+def count_rounding_bytes(case: Case) -> tuple[int, dict[Product, int]]:
+    """Run a step in float8. Return the bytes that rounding moves in layers, and the products.
+
+    These are the bytes of the operators that are called by the functions of float8, apart from
+    products, with matrices in 16 bits, in fp32 or in float8.
+    """
+    from megatron.extras.float8 import products as float8
+    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+
+    moved = 0
+    depth = 0
+    run = FakeGpu._run
+
+    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal moved
+        out = run(self, func, types, args, kwargs)
+        name = func.__name__.partition(".")[0]
+        if depth and name in _ROUNDING and args[0].dim() == 2 and args[0].shape[1] > 1:
+            moved += args[0].nbytes + (out.nbytes if out.dim() == 2 else 0)
+        return out
+
+    def enter(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    with (
+        mock.patch.object(FakeGpu, "_run", count),
+        mock.patch.object(float8, "find_largest", enter(float8.find_largest)),
+        mock.patch.object(float8, "round_to_float8", enter(float8.round_to_float8)),
+        mock.patch.object(float8, "multiply_rounded", enter(float8.multiply_rounded)),
+    ):
+        step = run_case(case).step
+    return moved, step.products
+
+
+_ROUNDING = {"linalg_vector_norm", "_to_copy", "mul", "clamp", "clone", "constant_pad_nd"}

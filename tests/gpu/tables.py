@@ -178,6 +178,10 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
         "backward",
     ),
     "attention order": make_columns("device", "verdict"),
+    "float8 products": make_columns("name", "bf16", "fast", "exact", "rounding_ms"),
+    "float8": make_columns(
+        *("name", "bf16_ms", "tensorwise_ms", "rowwise_ms", "tensorwise_speed", "rowwise_speed")
+    ),
     "model parts": make_columns("name", "ms", "products_ms", "bytes_of_a_copy"),
     "steps": make_steps,
     "large model": make_large_model,
@@ -214,6 +218,8 @@ TITLES = {
     "products": "Matrix products, TFLOPs",
     "attention": "Attention, TFLOPs, and repeated backward passes with other bits",
     "attention order": "Order of the kernels of attention",
+    "float8 products": "Products in float8, TFLOPs, and the time to round an input",
+    "float8": "Linear layers in float8: both passes, and the speed relative to bf16",
     "model parts": "Model parts",
     "steps": "Training steps",
     "large model": "7B on one GPU",

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -110,6 +110,9 @@ IN_16_BITS = {
     "kernels-bf16": f"{LLAMA} --bf16 {KERNELS} --checkpoint-activations",
     "wide-kernels-bf16": f"{WIDE} --bf16 {KERNELS} {DOCUMENTS}",
     "kernels-fp16": f"{LLAMA} {KERNELS} --fp16 --initial-loss-scale 4096 --qk-norm head",
+    # On a CPU, float8 is emulated.
+    "float8-bf16": f"{LLAMA} --bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "float8-rowwise-bf16": f"{LLAMA} --bf16 --fp8-format e4m3 --fp8-recipe rowwise",
     "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
     "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
 }
@@ -140,6 +143,7 @@ CORE = {
     *("wide-bf16", "wide-cudnn-bf16", "wide-fusion-bf16", "wide-varlen-bf16"),
     *("compiled-bf16", "wide-compiled-bf16"),
     *("kernels", "wide-kernels-bf16"),
+    *("float8-bf16", "float8-rowwise-bf16"),
 }
 """The runs of the most important tests."""
 
@@ -230,6 +234,8 @@ class Runs:
         else:
             flags = (WITH_DROPOUT | RECOMPUTED)[name]
             flags += " --hidden-dropout 0.1 --attention-dropout 0.1"
+        if "--fp8-format" in flags and (ON_CPU or variant == "cpu"):
+            flags += " --fp8-emulate"
         folder = self._root / f"{name}-{variant}"
         if variant == "resumed":
             launch(self._corpus, folder, f"{flags} --exit-interval 4 --save-interval 4")
@@ -398,6 +404,35 @@ def test_kernels_of_blocks_equal_the_operators_of_torch(dtype: torch.dtype) -> N
 
 
 @needs_runs
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("kind", ["e4m3", "hybrid"])
+def test_layers_in_float8_equal_the_emulated_ones(
+    kind: Literal["e4m3", "hybrid"], rowwise: bool
+) -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the GPU has no products with a scale for each row")
+    from benchmarks.float8_speed import Layers, build_pass
+    from megatron.extras.float8.recipe import Recipe
+
+    device = torch.device("cpu" if ON_CPU else "cuda")
+    # The first layers have a number of tokens that is no multiple of 16, so it is padded.
+    every = (Layers("odd", 77, 128, (48, 48)), Layers("wide", 2048, 1024, (2816, 2816)))
+    # A CPU takes minutes for the others.
+    for layers in every[:1] if ON_CPU else every:
+        found, expected = (
+            build_pass(layers, Recipe(kind, rowwise, emulated), where)()
+            for emulated, where in ((False, device), (True, torch.device("cpu")))
+        )
+        for name, one, two in zip(("input", "gate", "up"), found, expected, strict=True):
+            error = ((one.cpu().float() - two.float()).norm() / two.float().norm()).item()
+            report(f"float8 {kind} rowwise {rowwise} {layers.name} {name}", note=f"{error:.1e}")
+            # Both are rounded to bf16, with an error of at most 2^-9 each.
+            assert error < 2.0**-8, name
+
+
+@needs_runs
 @pytest.mark.parametrize("name", mark_core(IN_FP32))
 def test_fp32_equals_the_cpu(name: str, runs: Runs) -> None:
     worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
@@ -408,6 +443,8 @@ def test_fp32_equals_the_cpu(name: str, runs: Runs) -> None:
 @needs_runs
 @pytest.mark.parametrize("name", mark_core(IN_16_BITS))
 def test_16_bits_agree_with_the_cpu(name: str, runs: Runs) -> None:
+    if "fp8" in IN_16_BITS[name]:
+        pytest.importorskip("torchao")
     worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
     report(name, *worst)
     assert worst[0] < BOUND_16_BITS

@@ -9,9 +9,18 @@ from fractions import Fraction
 from typing import Any, Literal, cast
 
 from megatron.config.parallel import EXCHANGES_HEADS
+from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
+from megatron.extras.float8.recipe import ROWWISE, list_float8_layers
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware
-from megatron.extras.planner.cost.layout import TRAINER, Overhead, RankLayout, Recompute, Software
+from megatron.extras.planner.cost.layout import (
+    TRAINER,
+    Float8,
+    Overhead,
+    RankLayout,
+    Recompute,
+    Software,
+)
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.plan.run_plan import Plan
@@ -53,6 +62,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         dropout=config.model.hidden_dropout > 0,
         half=half,
         fp16=config.precision.fp16,
+        float8=_describe_float8(config, hardware),
         fp32_residual=config.precision.fp32_residual_connection,
         kept_operators=config.recompute.checkpoint_keep_operators,
         fused_gradients=config.kernels.gradient_accumulation_fusion,
@@ -61,6 +71,31 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         fused_loss=config.kernels.cross_entropy_loss_fusion,
         logit_bytes=logit_bytes,
         optimizer=config.optimizer,
+    )
+
+
+def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
+    """Return how float8 is used. None if it is not, or if the device has no such products."""
+    precision = config.precision
+    if precision.fp8_format is None or precision.fp8_recipe is None or precision.fp8_emulate:
+        return None
+    if hardware.float8_tflops is None:
+        return None
+    layers = list_float8_layers(config)
+    every = len(layers) == config.model.num_layers
+    return Float8(
+        layers=None if every else layers,
+        rowwise=ROWWISE[precision.fp8_recipe],
+        fused=config.kernels.use_torch_compile,
+    )
+
+
+def propose_float8(config: Config) -> PrecisionConfig:
+    """Return the precision of a configuration with the float8 that the search proposes."""
+    # Fused gradients are not computed in float8.
+    fused = config.kernels.gradient_accumulation_fusion
+    return replace(
+        config.precision, fp8_format="hybrid", fp8_recipe="rowwise" if fused else "tensorwise"
     )
 
 

@@ -1,5 +1,7 @@
 """The time of collectives and of messages between pipeline stages, by size and topology."""
 
+import math
+
 from megatron.extras.planner.cost import communication
 from megatron.extras.planner.cost.communication import Collectives
 from megatron.extras.planner.cost.hardware import Hardware
@@ -17,6 +19,24 @@ def estimate_collective_seconds(
     return passes * communication.estimate_ring_seconds(
         Collectives(1, size), ranks, stride, hardware.network
     )
+
+
+def estimate_small_all_reduce_seconds(
+    size: float, ranks: int, hardware: Hardware, *, stride: int = 1
+) -> float:
+    """Return the seconds of an all-reduce whose time is mostly its latency.
+
+    NCCL sends small messages over trees, whose latency grows with the logarithm of the ranks
+    (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4).
+    """
+    if ranks == 1:
+        return 0.0
+    ring = estimate_collective_seconds(size, ranks, hardware, stride=stride, passes=2)
+    bandwidth = hardware.network.node_bandwidth
+    if ranks * stride > hardware.ranks_per_node:
+        bandwidth = hardware.network.network_bandwidth
+    hops = 2 * math.ceil(math.log2(ranks))
+    return min(ring, hops * hardware.network.hop_seconds + 2 * size / bandwidth)
 
 
 def estimate_added_seconds(communication: float, hidden: float, contention: float) -> float:

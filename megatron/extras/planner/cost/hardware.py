@@ -49,6 +49,8 @@ class Hardware:
     fp32_tflops: float | None = None
     """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
     does not use TF32 unless it is turned on."""
+    float8_tflops: float | None = None
+    """Dense peak of matrix products in float8 with sums in fp32. None: the device has none."""
     gemm_share: float = 0.78
     """Share of the peak that a large matrix product reaches, without losses at its edges."""
     attention_share: float = 0.5
@@ -83,6 +85,19 @@ class Hardware:
                 "needs; add it to the hardware file, or give --bf16 or --fp16."
             )
         return self.fp32_tflops * 1e12
+
+    def get_float8_peak(self) -> float:
+        """Return the peak of matrix products in float8, in FLOPs a second.
+
+        Raises:
+            ConfigError: The device has no such products.
+        """
+        if self.float8_tflops is None:
+            raise ConfigError(
+                f"hardware {self.name} has no float8_tflops, because such devices have no float8 "
+                "products; choose other hardware, or leave out --fp8-format."
+            )
+        return self.float8_tflops * 1e12
 
     @property
     def memory_bytes(self) -> float:

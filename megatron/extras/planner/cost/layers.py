@@ -5,12 +5,22 @@ width d, g query groups, q = a d and k = g d widths of queries and keys, t tenso
 Widths are in elements. An element has 2 bytes, or 4 in fp32.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from megatron.extras.planner.cost.collectives import (
     estimate_added_seconds,
     estimate_collective_seconds,
+    estimate_small_all_reduce_seconds,
+)
+from megatron.extras.planner.cost.float8 import (
+    Linear,
+    Rounding,
+    ScaleMessage,
+    count_rounding,
+    list_float8_linears,
+    list_linears,
+    list_scale_messages,
 )
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import (
@@ -35,11 +45,16 @@ class Seconds:
     """Tensor-parallel and context-parallel communication that computation waits for."""
     gaps: float = 0.0
     """Time between kernels."""
+    rounding: float = 0.0
+    """Rounding to float8, with the largest values that it needs."""
+    scales: float = 0.0
+    """Messages with largest values, which rounding to float8 waits for."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.gemm + self.attention + self.pointwise + self.tensor + self.gaps
+        computed = self.gemm + self.attention + self.pointwise + self.tensor + self.gaps
+        return computed + self.rounding + self.scales
 
     def __add__(self, other: "Seconds") -> "Seconds":
         """Return the sum by parts."""
@@ -49,6 +64,8 @@ class Seconds:
             self.pointwise + other.pointwise,
             self.tensor + other.tensor,
             self.gaps + other.gaps,
+            self.rounding + other.rounding,
+            self.scales + other.scales,
         )
 
     def scale(self, factor: float) -> "Seconds":
@@ -59,6 +76,8 @@ class Seconds:
             factor * self.pointwise,
             factor * self.tensor,
             factor * self.gaps,
+            factor * self.rounding,
+            factor * self.scales,
         )
 
 
@@ -95,6 +114,7 @@ class LayerTimes:
         hardware: Hardware,
         seq_length: int | None = None,
         gradient_bytes: float | None = None,
+        microbatches: int = 1,
     ) -> None:
         """Take what determines the times.
 
@@ -106,6 +126,8 @@ class LayerTimes:
             seq_length: Tokens of a sample. Default: that of `shape`.
             gradient_bytes: Bytes that a product reads and writes for an element of a weight's
                 gradient. Default: those of an element.
+            microbatches: Microbatches of a step. It matters only if weights are rounded once a
+                step.
         """
         self._shape = shape
         self._layout = layout
@@ -122,6 +144,11 @@ class LayerTimes:
         self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
         self._f = shape.ffn_hidden_size // layout.tensor
         self._mlp_in = self._f * (2 if config.glu_activation else 1)
+        self._microbatches = microbatches
+        self._in_float8: list[Linear] = []
+        """The linear layers with products in float8."""
+        if software.float8 is not None:
+            self._in_float8 = list_float8_linears(shape, layout.tensor)
 
     def estimate_layer(self, window: int | None = None) -> Passes:
         """Estimate one layer without recomputation. `window` is that of its attention."""
@@ -130,7 +157,7 @@ class LayerTimes:
         projections = self._estimate_projections()
         pointwise = self._estimate_pointwise()
         messages = self._estimate_tensor_parallel() + self._estimate_context_parallel(core)
-        return core + projections + pointwise + messages
+        return core + projections + pointwise + messages + self._estimate_float8()
 
     def estimate_recomputed_layer(self, window: int | None = None) -> Passes:
         """Estimate one layer with the recomputation of the layout."""
@@ -157,7 +184,12 @@ class LayerTimes:
         again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
         if self._shape.config.glu_activation:
             again.append(self._make_gemm(self._f, h))
-        return Seconds(gemm=self._time_gemms(again)) + self._estimate_pointwise().forward
+        if self._in_float8:
+            again = [_put_into_float8(each, exact=False) for each in again]
+        # What was rounded is not kept.
+        rounded = Seconds(rounding=self._estimate_float8().forward.rounding)
+        products = Seconds(gemm=self._time_gemms(again))
+        return products + rounded + self._estimate_pointwise().forward
 
     def estimate_embedding(self) -> Passes:
         """Estimate the embedding: a lookup, and a scattered sum in the backward pass."""
@@ -190,17 +222,54 @@ class LayerTimes:
         return sum(estimate_gemm_seconds(product, self._hardware) for product in products)
 
     def _list_projections(self) -> list[Gemm]:
-        h = self._shape.config.hidden_size
-        return [
-            self._make_gemm(self._q + 2 * self._k, h),
-            self._make_gemm(h, self._q),
-            self._make_gemm(self._mlp_in, h),
-            self._make_gemm(h, self._f),
-        ]
+        products = []
+        for linear in list_linears(self._shape, self._layout.tensor):
+            product = self._make_gemm(sum(linear.columns), linear.inner)
+            if linear in self._in_float8:
+                product = _put_into_float8(product, exact=False)
+            products.append(product)
+        return products
 
     def _derive_backward(self, product: Gemm) -> tuple[Gemm, Gemm]:
         """Return the products of the backward pass, for the input and for the weight."""
-        return product.derive_backward(self._gradient_bytes)
+        if product.value != 1:
+            return product.derive_backward(self._gradient_bytes)
+        plain = replace(product, value=self._value, result=None)
+        of_input, of_weight = plain.derive_backward(self._gradient_bytes)
+        float8 = self._software.float8
+        assert float8 is not None, "a product in float8 has a recipe"
+        if not float8.rowwise:
+            of_weight = _put_into_float8(of_weight, exact=True)
+        return _put_into_float8(of_input, exact=True), of_weight
+
+    def _estimate_float8(self) -> Passes:
+        """Estimate what float8 adds to the products of a layer: rounding, and messages."""
+        float8 = self._software.float8
+        if float8 is None:
+            return Passes(Seconds(), Seconds())
+        slices = self._layout.tensor if self._layout.sequence_parallel else 1
+        rounded = count_rounding(self._in_float8, self._tokens, float8, self._microbatches, slices)
+        sent = list_scale_messages(self._shape, self._layout, float8, self._tokens)
+        forward, backward = (
+            Seconds(
+                rounding=estimate_rounding_seconds(each, self._hardware),
+                scales=self._time_scales(messages),
+            )
+            for each, messages in zip(rounded, sent, strict=True)
+        )
+        return Passes(forward, backward)
+
+    def _time_scales(self, messages: Iterable[ScaleMessage]) -> float:
+        """Return the seconds of messages that computation waits for."""
+        layout = self._layout
+        rings = {"tensor": (layout.tensor, 1), "context": (layout.context, layout.tensor)}
+        total = 0.0
+        for message in messages:
+            ranks, stride = rings[message.axis]
+            total += estimate_small_all_reduce_seconds(
+                message.bytes, ranks, self._hardware, stride=stride
+            )
+        return total
 
     def _make_gemm(self, columns: int, inner: int) -> Gemm:
         """Return the product of all tokens with a matrix."""
@@ -360,6 +429,12 @@ class LayerTimes:
                 backward += 2 * reduced
             if self._layout.sequence_parallel:
                 backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
+                float8 = self._software.float8
+                if float8 is not None and float8.gathers_rounded:
+                    # Two of the four messages of a pass have one byte for each element.
+                    once = self._time_collective(self._value * self._tokens * h, passes=1)
+                    gathered = self._time_collective(self._tokens * h, passes=1)
+                    forward = backward = 2 * once + 2 * gathered
         # What overlaps costs nothing here. Its contention is part of the fitted shares.
         waiting = 1 - self._software.hidden_tensor
         return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
@@ -439,6 +514,18 @@ class LayerTimes:
 
     def _wait(self, kernels: int) -> float:
         return kernels * self._software.kernel_gap
+
+
+def estimate_rounding_seconds(rounding: Rounding, hardware: Hardware) -> float:
+    """Return the seconds of the kernels that round, and of those on single numbers."""
+    small = rounding.small_kernels * hardware.launch_seconds
+    return rounding.bytes / hardware.memory_rate + small
+
+
+def _put_into_float8(product: Gemm, *, exact: bool) -> Gemm:
+    """Return a product with both operands in float8, and the same result."""
+    result = product.value if product.result is None else product.result
+    return replace(product, value=1, result=result, exact=exact)
 
 
 _FLASH_BACKWARD = 1.2

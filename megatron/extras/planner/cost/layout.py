@@ -107,6 +107,33 @@ _MEASURED = Overhead(1.15, 4.5)
 
 
 @dataclass(frozen=True)
+class Float8:
+    """How a trainer multiplies in float8 in transformer layers. `cost.float8` has the formulas."""
+
+    layers: range | None = None
+    """Numbers of the transformer layers. Default: all of them."""
+    rowwise: bool = False
+    """Whether each token and each row of a weight has a scale. The product for a weight's gradient
+    is not in float8 then."""
+    fused: bool = False
+    """Whether one kernel rounds a tensor. A compiler makes such kernels."""
+    weights: Literal["pass", "step", "shard"] = "pass"
+    """When weights are rounded: for each pass of each microbatch, once a step, or before they are
+    gathered, so that a rank rounds its shard only."""
+    keeps_rounded: bool = False
+    """Whether the backward pass uses the rounded inputs of the forward pass."""
+    gathers_rounded: bool = False
+    """Whether ranks with sequence parallelism round their slices before they gather them, and keep
+    what they gathered for the backward pass."""
+    shares_scales: bool = True
+    """Whether ranks exchange the largest values of tensors that they share."""
+
+    def covers(self, layer: int) -> bool:
+        """Return whether the products of a transformer layer are in float8."""
+        return self.layers is None or layer in self.layers
+
+
+@dataclass(frozen=True)
 class Software:
     """How a trainer uses the devices.
 
@@ -153,11 +180,16 @@ class Software:
     """The optimizer and the precision of its moments."""
     held_outputs: bool = False
     """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
+    held_gathers: float = 0.0
+    """Complete hidden states [s, b, h] in half precision that the backward pass of a layer holds
+    with sequence parallelism. The papers' formulas have the slices of the ranks only."""
     counts_tensors: bool = False
     """Whether memory is counted tensor by tensor, as this trainer allocates them (`cost.tensors`).
     Otherwise it is that of the papers' formulas. Sums of gradients are counted as well."""
     fp16: bool = False
     """Whether the half precision is fp16, in which some gradients are in fp32."""
+    float8: Float8 | None = None
+    """How products of transformer layers are in float8, or None if they are not."""
     fp32_residual: bool = False
     """Whether the residual stream is in fp32."""
     kept_operators: tuple[str, ...] = ()

@@ -255,9 +255,11 @@ def _estimate_parts(
     """Return weights, gradients, activations, a working layer, logits and buffers of a rank."""
     visits = schedule.count_in_flight(rank)
     activations, working = _estimate_activations(shape, layout, software, stages, visits)
+    tokens = shape.config.seq_length * layout.micro_batch // layout.context
+    if layout.sequence_parallel:
+        working += software.held_gathers * 2 * tokens * shape.config.hidden_size
     # Only the last stage computes the loss.
     logits = 0.0
-    tokens = shape.config.seq_length * layout.micro_batch // layout.context
     if any(stage.last for stage in stages):
         logits = software.held_logit_bytes * tokens * shape.padded_vocab_size / layout.tensor
     buffers = _estimate_buffers(shape, layout, software, parameters, stages, visits)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
 from megatron.extras.planner.cost.parameter_traffic import (
     count_head_parameters,
     count_root_parameters,
@@ -74,15 +74,18 @@ def find_peak(
 
 
 @lru_cache(maxsize=4096)
-def _find_kinds(shape: ModelShape, layers: range, share: Fraction) -> frozenset[int]:
+def _find_kinds(
+    shape: ModelShape, layers: range, share: Fraction, float8: Float8 | None
+) -> frozenset[int]:
     """Return the last layer of each kind in a stage, as the number of layers after it.
 
-    Kinds differ in the window of attention, and in whether the layer is recomputed.
+    Kinds differ in the window of attention, and in whether the layer is recomputed or in float8.
     """
-    found: dict[tuple[int | None, bool], int] = {}
+    found: dict[tuple[int | None, bool, bool], int] = {}
     for after, layer in enumerate(reversed(layers)):
         again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
-        found.setdefault((shape.describe_layer(layer).window, again), after)
+        in_float8 = float8 is not None and float8.covers(layer)
+        found.setdefault((shape.describe_layer(layer).window, again, in_float8), after)
     return frozenset(found.values())
 
 
@@ -118,21 +121,31 @@ class _RankPeak:
         in_fp32 = not self._half or software.fused_gradients
         self._holds = self._fsdp and (not in_fp32 or self._reduces_each)
         """Whether FSDP2 holds gradients as autograd computes them."""
-        self._tensors = measure_tensors(shape, layout, software, holds=self._holds)
-        self._windowed = self._tensors
-        window = shape.config.sliding_window
-        if window is not None and window < shape.config.seq_length:
-            self._windowed = measure_tensors(
-                shape, layout, software, holds=self._holds, windowed=True
-            )
+        self._float8 = software.float8
+        self._tensors, self._windowed = self._measure(software)
+        # Layers that are left out of float8.
+        self._plain = self._measure(replace(software, float8=None))
         self._of_layer = flops.count_layer_parameters(shape, layout.tensor)
         self._visit_bytes = {stage.index: self._sum_visit(stage) for stage in stages}
 
     # -- sizes ------------------------------------------------------------------------------------
 
+    def _measure(self, software: Software) -> tuple[TensorSizes, TensorSizes]:
+        """Return the tensors of layers without and with a sliding window."""
+        config = self._shape.config
+        tensors = measure_tensors(self._shape, self._layout, software, holds=self._holds)
+        if config.sliding_window is None or config.sliding_window >= config.seq_length:
+            return tensors, tensors
+        windowed = measure_tensors(
+            self._shape, self._layout, software, holds=self._holds, windowed=True
+        )
+        return tensors, windowed
+
     def _get_tensors(self, layer: int) -> TensorSizes:
-        windowed = self._shape.describe_layer(layer).window is not None
-        return self._windowed if windowed else self._tensors
+        tensors, windowed = self._tensors, self._windowed
+        if self._float8 is not None and not self._float8.covers(layer):
+            tensors, windowed = self._plain
+        return tensors if self._shape.describe_layer(layer).window is None else windowed
 
     def _is_recomputed(self, layer: int) -> bool:
         share = self._layout.layers_recomputed
@@ -230,8 +243,11 @@ class _RankPeak:
         count = len(stage.layers)
         # From the second layer on, memory only rises or only falls among layers of a kind.
         chosen = {0, min(1, count - 1), count - 1}
-        if 0 < self._layout.layers_recomputed < 1 or self._windowed is not self._tensors:
-            chosen |= _find_kinds(self._shape, stage.layers, self._layout.layers_recomputed)
+        partly = self._float8 is not None and self._float8.layers is not None
+        kinds = partly or self._windowed is not self._tensors
+        if 0 < self._layout.layers_recomputed < 1 or kinds:
+            share = self._layout.layers_recomputed
+            chosen |= _find_kinds(self._shape, stage.layers, share, self._float8)
         return sorted(chosen)
 
     def _list_loss(self, each: _Pass, kept: float) -> Iterator[StepPoint]:

@@ -48,6 +48,8 @@ class SearchSpace:
     """Returns the padded vocabulary size of a tensor-parallel size. Default: that of `shape`."""
     accepts: Callable[[RankLayout], bool] | None = None
     """Returns whether a layout keeps the rules that are not known here. Default: all do."""
+    also: Software | None = None
+    """Software that each layout is predicted with as well, such as that with float8."""
 
     def get_shape(self, tensor: int) -> ModelShape:
         """Return the shape of the model with this tensor-parallel size."""
@@ -75,18 +77,19 @@ class SearchResult:
 
     def list_virtual_stages(self, chosen: StepPrediction) -> list[int]:
         """Return the other numbers of virtual stages with which the layout fits or may fit."""
-        key = _ignore_stages(chosen.job.layout)
+        key = _ignore_stages(chosen.job)
         numbers = {
             each.job.layout.virtual
             for each in (*self.fitting, *self.uncertain)
-            if _ignore_stages(each.job.layout) == key
+            if _ignore_stages(each.job) == key
         }
         return sorted(numbers - {chosen.job.layout.virtual})
 
 
-def _ignore_stages(layout: RankLayout) -> RankLayout:
-    """Return the layout without what divides the layers into stages."""
-    return replace(layout, virtual=1, partition="uniform")
+def _ignore_stages(job: StepJob) -> tuple[RankLayout, bool]:
+    """Return the layout without what divides the layers into stages, and whether it has float8."""
+    layout = replace(job.layout, virtual=1, partition="uniform")
+    return layout, job.software.float8 is not None
 
 
 def list_divisors(number: int) -> list[int]:
@@ -257,6 +260,13 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
 
 
 def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
+    """Yield a prediction for each legal layout of the space, with each software."""
+    yield from _predict_with(space, space.software)
+    if space.also is not None:
+        yield from _predict_with(space, space.also)
+
+
+def _predict_with(space: SearchSpace, software: Software) -> Iterator[StepPrediction]:
     """Yield a prediction for each legal layout of the space.
 
     Shares that recompute the same number of layers in each stage are one layout.
@@ -266,7 +276,7 @@ def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
         try:
             shape = space.get_shape(layout.tensor)
             prediction = StepPrediction(
-                StepJob(shape, layout, space.batch_size, space.software, space.hardware)
+                StepJob(shape, layout, space.batch_size, software, space.hardware)
             )
         except ConfigError:
             # The layers or the vocabulary cannot be divided so.
@@ -290,9 +300,9 @@ def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[Step
         best.append(prediction)
         best.sort(key=lambda each: each.seconds)
         # The first of each group is the fastest of it.
-        groups: dict[RankLayout, StepPrediction] = {}
+        groups: dict[tuple[RankLayout, bool], StepPrediction] = {}
         for each in best:
-            groups.setdefault(_ignore_stages(each.job.layout), each)
+            groups.setdefault(_ignore_stages(each.job), each)
         best = list(groups.values())[:count]
     return tuple(best)
 

@@ -1,5 +1,6 @@
 """The time of a training step: layers, pipeline, data-parallel communication, optimizer."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -8,6 +9,7 @@ from megatron.extras.planner.cost.collectives import (
     estimate_added_seconds,
     estimate_collective_seconds,
     estimate_message_seconds,
+    estimate_small_all_reduce_seconds,
 )
 from megatron.extras.planner.cost.communication import (
     Collectives,
@@ -15,10 +17,20 @@ from megatron.extras.planner.cost.communication import (
     count_traffic,
     estimate_time,
 )
+from megatron.extras.planner.cost.float8 import (
+    count_step_rounding,
+    count_weight_scales,
+    list_float8_linears,
+)
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import estimate_memory_seconds
-from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layers import (
+    LayerTimes,
+    Passes,
+    Seconds,
+    estimate_rounding_seconds,
+)
+from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
 from megatron.extras.planner.cost.memory import (
     RankMemory,
     Verdict,
@@ -256,9 +268,37 @@ class StepPrediction:
         traffic += _ROUNDED_BYTES * dtypes.count("bf16")
         return estimate_memory_seconds(traffic * parameters, self.job.hardware, 20)
 
+    @cached_property
+    def weight_scale_seconds(self) -> Seconds:
+        """Time at the start of a step for the largest values of the weights in float8.
+
+        Ranks with a copy of the weights read their shards, and exchange the values in one message.
+        """
+        job = self.job
+        float8 = job.software.float8
+        if float8 is None:
+            return Seconds()
+        layout = job.layout
+        layers = max(
+            sum(
+                float8.covers(layer)
+                for stage in select_stages_of_rank(self.stages, rank, layout.pipeline)
+                for layer in stage.layers
+            )
+            for rank in range(layout.pipeline)
+        )
+        linears = list_float8_linears(job.shape, layout.tensor)
+        read = count_step_rounding(linears, layers, layout.shard_size)
+        numbers = count_weight_scales(linears, layers, float8)
+        message = estimate_small_all_reduce_seconds(
+            4 * numbers, layout.shard_size * layout.tensor, job.hardware
+        )
+        return Seconds(rounding=estimate_rounding_seconds(read, job.hardware), scales=message)
+
     @property
     def _fixed_seconds(self) -> float:
-        return self.data_parallel.waited + self.optimizer_seconds
+        fixed = self.data_parallel.waited + self.optimizer_seconds
+        return fixed + self.weight_scale_seconds.total
 
     @property
     def seconds(self) -> float:
@@ -314,9 +354,10 @@ def _estimate_parts(
     hardware: Hardware,
     seq_length: int | None,
     gradient_bytes: float | None,
+    microbatches: int,
 ) -> _Parts:
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
-    times = LayerTimes(shape, layout, software, hardware, seq_length, gradient_bytes)
+    times = LayerTimes(shape, layout, software, hardware, seq_length, gradient_bytes, microbatches)
     windows = {shape.describe_layer(index).window for index in range(shape.config.num_layers)}
     return _Parts(
         {window: times.estimate_layer(window) for window in windows},
@@ -343,10 +384,23 @@ def _estimate_stages(
     gradient_bytes = None
     if job.software.counts_tensors:
         gradient_bytes = count_product_bytes(layout, job.software, microbatches)
-    parts = _estimate_parts(
-        job.shape, key, job.software, job.hardware, job.seq_length, gradient_bytes
-    )
-    passes = tuple(_sum_stage(job.shape, layout, stage, parts) for stage in stages)
+    float8 = job.software.float8
+    # Otherwise the number of microbatches does not matter.
+    rounds = microbatches if float8 is not None and float8.weights == "step" else 1
+
+    def estimate(software: Software) -> _Parts:
+        return _estimate_parts(
+            job.shape, key, software, job.hardware, job.seq_length, gradient_bytes, rounds
+        )
+
+    parts = estimate(job.software)
+    if float8 is None or float8.layers is None:
+        passes = tuple(_sum_stage(job.shape, layout, stage, parts) for stage in stages)
+    else:
+        others = estimate(replace(job.software, float8=None))
+        passes = tuple(
+            _sum_mixed_stage(job.shape, layout, stage, parts, others, float8) for stage in stages
+        )
     if not job.software.counts_tensors:
         return passes
     # A search has many stages of few kinds.
@@ -386,6 +440,42 @@ def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Part
             window = shape.describe_layer(layer).window
             # Which layers of a stage are recomputed hardly changes their sum.
             passes += (parts.again if number < recomputed else parts.plain)[window]
+    if stage.first:
+        passes += parts.embedding
+    if stage.last:
+        passes += parts.output
+    return passes
+
+
+def _sum_mixed_stage(
+    shape: ModelShape,
+    layout: RankLayout,
+    stage: Stage,
+    parts: _Parts,
+    others: _Parts,
+    float8: Float8,
+) -> Passes:
+    """Return the time of one stage with some layers in float8, for one microbatch.
+
+    Args:
+        shape: Sizes of the model.
+        layout: The layout.
+        stage: The stage.
+        parts: Times with float8.
+        others: Times without it.
+        float8: Which layers have it.
+    """
+    again = layout.recompute != "full"
+    kinds: Counter[tuple[bool, bool, int | None]] = Counter()
+    for layer in stage.layers:
+        recomputed = again or (
+            flops.count_recomputed_layers(range(layer, layer + 1), layout.layers_recomputed) > 0
+        )
+        kinds[float8.covers(layer), recomputed, shape.describe_layer(layer).window] += 1
+    passes = Passes(Seconds(), Seconds())
+    for (in_float8, recomputed, window), count in kinds.items():
+        times = parts if in_float8 else others
+        passes += (times.again if recomputed else times.plain)[window].scale(count)
     if stage.first:
         passes += parts.embedding
     if stage.last:

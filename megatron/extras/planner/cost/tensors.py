@@ -175,6 +175,8 @@ class _Tensors:
         self._selective = layout.recompute == "selective"
         self._kept_operators = software.kept_operators
         self._fused = software.fused_gradients
+        self._in_float8 = software.float8 is not None
+        self._rowwise = software.float8 is not None and software.float8.rowwise
         self._fused_loss = software.fused_loss
         self._fused_gate = software.fused_gate
         # The norms of heads are between the projection and the rotation.
@@ -453,12 +455,15 @@ class _Tensors:
         All that the layer keeps and the gradient of its output exist before.
         """
         yield self.layer + self.x, 0.0
+        if self._in_float8:
+            # Before that, the layer's last product rounds its input.
+            yield 8 * self._f / self.value, 8 * self._f / self.value
         yield from self._list_mlp_steps()
         yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
         yield from self._list_output_steps()
         yield from self._list_core_steps()
         projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
-        yield from self._list_entry_steps(1, self._q + 2 * self._k, projected)
+        yield from self._list_entry_steps([self._q + 2 * self._k], projected)
         yield from self._list_norm_steps(kept=self.x)
 
     def _list_mlp_steps(self) -> Iterable[tuple[float, float]]:
@@ -470,17 +475,21 @@ class _Tensors:
         yield dropped, self._mask
         # The gradient of the last product's input takes the place of that input.
         yield self._gathered, 0.0
-        yield self._f + down[0], self._f + down[1] + dropped + self._gathered
+        yield from self._list_rounded_gradients([self.whole], self._f)
+        yield self._f, 0.0
+        yield from self._list_rounded_inputs([self.whole], self._f)
+        left = self._count_rounded([self.whole], self._f)
+        yield down[0], self._f + down[1] + dropped + self._gathered + left
         if gated:
             # Gradients of both factors. Then the one of the gate passes its activation function,
             # unless a kernel computes both.
             yield 2 * self._f, self._mlp - self._f
             if not self._fused_gate:
                 yield self._f, 2 * self._f
-            yield from self._list_entry_steps(2, 2 * self._f, up)
+            yield from self._list_entry_steps([self._f, self._f], up)
         else:
             yield self._f, self._mlp
-            yield from self._list_entry_steps(1, self._f, up)
+            yield from self._list_entry_steps([self._f], up)
 
     def _list_norm_steps(self, kept: float) -> Iterable[tuple[float, float]]:
         """Yield the steps of a norm that keeps its input, and of the residual connection."""
@@ -494,7 +503,11 @@ class _Tensors:
         weight = self._compute_weight(self._weights[1], fused=self._fused)
         yield dropped + self._gathered, self._mask
         copies = self._context_copies - self._q
-        yield self._q + weight[0], weight[1] + dropped + self._gathered + copies
+        yield from self._list_rounded_gradients([self.whole], self._q)
+        yield self._q, 0.0
+        yield from self._list_rounded_inputs([self.whole], self._q)
+        left = self._count_rounded([self.whole], self._q)
+        yield weight[0], weight[1] + dropped + self._gathered + copies + left
 
     def _list_core_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the attention's result to that of the projection."""
@@ -520,21 +533,86 @@ class _Tensors:
         yield tensors * projected, tensors * projected
 
     def _list_entry_steps(
-        self, matrices: int, gradients: float, weights: tuple[float, float]
+        self, gradients: list[float], weights: tuple[float, float]
     ) -> Iterable[tuple[float, float]]:
         """Yield the steps of the products that read the same input.
 
         Args:
-            matrices: Number of products.
-            gradients: Bytes of the gradients of their results.
+            gradients: Bytes of the gradient of the result of each product.
             weights: Bytes that the gradients of their matrices allocate, and that are then freed.
         """
+        matrices = len(gradients)
+        # The ranks' slices of the input are gathered after the messages of the scales.
+        yield from self._list_rounded_gradients(gradients, self.whole, self._gathered)
         # The second product is added to the first one.
-        yield self._gathered + matrices * self.whole, (matrices - 1) * self.whole
+        yield matrices * self.whole, (matrices - 1) * self.whole
         if self._sequence_parallel:
             yield self._n, self.whole
+        yield from self._list_rounded_inputs(gradients, self.whole)
         allocated, freed = weights
-        yield allocated, freed + gradients + self._gathered + self._n
+        freed += self._count_rounded(gradients, self.whole)
+        yield allocated, freed + sum(gradients) + self._gathered + self._n
+
+    # -- float8 -----------------------------------------------------------------------------------
+
+    def _count_matrix(self, gradient: float, inner: float) -> float:
+        """Return the elements of a matrix, from the bytes of its output and of its input."""
+        return gradient * inner / (self.value * self._tokens) ** 2
+
+    def _list_rounded_gradients(
+        self, gradients: list[float], inner: float, gathered: float = 0.0
+    ) -> Iterable[tuple[float, float]]:
+        """Yield the steps up to the products for the input's gradient.
+
+        An element that is rounded has two copies in fp32, and then one in float8. A product copies
+        its operands, the second one twice.
+
+        Args:
+            gradients: Bytes of the gradient of the result of each product.
+            inner: Bytes of their input in 16 bits.
+            gathered: Bytes of the input that is gathered.
+        """
+        if not self._in_float8:
+            yield gathered, 0.0
+            return
+        for size in gradients:
+            yield 8 * size / self.value, 7 * size / self.value
+        yield gathered, 0.0
+        # The results of earlier products are there, which the caller counts afterwards.
+        done = 0.0
+        for size in gradients:
+            matrix = self._count_matrix(size, inner)
+            yield done + 8 * matrix, 7 * matrix
+            operands = size / self.value + 2 * matrix
+            yield operands, matrix
+            yield inner, operands + inner + done
+            done += inner
+
+    def _list_rounded_inputs(
+        self, gradients: list[float], inner: float
+    ) -> Iterable[tuple[float, float]]:
+        """Yield the steps up to the products for the weights' gradients.
+
+        The arguments are those of `_list_rounded_gradients`.
+        """
+        if not self._in_float8 or self._rowwise:
+            return
+        yield 8 * inner / self.value, 7 * inner / self.value
+        for size in gradients:
+            operands = (size + inner) / self.value
+            # Both copies of the second operand exist at the same time.
+            yield operands + inner / self.value, inner / self.value
+            yield self.value * self._count_matrix(size, inner), 0.0
+            yield 0.0, operands + self.value * self._count_matrix(size, inner)
+
+    def _count_rounded(self, gradients: list[float], inner: float) -> float:
+        """Return the bytes in float8 that exist until the end of the products."""
+        if not self._in_float8:
+            return 0.0
+        rounded = sum(gradients)
+        if not self._rowwise:
+            rounded += inner
+        return rounded / self.value
 
     # -- embedding and loss -----------------------------------------------------------------------
 

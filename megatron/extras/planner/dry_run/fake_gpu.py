@@ -23,7 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.base.code_version import PACKAGE
 from megatron.extras.planner.dry_run.memory import MemoryLog
-from megatron.extras.planner.dry_run.record import Collective, HostCopy, StepTrace, Synchronisation
+from megatron.extras.planner.dry_run.record import (
+    Collective,
+    HostCopy,
+    Product,
+    StepTrace,
+    Synchronisation,
+)
 from megatron.extras.planner.dry_run.stand_ins import (
     GPU,
     FakeRuntime,
@@ -72,6 +78,8 @@ _OWN_OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.megatron.linears_backward.default: entered_linear.run_backward,
 }
 """Operators of compiled graphs that consist of several of torch's."""
+_FACTORS = {"mm": 0, "_scaled_mm": 0, "addmm": 1}
+"""Operator that multiplies two matrices -> the number of its argument that is the first one."""
 _PACKAGE = f"{PACKAGE}/"
 _OWN = str(Path(__file__).parent) + "/"
 _FILL = {torch.bool: 1, torch.float32: 2, torch.float64: 2, torch.float16: 2, torch.bfloat16: 2}
@@ -111,6 +119,7 @@ class FakeGpu(TorchDispatchMode):
         """How often the host has waited, in all steps."""
         self._copies: Counter[HostCopy] = Counter()
         self._operators = 0
+        self._products: Counter[Product] = Counter()
         self._lock = threading.RLock()
         self._groups: dict[str, str] = {}
         self._streams: dict[int, str] = {}
@@ -168,6 +177,7 @@ class FakeGpu(TorchDispatchMode):
         self._synchronisations.clear()
         self._copies.clear()
         self._registered.clear()
+        self._products.clear()
         self._operators = 0
         self.memory.start_step()
 
@@ -180,6 +190,7 @@ class FakeGpu(TorchDispatchMode):
             self.memory.measure_peak(),
             self.memory.measure_kept(),
             self._operators,
+            dict(sorted(self._products.items())),
             dict(sorted(self._registered.items())),
         )
 
@@ -225,6 +236,7 @@ class FakeGpu(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._operators += 1
             self._note(out)
+            self._note_product(func, args, out)
         # The answer is an attribute of the result, until the host reads it.
         answer = _find_answer(func, args)
         if answer is not None:
@@ -239,6 +251,13 @@ class FakeGpu(TorchDispatchMode):
         elif isinstance(value, list | tuple):
             for each in value:
                 self._note(each)
+
+    def _note_product(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        first = _FACTORS.get(func.__name__.partition(".")[0])
+        if first is not None:
+            factors = args[first : first + 2]
+            names = (str(each.dtype).removeprefix("torch.") for each in (*factors, out))
+            self._products[Product(*names)] += 1
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         if self.memory.knows(storage):

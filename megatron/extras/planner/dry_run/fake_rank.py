@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.data.batches import Microbatch
 from megatron.engine.native import NativeEngine
+from megatron.extras.float8.kind import FLOAT8
 from megatron.extras.kernels.operators import build_operators
 from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
 from megatron.extras.planner.dry_run.record import (
@@ -128,7 +129,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
     gpu.name_groups(_name_groups(mesh))
     # The engine needs the function before the rank exists that the function labels.
     built: list[FakeRank] = []
-    engine = NativeEngine(
+    engine = _choose_engine(plan)(
         plan,
         mesh,
         timers,
@@ -141,6 +142,17 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
     _label_state(built[0])
     gpu.name_streams(_name_streams(engine))
     return built[0]
+
+
+def _choose_engine(plan: Plan) -> type[NativeEngine]:
+    """Return the engine of a plan. DeepSpeed's has no dry run, so its plans have the native one.
+
+    Raises:
+        ConfigError: torchao is not installed, and the plan has float8.
+    """
+    if plan.config.precision.fp8_format is None:
+        return NativeEngine
+    return cast(type[NativeEngine], FLOAT8.load("cuda"))
 
 
 def _name_groups(mesh: Mesh) -> dict[str, str]:

@@ -57,6 +57,15 @@ class HostCopy:
     line: str
 
 
+@dataclass(frozen=True, order=True)
+class Product:
+    """A product of two matrices, by its dtypes."""
+
+    left: str
+    right: str
+    result: str
+
+
 @dataclass(frozen=True)
 class StepTrace:
     """What one step of one rank did."""
@@ -71,6 +80,8 @@ class StepTrace:
     """Kind of memory -> bytes that stay in use between steps."""
     operators: int = 0
     """Number of operators on the GPU."""
+    products: dict[Product, int] = field(default_factory=dict)
+    """Product of two matrices -> how often."""
     registered: dict[str, int] = field(default_factory=dict)
     """Line of this project -> bytes of host memory that it pinned by `cudaHostRegister`.
 

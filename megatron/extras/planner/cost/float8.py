@@ -1,0 +1,229 @@
+"""Matrix products of transformer layers in float8: what is rounded, and what ranks exchange.
+
+A linear layer has three products. Before a product, both operands are rounded, with a scale from
+the largest value of the complete tensor (docs/float8.md). The formulas count what
+`megatron.extras.float8` does. `tests/cuda/test_float8_dry_run.py` compares the messages and the
+bytes with steps on fake GPUs.
+
+Notation: T tokens of a microbatch on this rank, k columns of an input, n columns of an output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.extras.float8.recipe import fits_float8
+from megatron.extras.planner.cost.layout import Float8, RankLayout
+from megatron.model.shape import ModelShape
+
+_LARGEST = 2
+"""Bytes that are read for each element to find the largest value."""
+_ROUNDED = 27
+"""Bytes that are moved to round an element without a compiler. Four kernels convert it to fp32,
+multiply it by the scale, clamp it and convert it to float8."""
+_ROUNDED_AT_ONCE = 3
+"""The same in one kernel."""
+_COPIED = 2
+"""Bytes that copy an element in float8. A product needs both operands in the order of their inner
+dimension, so some are transposed. Without a compiler, the padding copies each operand once more."""
+_SCALE_KERNELS = 13
+"""Kernels on single numbers that compute a scale and its inverse without a compiler."""
+_SCALE_KERNELS_AT_ONCE = 2
+_SCALE_BYTES = 4
+"""Bytes of a largest value."""
+_WEIGHT_KERNELS = 4
+"""Kernels that find the largest value of a weight at the start of a step."""
+
+Axis = Literal["tensor", "context"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear layers of a transformer layer that have the same input, on one rank."""
+
+    inner: int
+    """Columns of the input."""
+    columns: tuple[int, ...]
+    """Columns of each layer's output."""
+    row_parallel: bool
+    """Whether tensor-parallel ranks share the input's columns. Otherwise they share those of the
+    output."""
+    complete: tuple[int, int]
+    """Sizes of a weight in the complete model."""
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weights."""
+        return self.inner * sum(self.columns)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a pass through a layer moves and starts, besides its products."""
+
+    bytes: float = 0.0
+    small_kernels: int = 0
+    """Kernels on single numbers."""
+
+    def __add__(self, other: "Rounding") -> "Rounding":
+        """Return the sum of both."""
+        return Rounding(self.bytes + other.bytes, self.small_kernels + other.small_kernels)
+
+
+@dataclass(frozen=True, order=True)
+class ScaleMessage:
+    """An all-reduce of largest values, or of gradients of shared keys and values."""
+
+    axis: Axis
+    bytes: int
+
+
+def list_linears(shape: ModelShape, tensor: int) -> list[Linear]:
+    """Return the linear layers of a transformer layer on a tensor-parallel rank."""
+    config = shape.config
+    h = config.hidden_size
+    f = shape.ffn_hidden_size
+    q = config.num_attention_heads * shape.head_dim
+    k = shape.query_groups * shape.head_dim
+    own_k = max(1, shape.query_groups // tensor) * shape.head_dim
+    entries = 2 if config.glu_activation is not None else 1
+    return [
+        Linear(h, (q // tensor + 2 * own_k,), row_parallel=False, complete=(q + 2 * k, h)),
+        Linear(q // tensor, (h,), row_parallel=True, complete=(h, q)),
+        Linear(h, (f // tensor,) * entries, row_parallel=False, complete=(f, h)),
+        Linear(f // tensor, (h,), row_parallel=True, complete=(h, f)),
+    ]
+
+
+def list_float8_linears(shape: ModelShape, tensor: int) -> list[Linear]:
+    """Return those of `list_linears` whose complete sizes allow float8."""
+    return [each for each in list_linears(shape, tensor) if fits_float8(each.complete)]
+
+
+def count_rounding(
+    linears: Sequence[Linear], tokens: int, float8: Float8, microbatches: int, slices: int = 1
+) -> tuple[Rounding, Rounding]:
+    """Return what the forward and the backward pass of a layer round.
+
+    Args:
+        linears: The linear layers of a transformer layer.
+        tokens: Tokens of a microbatch on this rank, after a gather.
+        float8: How float8 is used.
+        microbatches: Microbatches of a step.
+        slices: Ranks with sequence parallelism, which have slices of the tokens.
+    """
+    forward = Rounding()
+    backward = Rounding()
+    if not float8.gathers_rounded:
+        slices = 1
+    for each in linears:
+        # What is gathered is rounded in slices: inputs of column-parallel layers, and gradients of
+        # the outputs of row-parallel ones.
+        inputs, gradients = tokens // slices, tokens
+        if each.row_parallel:
+            inputs, gradients = tokens, tokens // slices
+        forward += _count_forward(each, inputs, float8, microbatches)
+        backward += _count_backward(each, inputs, gradients, float8)
+    return forward, backward
+
+
+def _count_forward(linear: Linear, tokens: int, float8: Float8, microbatches: int) -> Rounding:
+    entries = len(linear.columns)
+    elements = tokens * linear.inner
+    once = _ROUNDED_AT_ONCE if float8.fused else _ROUNDED
+    of_scale = _SCALE_KERNELS_AT_ONCE if float8.fused else _SCALE_KERNELS
+    padded = 0 if float8.fused else _COPIED
+    size = (_LARGEST + once + padded * entries) * elements
+    if float8.keeps_rounded:
+        # The transposed copy for the backward pass is written at the same time.
+        size += elements
+    weights = 0.0
+    if float8.weights == "pass":
+        weights = once + padded
+    elif float8.weights == "step":
+        # Both orders of a weight are written once, and used for all microbatches.
+        weights = (_LARGEST + once + 1) / microbatches
+    return Rounding(size + weights * linear.weights, of_scale * (1 + entries))
+
+
+def _count_backward(linear: Linear, of_inputs: int, of_gradients: int, float8: Float8) -> Rounding:
+    """Return what a backward pass rounds, from the tokens of inputs and of gradients."""
+    entries = len(linear.columns)
+    gradients = of_gradients * sum(linear.columns)
+    inputs = of_inputs * linear.inner
+    once = _ROUNDED_AT_ONCE if float8.fused else _ROUNDED
+    of_scale = _SCALE_KERNELS_AT_ONCE if float8.fused else _SCALE_KERNELS
+    padded = 0 if float8.fused else _COPIED
+    if float8.keeps_rounded:
+        # A kernel writes both orders of a gradient.
+        return Rounding((_LARGEST + once + 1) * gradients, of_scale * entries)
+    size = (_LARGEST + once + padded) * gradients
+    scales = entries
+    if float8.weights == "pass":
+        size += (once + padded + _COPIED) * linear.weights
+        scales += entries
+    else:
+        size += _COPIED * linear.weights
+    if not float8.rowwise:
+        # The product for the weight has both of its operands transposed.
+        copied = _COPIED + padded
+        size += copied * gradients + (once + copied * entries) * inputs
+        scales += 1
+    return Rounding(size, of_scale * scales)
+
+
+def count_step_rounding(linears: Sequence[Linear], layers: int, shards: int) -> Rounding:
+    """Return what a step reads to find the largest values of a stage's weights.
+
+    Args:
+        linears: The linear layers of a transformer layer.
+        layers: Transformer layers in float8.
+        shards: Ranks that share the weights. Each reads its fp32 shards.
+    """
+    elements = layers * sum(each.weights for each in linears)
+    weights = layers * sum(len(each.columns) for each in linears)
+    return Rounding(4 * elements / shards, _WEIGHT_KERNELS * weights)
+
+
+def count_weight_scales(linears: Sequence[Linear], layers: int, float8: Float8) -> int:
+    """Return the numbers in the message of a step, with the largest values of weights."""
+    each = sum(
+        len(linear.columns) * (linear.complete[0] if float8.rowwise else 1) for linear in linears
+    )
+    return layers * each
+
+
+def list_scale_messages(
+    shape: ModelShape, layout: RankLayout, float8: Float8, tokens: int
+) -> tuple[list[ScaleMessage], list[ScaleMessage]]:
+    """Return the messages of the forward and of the backward pass of a layer.
+
+    Args:
+        shape: Sizes of the model.
+        layout: The layout.
+        float8: How float8 is used.
+        tokens: Tokens of a microbatch on this rank.
+    """
+    forward: list[ScaleMessage] = []
+    backward: list[ScaleMessage] = []
+    if not float8.shares_scales:
+        return forward, backward
+    numbers = tokens if float8.rowwise else 1
+    for linear in list_float8_linears(shape, layout.tensor):
+        # A token is on one context-parallel rank.
+        everywhere: list[Axis] = []
+        if layout.context > 1 and not float8.rowwise:
+            everywhere = ["context"]
+        sharded = list(everywhere)
+        if layout.tensor > 1:
+            sharded = ["tensor", *everywhere]
+        inputs, gradients = everywhere, sharded
+        if linear.row_parallel:
+            inputs, gradients = sharded, everywhere
+        size = _SCALE_BYTES * numbers
+        forward += [ScaleMessage(axis, size) for axis in inputs]
+        backward += [ScaleMessage(axis, size * len(linear.columns)) for axis in gradients]
+    if shape.query_groups < layout.tensor:
+        pairs = 2 * shape.query_groups * shape.head_dim
+        backward.append(ScaleMessage("tensor", 2 * tokens * pairs))
+    return forward, backward
