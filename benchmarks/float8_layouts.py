@@ -60,7 +60,7 @@ def train(processes: int, flags: str, folder: str) -> Numbers:
     world = LaunchedWorld(Case(flags, f"{MODEL} {flags}", processes), folder, NumbersRank)
     numbers: Any = world.ask("train")[0]
     world.close()
-    return numbers  # type: ignore[no-any-return]
+    return numbers
 
 
 def find_differences(seeds: tuple[int, ...], recipe: str, folder: str) -> dict[str, Numbers]:
