@@ -12,12 +12,12 @@ from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.kernels import Gemm, estimate_gemm_seconds
 from megatron.extras.planner.cost.layers import LayerTimes, Passes
 from megatron.extras.planner.cost.layout import TRAINER, Float8, RankLayout
-from megatron.extras.planner.cost.step import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
-from megatron.plan.plan import Plan
 from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
 
 H100 = load_hardware("h100")
 LLAMA = make_llama(4096, 32, 32, 8, 14336, 8192, 128256)
