@@ -17,8 +17,8 @@ from megatron.commands.plan_cost import (
     format_days,
     predict_days,
 )
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, flatten
-from megatron.config.rules import check_rules
 from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
@@ -43,6 +43,8 @@ from megatron.extras.planner.prediction import (
 )
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
+from megatron.rules.finding import list_errors
+from megatron.rules.float8 import check_float8
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +110,7 @@ def _add_float8(plan: Plan, hardware: Hardware) -> Plan:
         ConfigError: The trainer refuses it, or the hardware has no such products.
     """
     config = replace(plan.config, precision=propose_float8(plan.config))
-    problems, _ = check_rules(config, {})
+    problems = list_errors(check_float8(ConfigWithOrigin(config, {})))
     problems += choose_engine(config).list_unsupported(replace(plan, config=config))
     if hardware.float8_tflops is None:
         problems.append(f"{hardware.name} has no float8 products; use other --hardware.")

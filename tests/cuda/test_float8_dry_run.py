@@ -25,14 +25,12 @@ TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 ROWWISE = "--bf16 --fp8-format e4m3 --fp8-recipe rowwise"
 LAST_IN_BF16 = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0"
 RUNS = {
-    "tensor": Case(
-        f"{TENSORWISE} {LLAMA} --tensor-model-parallel-size 2 --sequence-parallel", 2, 1
-    ),
     "tensor, rowwise, recomputed": Case(
         f"{ROWWISE} {LLAMA} --tensor-model-parallel-size 2 --checkpoint-activations", 2
     ),
     "tensor and context, shared groups, last layer in bf16": Case(
         f"{TENSORWISE} {LLAMA} --context-parallel-size 2 --tensor-model-parallel-size 4 "
+        "--sequence-parallel "
         f"--num-layers 3 {LAST_IN_BF16}",
         8,
         7,

@@ -33,6 +33,8 @@ GROUPED = (
 )
 BF16_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 KEPT = "--checkpoint-activations --checkpoint-keep-operators "
+TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
+ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
 BLOCKS = "--rope-fusion --bias-swiglu-fusion"
 FUSED = "--gradient-accumulation-fusion"
 
@@ -99,8 +101,29 @@ JOBS = {
     "fused gradients, kept products, ZeRO 3": Job(
         f"{LLAMA} --zero-stage 3 --micro-batch-size 2 {FUSED} {KEPT} matmul"
     ),
+    "float8, recomputed, ends in bf16": Job(
+        f"{GROUPED} --bf16 --seq-length 16384 --zero-stage 3 --checkpoint-activations "
+        f"--first-last-layers-bf16 {TENSORWISE}"
+    ),
+    "float8 by rows, recomputed, fused gradients": Job(
+        f"{LLAMA} --zero-stage 3 --micro-batch-size 4 --checkpoint-activations {FUSED} {ROWWISE}"
+    ),
 }
 MORE = {
+    "float8, dropout, stages": Job(
+        f"{GPT} --micro-batch-size 8 --pipeline-model-parallel-size 2 {TENSORWISE}", 4, (0, 1)
+    ),
+    "float8, sequence parallelism, kept operators": Job(
+        f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8 "
+        f"--micro-batch-size 4 {KEPT} matmul attention {TENSORWISE}"
+    ),
+    "float8 by rows, sequence parallelism, recomputed": Job(
+        f"{LLAMA} --tensor-model-parallel-size 4 --sequence-parallel --num-layers 8 "
+        f"--micro-batch-size 4 --seq-length 4096 --checkpoint-activations {ROWWISE}"
+    ),
+    "float8, shared sequences": Job(
+        f"{GROUPED} --bf16 --seq-length 16384 --context-parallel-size 4 {TENSORWISE}"
+    ),
     "kernels of blocks": Job(f"{LLAMA} {BLOCKS}"),
     "kernels of blocks, recomputation of the core": Job(
         f"{LLAMA} {BLOCKS} --micro-batch-size 2 --recompute-attention-core"
@@ -202,7 +225,7 @@ def check(job: Job, on_fake_gpu: Call) -> None:
     measured = on_fake_gpu(measure_peaks, job.flags, job.world_size, job.stages)
     loaded = load_config(job.flags.split())
     plan = resolve(loaded.config, job.world_size, loaded.origin)
-    memory = predict_plan(plan, load_hardware("a100-80g")).memory
+    memory = predict_plan(plan, load_hardware("h100")).memory
     predicted = [memory[stage].total - memory[stage].fixed for stage in job.stages]
     assert predicted == pytest.approx(measured, rel=0.02)
 

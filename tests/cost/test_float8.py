@@ -1,0 +1,194 @@
+"""The cost of products in float8: speeds by shape, rounding, messages, layers that are left out."""
+
+from dataclasses import replace
+
+import pytest
+from cost.published import make_llama
+
+from megatron.base.errors import ConfigError
+from megatron.commands.plan_search import format_flags, search_plan
+from megatron.extras.planner.cost.float8 import list_float8_linears, list_scale_messages
+from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
+from megatron.extras.planner.cost.kernels import Gemm, estimate_gemm_seconds
+from megatron.extras.planner.cost.layers import LayerTimes, Passes
+from megatron.extras.planner.cost.layout import TRAINER, Float8, RankLayout
+from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.prediction import predict_plan
+from megatron.extras.translators.translator import load_config
+from megatron.model.shape import ModelShape
+from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
+
+H100 = load_hardware("h100")
+LLAMA = make_llama(4096, 32, 32, 8, 14336, 8192, 128256)
+TENSORWISE = replace(TRAINER, float8=Float8())
+ROWWISE = replace(TRAINER, float8=Float8(rowwise=True))
+FUSED = replace(TRAINER, float8=Float8(fused=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bf16", "float8"),
+    [
+        ((8192, 8192, 8192), 585.23, 1125.51),
+        ((65536, 8192, 7168), 575.12, 1082.75),
+        ((65536, 3584, 8192), 546.31, 1141.38),
+    ],
+)
+def test_products_are_faster_by_the_measured_factor(sizes, bf16, float8):
+    """Measured on an H100 with 500 W (https://github.com/pytorch/FBGEMM/pull/2546)."""
+    plain = Gemm(*sizes)
+    seconds = estimate_gemm_seconds(plain, H100)
+    fast = estimate_gemm_seconds(replace(plain, value=1, result=2, exact=False), H100)
+    assert seconds / fast == pytest.approx(float8 / bf16, rel=0.07)
+    exact = estimate_gemm_seconds(replace(plain, value=1, result=2), H100)
+    assert 1.1 < exact / fast < 1.2
+
+
+def test_short_inner_dimensions_gain_less():
+    """Filling a tile's pipeline takes as long as in bf16."""
+    gains = []
+    for inner in (256, 1024, 4096, 16384):
+        plain = Gemm(8192, 8192, inner)
+        fast = replace(plain, value=1, result=2, exact=False)
+        gains.append(estimate_gemm_seconds(plain, H100) / estimate_gemm_seconds(fast, H100))
+    assert gains == sorted(gains)
+    assert gains[0] < 1.6
+    assert 1.95 < gains[-1] < 2
+
+
+def test_devices_have_float8_at_twice_the_speed_of_bf16_or_not_at_all():
+    found = {name for name in list_hardware() if load_hardware(name).float8_tflops is not None}
+    assert found == {
+        *("h100", "h100-96g", "h100-pcie", "h200", "gh200", "b200", "l40s", "rtx-4090")
+    }
+    for name in found:
+        hardware = load_hardware(name)
+        ratio = hardware.get_float8_peak() / hardware.get_peak(half=True)
+        assert ratio == pytest.approx(2, rel=0.02), name
+    with pytest.raises(ConfigError, match="a100-80g has no float8_tflops"):
+        load_hardware("a100-80g").get_float8_peak()
+
+
+def estimate(software, shape: ModelShape = LLAMA, layout: RankLayout | None = None) -> Passes:
+    return LayerTimes(shape, layout or RankLayout(), software, H100).estimate_layer()
+
+
+def test_a_layer_in_float8_has_shorter_products_and_rounds():
+    plain, tensorwise, rowwise = map(estimate, (TRAINER, TENSORWISE, ROWWISE))
+    assert plain.backward.rounding == plain.forward.scales == 0
+    for one, two in ((plain.forward, tensorwise.forward), (plain.backward, tensorwise.backward)):
+        assert 1.5 < one.gemm / two.gemm < 2
+        assert (one.attention, one.pointwise) == (two.attention, two.pointwise)
+        assert two.rounding > 0
+        assert two.scales == 0
+    # The product for a weight's gradient is in bf16, and its operands are not rounded.
+    assert tensorwise.forward.gemm == rowwise.forward.gemm
+    assert tensorwise.backward.gemm < rowwise.backward.gemm < plain.backward.gemm
+    assert rowwise.backward.rounding < tensorwise.backward.rounding
+    # A compiler makes one kernel of several.
+    assert estimate(FUSED).forward.rounding < tensorwise.forward.rounding / 4
+
+
+def test_a_layer_whose_complete_size_is_no_multiple_of_16_is_not_rounded():
+    odd = replace(LLAMA, config=replace(LLAMA.config, ffn_hidden_size=14344))
+    assert [each.complete for each in list_float8_linears(odd, 1)] == [(6144, 4096), (4096, 4096)]
+    # The shard of a size that is a multiple may be odd.
+    even = replace(LLAMA, config=replace(LLAMA.config, ffn_hidden_size=14352))
+    assert len(list_float8_linears(even, 2)) == 4
+
+
+def count(layout: RankLayout, float8: Float8, shape: ModelShape = LLAMA) -> tuple[int, int]:
+    tokens = 8192 // layout.context
+    forward, backward = list_scale_messages(shape, layout, float8, tokens)
+    return len(forward), len(backward)
+
+
+def test_messages_of_scales():
+    tensorwise, rowwise = Float8(), Float8(rowwise=True)
+    assert count(RankLayout(), tensorwise) == (0, 0)
+    assert count(RankLayout(tensor=8), tensorwise) == (2, 2)
+    assert count(RankLayout(tensor=8), rowwise) == (2, 2)
+    # Each activation.
+    assert count(RankLayout(context=2), tensorwise) == (4, 4)
+    assert count(RankLayout(context=2), rowwise) == (0, 0)
+    assert count(RankLayout(tensor=2, context=2), tensorwise) == (6, 6)
+    # Ranks that share query groups add up gradients of keys and values.
+    assert count(RankLayout(tensor=16), tensorwise) == (2, 3)
+    forward, _ = list_scale_messages(LLAMA, RankLayout(tensor=8), rowwise, 8192)
+    assert {each.bytes for each in forward} == {4 * 8192}
+    layer = estimate(TENSORWISE, layout=RankLayout(tensor=8))
+    # Trees have a latency of 2 log2(8) hops of 5 microseconds.
+    assert layer.forward.scales == pytest.approx(2 * 6 * 5e-6, rel=1e-3)
+
+
+def predict_with_layers(layers: range | None, **more) -> StepPrediction:
+    software = replace(TRAINER, float8=Float8(layers=layers))
+    return StepPrediction(StepJob(LLAMA, RankLayout(**more), 64, software, H100))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"recompute": "full"}, {"pipeline": 4, "zero_stage": 1, "data": 2}],
+    ids=["one rank", "recomputed", "pipeline"],
+)
+def test_layers_that_are_left_out(more):
+    """The step with all layers but two is between those with all and with none."""
+    every = predict_with_layers(None, **more)
+    none = StepPrediction(replace(every.job, software=TRAINER))
+    assert predict_with_layers(range(32), **more).seconds == pytest.approx(every.seconds)
+    nothing = predict_with_layers(range(0), **more)
+    for rank, (left, right) in enumerate(zip(nothing.rank_seconds, none.rank_seconds, strict=True)):
+        assert left.total == pytest.approx(right.total), rank
+    most = predict_with_layers(range(1, 31), **more)
+    sums = [sum(each.gemm for each in step.rank_seconds) for step in (every, most, none)]
+    assert sums[1] - sums[0] == pytest.approx((sums[2] - sums[0]) * 2 / 32)
+    assert most.peak_bytes <= every.peak_bytes
+    assert none.peak_bytes <= most.peak_bytes
+
+
+RUN = (
+    "--preset llama3-8b --bf16 --global-batch-size 4 --micro-batch-size 1 --train-iters 10 "
+    "--lr 1e-4 --vocab-size 128256 --num-layers 4 "
+)
+
+
+def make_plan(flags: str) -> Plan:
+    loaded = load_config((RUN + flags).split())
+    plan = resolve(loaded.config, 2, loaded.origin)
+    plan.raise_on_errors()
+    return plan
+
+
+def test_the_search_proposes_float8_only_if_it_is_allowed():
+    plan = make_plan("")
+    found = search_plan(plan, H100)
+    every = (*found.result.fitting, *found.result.uncertain, found.configured)
+    assert all(each.job.software.float8 is None for each in every)
+    both = search_plan(plan, H100, allow_fp8=True).result
+    assert len(both.fitting) > len(found.result.fitting)
+    for wanted in (False, True):
+        best = next(
+            each for each in both.fitting if (each.job.software.float8 is not None) == wanted
+        )
+        flags = format_flags(plan, best.job.layout, float8=wanted)
+        again = predict_plan(make_plan(flags), H100)
+        assert (again.seconds, again.peak_bytes) == (best.seconds, best.peak_bytes)
+        assert ("--fp8-recipe tensorwise" in flags) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "hardware", "reason"),
+    [
+        ("", "a100-80g", "a100-80g has no float8 products"),
+        ("--fp16 --no-bf16", "h100", "cannot be combined with --fp16"),
+    ],
+)
+def test_the_search_says_why_it_cannot_propose_float8(flags, hardware, reason):
+    with pytest.raises(ConfigError, match=reason):
+        search_plan(make_plan(flags), load_hardware(hardware), allow_fp8=True)
+
+
+def test_gradients_that_are_added_in_fp32_are_not_in_float8():
+    found = search_plan(make_plan("--gradient-accumulation-fusion"), H100, allow_fp8=True).result
+    recipes = {each.job.software.float8 for each in found.fitting}
+    assert recipes == {None, Float8(rowwise=True)}
