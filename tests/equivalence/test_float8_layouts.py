@@ -88,6 +88,7 @@ LAYOUTS = [
     # Three is no power of two, so the factor of the loss must not depend on the ranks.
     Layout("DP 3", 3, "--zero-stage 3", "--global-batch-size 6"),
     Layout("CP 3", 3, "--context-parallel-size 3", "--seq-length 36"),
+    Layout("TP 2, compiled", 2, f"{TP2} {SP} --use-torch-compile"),
     Layout("PP 3", 3, "--pipeline-model-parallel-size 3"),
     Layout("ZeRO 1", 2, "--zero-stage 1"),
     Layout("ZeRO 3", 2, "--zero-stage 3"),

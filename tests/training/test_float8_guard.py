@@ -25,7 +25,7 @@ MODEL = (
 OUTLIER = "blocks.2.mlp.down"
 
 
-def damage_and_train(argv: Sequence[str]) -> None:
+def damage_and_train(argv: list[str]) -> None:
     """Train with one huge weight, and with an infinity on the last rank in iteration 2."""
     from megatron.engine.engine_base import EngineBase
     from megatron.extras.float8.engine import Float8Engine

@@ -87,7 +87,7 @@ class Float8Engine(NativeEngine):
         for stage in self._rank_stages:
             for number, block in stage.model.get_blocks().items():
                 if number in numbers:
-                    for paths in _list_paths(block):
+                    for paths in list_linear_paths(block):
                         yield [_read_weight(block, number, it, stage.specs) for it in paths]
 
     def _count_scales(self, weight: _Weight) -> int:
@@ -188,7 +188,7 @@ def choose_loss_scale(microbatches: int, grid: Grid) -> float:
     return factor * microbatches
 
 
-def _list_paths(block: Block) -> list[tuple[str, ...]]:
+def list_linear_paths(block: Block) -> list[tuple[str, ...]]:
     """Return the linear layers of a block. Those of a tuple have the same input."""
     first = ["mlp.up"]
     if block.mlp.gate is not None:

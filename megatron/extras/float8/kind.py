@@ -26,12 +26,12 @@ def _load(device_type: str) -> BuildEngine:
     try:
         import_module("megatron.extras.float8.torchao_import")
     # A package that does not fit to torch fails in many ways.
-    except Exception as error:
+    except Exception as failure:
         raise ConfigError(
-            f"--fp8-format needs torchao, whose import fails ({type(error).__name__}: {error}); "
+            f"--fp8-format needs torchao, whose import fails ({type(failure).__name__}: {failure}); "
             'install a version that fits to torch with pip install --upgrade "megatron-3d[fp8]", '
             "or leave out --fp8-format"
-        ) from error
+        ) from failure
     from megatron.extras.float8.engine import Float8Engine
 
     return Float8Engine
@@ -45,11 +45,6 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
             f"--hidden-size {hidden}: it is a size of each weight and must be a multiple of "
             f"{MULTIPLE}, so no product would be in float8; use "
             f"{math.ceil(hidden / MULTIPLE) * MULTIPLE}, or leave out --fp8-format"
-        )
-    if plan.config.kernels.use_torch_compile:
-        yield error(
-            "--use-torch-compile: the messages between ranks are not part of its graphs yet; "
-            "remove one of the two flags"
         )
 
 

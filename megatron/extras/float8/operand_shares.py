@@ -7,7 +7,7 @@ tensor that several ranks have is counted by each of them. Both do not change th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -153,7 +153,7 @@ class Float8Recorder(LayerRecorder):
             for number, layer in enumerate(LAYERS)
             for block in range(shares.shape[-1])
         ]
-        by_name = {
+        by_name: dict[str, Any] = {
             f"layer_fp8_{operand}_{what}": shares[row, kind].amax(0).tolist()
             for kind, operand in enumerate(_OPERANDS)
             for row, what in enumerate(("saturated", "flushed"))

@@ -43,7 +43,7 @@ from megatron.extras.float8.rounding import (
 from megatron.extras.float8.weight_scales import WeightScale
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import ParallelGroup, TensorParallel
-from megatron.parallel.products import GradientProducts
+from megatron.parallel.products import GradientProducts, number_products
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class SharedPair:
         return torch.cat((rows[:, : -self.width], every[:, self.group]), dim=1)
 
 
-@dataclass(frozen=True)
+# Compiled graphs compare each field of a frozen dataclass.
+@dataclass(eq=False)
 class Float8Products:
     """Computes the products of layers that have the same input. See `Products`."""
 
@@ -87,6 +88,11 @@ class Float8Products:
     names: tuple[str, ...] = ()
     """Names of the layers in the complete model, for the counter."""
     counter: OperandCounter | None = None
+
+    def __post_init__(self) -> None:
+        """Make the products known to compiled graphs."""
+        self.kept = 0 if self.recipe.rowwise else 1
+        self.number = number_products(self)
 
     def multiply(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
