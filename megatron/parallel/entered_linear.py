@@ -218,9 +218,9 @@ def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
 
 # What follows is for compiled graphs. Inductor would place each wait directly after the start of
 # the communication. It does not look into an operator that it does not know, so the order inside
-# of these operators does not change. torch keeps compiled graphs between runs, and finds them by the
-# arguments of the forward operator. If only those of the backward operator change, both need new
-# names.
+# of these operators does not change. torch keeps compiled graphs between runs, and finds them by
+# the arguments of the forward operator. If only those of the backward operator change, both need
+# new names.
 #
 # `formats` has the number of an object for the products, or is empty (`products.py`).
 

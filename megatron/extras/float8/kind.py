@@ -28,7 +28,7 @@ def _load(device_type: str) -> BuildEngine:
     # A package that does not fit to torch fails in many ways.
     except Exception as failure:
         raise ConfigError(
-            f"--fp8-format needs torchao, whose import fails ({type(failure).__name__}: {failure}); "
+            f"--fp8-format: the import of torchao fails ({type(failure).__name__}: {failure}); "
             'install a version that fits to torch with pip install --upgrade "megatron-3d[fp8]", '
             "or leave out --fp8-format"
         ) from failure
