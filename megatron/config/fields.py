@@ -147,8 +147,11 @@ class Field:
                 raise ValueError
             return self.spec.instance_from_str(list(texts))
         except ValueError:
+            separator = ""
+            if self.arity == "*" and any("," in text for text in texts):
+                separator = "; separate the values by spaces"
             # `from None` hides tyro's own message, which does not name what the field expects.
-            raise ValueError(f"must be {self.expected}") from None
+            raise ValueError(f"must be {self.expected}{separator}") from None
 
 
 PRESET_ORIGIN = "preset "

@@ -98,6 +98,8 @@ class StepResult:
     """Whether the step was dropped because no token of the batch counts. Loss and norm are 0."""
     votes: Sequence[float] | None = None
     """The sums of the ranks' votes. None if there was no vote, or no message to carry it."""
+    warnings: Sequence[str] = ()
+    """What the log and the chronicle must say about the step, one line each."""
 
     @property
     def is_nan(self) -> bool:

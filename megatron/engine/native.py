@@ -140,7 +140,7 @@ class NativeEngine(EngineBase):
         scale = self._get_scale()
         recorder = None
         if with_layer_statistics:
-            recorder = LayerRecorder(self.stages, self._mesh, self._plan.config.model.num_layers)
+            recorder = self._make_recorder()
         with self._timers("forward-backward"), recorder or nullcontext():
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
             # as many data-parallel ranks, each has half as many microbatches. Its fp16 gradients
@@ -165,6 +165,10 @@ class NativeEngine(EngineBase):
             iteration: The 1-based iteration, or None for an evaluation.
             microbatches: This rank's number of microbatches.
         """
+
+    def _make_recorder(self) -> LayerRecorder:
+        """Return the recorder of a step with statistics of layers."""
+        return LayerRecorder(self.stages, self._mesh, self._plan.config.model.num_layers)
 
     def _evaluate(self, inputs: list[Inputs]) -> float:
         for stage in self.stages:

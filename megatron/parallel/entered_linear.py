@@ -12,6 +12,7 @@ Fused weight gradients are the exception. They are not rounded to 16 bits (`weig
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,7 +28,7 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.products import Products
+from megatron.parallel.products import Products, find_products
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
 ALONE = TensorParallel()
@@ -52,7 +53,7 @@ def apply_entered_linears(
         tp: The tensor-parallel ranks.
         numbers: What `number_layer` returned for each layer. The weights' gradients are then added
             up in fp32, as `add_to_gradient` does it, and the weights are leaves in 16 bits.
-        products: Computes the products in another number format. It is not for compiled graphs.
+        products: Computes the products in another number format.
 
     Returns:
         The output of each layer, [s, b, out/t].
@@ -63,10 +64,12 @@ def apply_entered_linears(
     biases = [bias for _, bias in layers]
     if not torch.compiler.is_compiling():
         return _EnteredLinears.apply(x, tp, bool(numbers), products, *weights, *biases)
-    assert products is None, "another number format is not compiled"
     present = [bias for bias in biases if bias is not None]
     assert len(present) in (0, len(biases)), "in a graph, all layers have a bias or none has one"
-    return tuple(_entered_linears(x, weights, present, list(numbers), _name_region(tp)))
+    formats = [] if products is None else [products.number]
+    kept = 0 if products is None else products.kept
+    made = _entered_linears(x, weights, present, list(numbers), formats, kept, _name_region(tp))
+    return tuple(made[: len(weights)])
 
 
 def _multiply(
@@ -215,8 +218,11 @@ def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
 
 # What follows is for compiled graphs. Inductor would place each wait directly after the start of
 # the communication. It does not look into an operator that it does not know, so the order inside
-# of these operators does not change. torch keeps compiled graphs between runs, so an operator whose
-# arguments change needs a new name.
+# of these operators does not change. torch keeps compiled graphs between runs, and finds them by
+# the arguments of the forward operator. If only those of the backward operator change, both need
+# new names.
+#
+# `formats` has the number of an object for the products, or is empty (`products.py`).
 
 
 def offer_to_graphs(tp: TensorParallel) -> None:
@@ -236,14 +242,17 @@ def run_forward(
     weights: list[Tensor],
     biases: list[Tensor],
     numbers: list[Tensor],
+    formats: list[Tensor],
+    kept: int,
     region: str,
 ) -> list[Tensor]:
     """Compute the forward operator. See `apply_entered_linears`.
 
-    `biases` is empty if the layers have no bias.
+    `biases` is empty if the layers have no bias. The last `kept` results are for the backward pass.
     """
-    outs, _ = _multiply(x, weights, biases or [None] * len(weights), _regions[region])
-    return outs
+    given: Sequence[Tensor | None] = biases or [None] * len(weights)
+    outs, saved = _multiply(x, weights, given, _regions[region], find_products(formats))
+    return [*outs, *saved]
 
 
 def run_backward(
@@ -252,6 +261,8 @@ def run_backward(
     weights: list[Tensor],
     biased: bool,
     numbers: list[Tensor],
+    formats: list[Tensor],
+    kept: list[Tensor],
     region: str,
 ) -> list[Tensor]:
     """Compute the backward operator.
@@ -269,6 +280,8 @@ def run_backward(
         needs_x=True,
         need_weights=[True] * len(weights),
         need_biases=[biased] * len(weights),
+        products=find_products(formats),
+        kept=kept,
     )
     every = (grad_x, *grad_weights, *grad_biases)
     return [grad for grad in every if grad is not None]
@@ -278,15 +291,15 @@ _entered_linears = torch.library.custom_op(
     "megatron::linears",
     run_forward,
     mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, str region) "
-    "-> Tensor[]",
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, Tensor[] formats, "
+    "int kept, str region) -> Tensor[]",
 )
 _entered_linears_backward = torch.library.custom_op(
     "megatron::linears_backward",
     run_backward,
     mutates_args=(),
     schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, Tensor[] numbers, "
-    "str region) -> Tensor[]",
+    "Tensor[] formats, Tensor[] kept, str region) -> Tensor[]",
 )
 
 
@@ -296,11 +309,14 @@ def _shape_forward(
     weights: list[Tensor],
     biases: list[Tensor],
     numbers: list[Tensor],
+    formats: list[Tensor],
+    kept: int,
     region: str,
 ) -> list[Tensor]:
     tp = _regions[region]
     rows = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
-    return [x.new_empty((rows, *x.shape[1:-1], weight.shape[0])) for weight in weights]
+    outs = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0])) for weight in weights]
+    return outs + [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
 
 
 @_entered_linears_backward.register_fake
@@ -310,6 +326,8 @@ def _shape_backward(
     weights: list[Tensor],
     biased: bool,
     numbers: list[Tensor],
+    formats: list[Tensor],
+    kept: list[Tensor],
     region: str,
 ) -> list[Tensor]:
     made = [x.new_empty(x.shape)]
@@ -321,19 +339,25 @@ def _shape_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, numbers, ctx.region = inputs
+    x, weights, biases, numbers, formats, _, ctx.region = inputs
     ctx.biased = bool(biases)
-    ctx.count = len(weights)
-    ctx.save_for_backward(x, *weights, *numbers)
+    ctx.sizes = len(weights), len(numbers), len(formats)
+    ctx.save_for_backward(x, *weights, *numbers, *formats, *output[len(weights) :])
 
 
 def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     x, *rest = ctx.saved_tensors
-    weights, numbers = rest[: ctx.count], rest[ctx.count :]
-    grad_x, *others = _entered_linears_backward(grads, x, weights, ctx.biased, numbers, ctx.region)
-    grad_biases = others[-ctx.count :] if ctx.biased else []
-    grad_weights = [None] * ctx.count if numbers else others[: ctx.count]
-    return grad_x, grad_weights, grad_biases, [None] * len(numbers), None
+    layers = ctx.sizes[0]
+    weights, numbers, formats, kept = (
+        rest[begin:end] for begin, end in pairwise((0, *accumulate(ctx.sizes), None))
+    )
+    grad_x, *others = _entered_linears_backward(
+        grads[:layers], x, weights, ctx.biased, numbers, formats, kept, ctx.region
+    )
+    grad_biases = others[-layers:] if ctx.biased else []
+    grad_weights = [None] * layers if numbers else others[:layers]
+    without = [None] * len(numbers), [None] * len(formats), None, None
+    return grad_x, grad_weights, grad_biases, *without
 
 
 _entered_linears.register_autograd(_call_backward, setup_context=_save)

@@ -7,8 +7,11 @@ dtype of its operands.
 """
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 
@@ -29,6 +32,11 @@ class GradientProducts(Protocol):
 
 class Products(Protocol):
     """Computes the products of layers that have the same input, for n tokens."""
+
+    number: Tensor
+    """What `number_products` returned."""
+    kept: int
+    """Number of tensors that `multiply` keeps for the backward pass, each a scalar in fp32."""
 
     def multiply(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -55,3 +63,25 @@ class Products(Protocol):
             weights: The weight [out/t, in] of each layer.
             kept: What `multiply` returned for the backward pass.
         """
+
+
+_numbered: WeakValueDictionary[int, Products] = WeakValueDictionary()
+"""The objects that compiled graphs know by a number."""
+_numbers = count()
+
+
+def number_products(products: Products) -> Tensor:
+    """Return a number by which `find_products` finds an object, a scalar on the host.
+
+    As with `number_layer`, several layers share a compiled graph, and a tensor may differ.
+    """
+    number = next(_numbers)
+    _numbered[number] = products
+    return torch.tensor(number, device="cpu")
+
+
+def find_products(numbers: Sequence[Tensor]) -> Products | None:
+    """Return the object with a number, or None without a number."""
+    for number in numbers:
+        return _numbered[int(number)]
+    return None

@@ -294,6 +294,8 @@ def train_iteration(run: Run) -> None:
             train_iters=run.clock.estimate_iterations(),
         ),
     )
+    for line in result.warnings:
+        run.reporter.log(f"warning: {line}")
     if result.applied:
         warning = run.divergence.observe(result.loss, state.iteration)
         if warning is not None:

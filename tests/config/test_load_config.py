@@ -173,6 +173,11 @@ def test_last_of_several_flags_for_a_field_wins(flags: str, field: str, value: o
             "--rampup-batch-size 1 2",
             "--rampup-batch-size 1 2 must be 3 values, each a whole number",
         ),
+        (
+            "--attention-backend by-gpu,flash",
+            "--attention-backend by-gpu,flash must be a list, each one of auto, by-gpu, flash, "
+            "fused, efficient, unfused; separate the values by spaces.",
+        ),
         ("--data-path", "--data-path needs at least one value."),
         ("--seed None", "--seed None must be a whole number"),
         ("--fp16=maybe", "--fp16 maybe must be true or false."),

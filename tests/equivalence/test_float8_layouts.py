@@ -88,6 +88,7 @@ LAYOUTS = [
     # Three is no power of two, so the factor of the loss must not depend on the ranks.
     Layout("DP 3", 3, "--zero-stage 3", "--global-batch-size 6"),
     Layout("CP 3", 3, "--context-parallel-size 3", "--seq-length 36"),
+    Layout("TP 2, compiled", 2, f"{TP2} {SP} --use-torch-compile"),
     Layout("PP 3", 3, "--pipeline-model-parallel-size 3"),
     Layout("ZeRO 1", 2, "--zero-stage 1"),
     Layout("ZeRO 3", 2, "--zero-stage 3"),
@@ -178,12 +179,24 @@ def train(run: "Run", length: int) -> Any:
         for iteration in range(1, STEPS + 1):
             batch = run.sources.train.read_batch(size, length)
             recorder.begin_step()
-            result = run.engine.train_batch(batch, iteration=iteration, lr=RATE)
+            result = run.engine.train_batch(
+                batch, iteration=iteration, lr=RATE, with_layer_statistics=iteration == 1
+            )
+            if iteration == 1:
+                shares = read_shares(result)
             steps.append((result.loss, result.grad_norm))
     batch = run.sources.valid["validation"].read_batch(size)
     loss = run.engine.eval_batch(batch)
     run.engine.check_invariants(repair=False, iteration=STEPS, last_good=None)
-    return steps, loss, recorder.close()
+    return steps, loss, recorder.close(), shares
+
+
+def read_shares(result: Any) -> dict[str, list[float]]:
+    """Return which shares of the operands are cut off or become zero in each layer."""
+    assert not result.warnings
+    shares = {key: each for key, each in vars(result.layers).items() if "fp8" in key}
+    assert len(shares) == 6
+    return shares
 
 
 @dataclass
@@ -194,13 +207,15 @@ class Result:
     loss: float
     """The loss of an evaluation."""
     operands: dict[Key, Operand]
+    shares: dict[str, list[float]]
+    """What each layer loses in the first step."""
 
 
 def join(of_ranks: Sequence[Any]) -> Result:
     """Return the results of a world."""
-    steps, loss, _ = of_ranks[0]
-    assert all(each[0] == steps for each in of_ranks), "ranks disagree"
-    return Result(steps, loss, join_operands([each[2] for each in of_ranks]))
+    steps, loss, _, shares = of_ranks[0]
+    assert all((each[0], each[3]) == (steps, shares) for each in of_ranks), "ranks disagree"
+    return Result(steps, loss, join_operands([each[2] for each in of_ranks]), shares)
 
 
 Train = Callable[..., list[Result]]
@@ -304,6 +319,9 @@ def compare(found: Result, expected: Result, recipe: str) -> None:
         [*found.steps, (found.loss, 1.0)], [*expected.steps, (expected.loss, 1.0)]
     )
     assert flips.flipped <= FLIPPED * flips.values, f"{recipe}: {flips}"
+    for name, shares in expected.shares.items():
+        assert found.shares[name] == pytest.approx(shares, rel=1e-9), name
+        assert name.endswith("flushed") or not any(shares), name
     assert loss < LOSS_BOUND, recipe
     assert norm < NORM_BOUND, recipe
 

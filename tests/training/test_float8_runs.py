@@ -49,7 +49,6 @@ def test_the_first_iterations_in_bf16(run: Runner, other: Runner) -> None:
     ("flags", "message"),
     [
         ("--fp8-format e4m3 --fp8-recipe rowwise", "add --fp8-emulate to compute"),
-        (f"{FLOAT8} --use-torch-compile", "--use-torch-compile: the messages"),
         (f"{FLOAT8} --hidden-size 40", "--hidden-size 40: it is a size of each weight"),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "use --fp8-recipe tensorwise"),
         (f"{FLOAT8} --deepspeed", "float8 runs in the native engine only"),

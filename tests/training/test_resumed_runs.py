@@ -142,7 +142,8 @@ def test_changed_settings_are_listed_once_with_both_values(run: Runner) -> None:
     output = run(
         "--exit-interval 4 --adam-beta2 0.95 --adam-eps 1e-6 --weight-decay 0.2 --clip-grad 0.5 "
         "--hidden-dropout 0.1 --z-loss-coefficient 1e-4 --goldfish-loss --bf16 "
-        "--no-weight-decay-on-embeddings --global-batch-size 8",
+        "--no-weight-decay-on-embeddings --global-batch-size 8 --attention-backend flash unfused "
+        "--gradient-accumulation-fusion --fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate",
         ranks=2,
     )
     assert output.count("changed since the checkpoint") == 1
@@ -158,6 +159,11 @@ def test_changed_settings_are_listed_once_with_both_values(run: Runner) -> None:
         ["--z-loss-coefficient", "0.0", "0.0001"],
         ["--goldfish-loss", "off", "on"],
         ["--bf16", "off", "on"],
+        ["--fp8-format", "not", "set", '"e4m3"'],
+        ["--fp8-recipe", "not", "set", '"rowwise"'],
+        ["--fp8-emulate", "off", "on"],
+        ["--attention-backend", '["auto"]', '["flash",', '"unfused"]'],
+        ["--gradient-accumulation-fusion", "off", "on"],
     ]
     assert output.index("changed since the checkpoint") < output.index("iteration        3/")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verify.context_mutations import CONTEXT_MUTATIONS
+from verify.float8_mutations import FLOAT8_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
 
 # -- gradients of replicated and tied parameters ---------------------------------------------------
@@ -850,4 +851,5 @@ MUTATIONS = [
         caught_by="learning rate",
     ),
     *CONTEXT_MUTATIONS,
+    *FLOAT8_MUTATIONS,
 ]

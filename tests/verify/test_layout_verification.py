@@ -13,7 +13,8 @@ from verify.verifier import Verifier
 
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
-from megatron.extras.verify.reduction import reduce_plan
+from megatron.extras.float8.recipe import list_float8_layers
+from megatron.extras.verify.reduction import reduce_plan, use_own_precision
 from megatron.extras.verify.report import describe_layout
 
 SHORT = {
@@ -38,12 +39,21 @@ LONG = (
     "--reset-position-ids --reset-attention-mask --global-batch-size 16 --train-iters 100 "
     f"--recompute-attention-core --vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000"
 )
+FLOAT8 = (
+    "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
+    "--num-layers-at-end-in-bf16 3 --fp8-start-iteration 50"
+)
 EXAMPLES = int(os.environ.get("VERIFY_EXAMPLES", "20"))
 """Number of random runs. docs/tests.md says how many ran, and what they found."""
 
 
 @pytest.mark.parametrize(
-    ("precision", "comparisons"), [("", 12), pytest.param("--bf16", 16, marks=pytest.mark.full)]
+    ("precision", "comparisons"),
+    [
+        ("", 12),
+        pytest.param("--bf16", 16, marks=pytest.mark.full),
+        pytest.param(f"--bf16 {FLOAT8}", 16, marks=pytest.mark.full),
+    ],
 )
 def test_an_irregular_run_equals_one_process(
     precision: str, comparisons: int, verifier: Verifier
@@ -108,6 +118,24 @@ def test_the_layout_of_a_copy_with_shared_sequences(name: str, tmp_path: Path) -
     sliding = reduction.plan.config.model.sliding_window
     # A window of three quarters of 32 tokens needs all keys.
     assert name != "copies" or sliding == 32 - 8 + 2
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp8-emulate"])
+def test_the_copy_in_the_runs_precision_has_float8(precision: str, tmp_path: Path) -> None:
+    """Some sizes of a copy without float8 would be no multiples of 16."""
+    arguments = VerifyArguments(world_size=16)
+    flags = f"{MODEL} {IRREGULAR} {FLOAT8} {precision} --ffn-hidden-size 160"
+    plan = resolve_command(arguments, flags.split())[0]
+    reduction = reduce_plan(plan, tmp_path)
+    assert "float8 (emulated, in the run's precision only)" in reduction.kept
+    own = use_own_precision(reduction, plan.config)
+    assert own is not None
+    assert own.precision.fp8_emulate
+    assert own.precision.fp8_start_iteration == 2
+    assert list(list_float8_layers(own)) == list(range(1, own.model.num_layers - 1))
+    assert own.model.hidden_size % 16 == 0
+    assert own.model.ffn_hidden_size is not None
+    assert own.model.ffn_hidden_size % 16 == 0
 
 
 @pytest.mark.full

@@ -2,15 +2,20 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from megatron.base.errors import ConfigError
+from megatron.engine.base import StepResult
+from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.native import NativeEngine
+from megatron.extras.float8.operand_shares import Float8Recorder, OperandCounter
 from megatron.extras.float8.products import Float8Products, SharedPair
 from megatron.extras.float8.recipe import MULTIPLE, Recipe, fits_float8, list_float8_layers
+from megatron.extras.float8.watch import Float8Watch
 from megatron.extras.float8.weight_scales import WeightMaxima, WeightScale
 from megatron.model.block import Block
 from megatron.parallel.grid import Grid
@@ -55,6 +60,9 @@ class Float8Engine(NativeEngine):
         self._iteration = 0
         """The latest iteration of this launch."""
         self._scale = 1.0
+        self._num_layers = self._plan.config.model.num_layers
+        self._counter = OperandCounter(self._num_layers, self._mesh.device)
+        self._watch = Float8Watch(self._recipe)
         groups = list(self._list_groups())
         self._skipped = {
             weight.path: weight.shape
@@ -79,7 +87,7 @@ class Float8Engine(NativeEngine):
         for stage in self._rank_stages:
             for number, block in stage.model.get_blocks().items():
                 if number in numbers:
-                    for paths in _list_paths(block):
+                    for paths in list_linear_paths(block):
                         yield [_read_weight(block, number, it, stage.specs) for it in paths]
 
     def _count_scales(self, weight: _Weight) -> int:
@@ -108,6 +116,8 @@ class Float8Engine(NativeEngine):
             input_groups=inputs,
             gradient_groups=gradients,
             shared_pair=_find_shared_pair(group[0].layer),
+            names=tuple(it.name.removesuffix(".weight") for it in group),
+            counter=self._counter,
         )
 
     def _get_scale(self) -> float:
@@ -128,6 +138,22 @@ class Float8Engine(NativeEngine):
         if on:
             self._scale = choose_loss_scale(microbatches, self._mesh.grid)
             self._maxima.refresh()
+
+    def _make_recorder(self) -> LayerRecorder:
+        if self._iteration < self._start:
+            return super()._make_recorder()
+        counted = self._list_counted()
+        return Float8Recorder(
+            self.stages, self._mesh, self._num_layers, self._counter, self._maxima, counted
+        )
+
+    def _apply_gradients(
+        self, loss: Tensor, scale: float, rates: Any, recorder: Any, accept: Any, vote: Any
+    ) -> StepResult:
+        result = super()._apply_gradients(loss, scale, rates, recorder, accept, vote)
+        if not isinstance(recorder, Float8Recorder):
+            return result
+        return replace(result, warnings=self._watch.observe(recorder.shares, self._iteration))
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_choices`."""
@@ -162,7 +188,7 @@ def choose_loss_scale(microbatches: int, grid: Grid) -> float:
     return factor * microbatches
 
 
-def _list_paths(block: Block) -> list[tuple[str, ...]]:
+def list_linear_paths(block: Block) -> list[tuple[str, ...]]:
     """Return the linear layers of a block. Those of a tuple have the same input."""
     first = ["mlp.up"]
     if block.mlp.gate is not None:

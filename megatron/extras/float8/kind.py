@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 
 from megatron.base.errors import ConfigError
@@ -15,13 +16,22 @@ def _load(device_type: str) -> BuildEngine:
     """Import the engine. This takes seconds.
 
     Raises:
-        ConfigError: torchao is not installed.
+        ConfigError: torchao is not installed, or its import fails.
     """
     if find_spec("torchao") is None:
         raise ConfigError(
             "--fp8-format needs torchao, which is not installed; install it with "
             'pip install "megatron-3d[fp8]", or leave out --fp8-format'
         )
+    try:
+        import_module("megatron.extras.float8.torchao_import")
+    # A package that does not fit to torch fails in many ways.
+    except Exception as failure:
+        raise ConfigError(
+            f"--fp8-format: the import of torchao fails ({type(failure).__name__}: {failure}); "
+            'install a version that fits to torch with pip install --upgrade "megatron-3d[fp8]", '
+            "or leave out --fp8-format"
+        ) from failure
     from megatron.extras.float8.engine import Float8Engine
 
     return Float8Engine
@@ -35,11 +45,6 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
             f"--hidden-size {hidden}: it is a size of each weight and must be a multiple of "
             f"{MULTIPLE}, so no product would be in float8; use "
             f"{math.ceil(hidden / MULTIPLE) * MULTIPLE}, or leave out --fp8-format"
-        )
-    if plan.config.kernels.use_torch_compile:
-        yield error(
-            "--use-torch-compile: the messages between ranks are not part of its graphs yet; "
-            "remove one of the two flags"
         )
 
 

@@ -31,8 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.extras.float8.operand_shares import Operand, OperandCounter
 from megatron.extras.float8.recipe import GRADIENTS, Recipe
 from megatron.extras.float8.rounding import (
+    FORWARD,
     Rounded,
     find_largest,
     multiply_rounded,
@@ -41,9 +43,7 @@ from megatron.extras.float8.rounding import (
 from megatron.extras.float8.weight_scales import WeightScale
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import ParallelGroup, TensorParallel
-from megatron.parallel.products import GradientProducts
-
-_FORWARD = torch.float8_e4m3fn
+from megatron.parallel.products import GradientProducts, number_products
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class SharedPair:
         return torch.cat((rows[:, : -self.width], every[:, self.group]), dim=1)
 
 
-@dataclass(frozen=True)
+# Compiled graphs compare each field of a frozen dataclass.
+@dataclass(eq=False)
 class Float8Products:
     """Computes the products of layers that have the same input. See `Products`."""
 
@@ -84,6 +85,14 @@ class Float8Products:
     gradient_groups: tuple[ParallelGroup, ...]
     """The same for the outputs' gradients."""
     shared_pair: SharedPair | None = None
+    names: tuple[str, ...] = ()
+    """Names of the layers in the complete model, for the counter."""
+    counter: OperandCounter | None = None
+
+    def __post_init__(self) -> None:
+        """Make the products known to compiled graphs."""
+        self.kept = 0 if self.recipe.rowwise else 1
+        self.number = number_products(self)
 
     def multiply(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -92,10 +101,11 @@ class Float8Products:
         rows = x.reshape(-1, x.shape[-1])
         largest = find_largest(rows, by_row=self.recipe.rowwise)
         _share_largest(largest, self.input_groups)
-        rounded = round_to_float8(rows, largest, _FORWARD)
+        rounded = round_to_float8(rows, largest, FORWARD)
+        self._count("input", [rows], [rounded])
         outs = []
         for weight, scale, bias in zip(weights, self.scales, biases, strict=True):
-            matrix = round_to_float8(weight, scale.get_largest(), _FORWARD)
+            matrix = round_to_float8(weight, scale.get_largest(), FORWARD)
             out = multiply_rounded(
                 rounded, matrix.t(), x.dtype, emulated=self.recipe.emulated, fast=True
             )
@@ -121,7 +131,16 @@ class Float8Products:
             round_to_float8(row, number, dtype)
             for row, number in zip(rows, largest.unbind(), strict=True)
         ]
+        self._count("gradient", rows, rounded)
         return _Gradients(self, rows, rounded, weights, kept)
+
+    def _count(
+        self, operand: Operand, matrices: Sequence[Tensor], rounded: Sequence[Rounded]
+    ) -> None:
+        """Count the values that are lost, in an iteration with statistics of layers."""
+        if self.counter is not None:
+            for name, x, after in zip(self.names[: len(matrices)], matrices, rounded, strict=True):
+                self.counter.count(operand, name, x, after)
 
 
 class _Gradients:
@@ -148,7 +167,7 @@ class _Gradients:
         products = []
         layers = zip(self._rounded, self._weights, self._products.scales, strict=True)
         for rounded, weight, scale in layers:
-            matrix = round_to_float8(weight, scale.get_largest_of_all(), _FORWARD)
+            matrix = round_to_float8(weight, scale.get_largest_of_all(), FORWARD)
             products.append(self._multiply(rounded, matrix, weight.dtype))
         total, *others = products
         # Each product is rounded before it is added, as in a backward pass without float8.
@@ -162,7 +181,7 @@ class _Gradients:
             return self._rows[number].t().mm(x)
         # Layers with the same input share its copy.
         if self._input is None:
-            self._input = round_to_float8(x, self._kept[0], _FORWARD)
+            self._input = round_to_float8(x, self._kept[0], FORWARD)
         return self._multiply(self._rounded[number].t(), self._input, x.dtype)
 
     def _multiply(self, a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:

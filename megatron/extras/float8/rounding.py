@@ -16,6 +16,8 @@ from megatron.extras.float8.torchao_import import (
     to_fp8_saturated,
 )
 
+FORWARD = torch.float8_e4m3fn
+"""The format of inputs and weights."""
 _DIMENSIONS = {False: (0, 1), True: (1,)}
 """Whether each row has a scale -> the dimensions that share one."""
 

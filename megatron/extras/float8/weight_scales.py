@@ -4,7 +4,7 @@ Each rank reads them from its shards, before any weight is gathered. Rounding to
 order of numbers. So the largest rounded weight is the largest weight, rounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.engine.optimizer import MasterParameter
-from megatron.extras.float8.rounding import find_largest
+from megatron.extras.float8.rounding import FORWARD, Rounded, find_largest, round_to_float8
 from megatron.parallel.layers import Piece
 from megatron.parallel.mesh import CommTimer
 
@@ -74,6 +74,27 @@ class WeightMaxima:
     def find(self, name: str) -> Tensor:
         """Return the values of a weight, which `refresh` writes into."""
         return self._parts[name]
+
+    @torch.no_grad()
+    def round_shards(
+        self, masters: Sequence[MasterParameter]
+    ) -> Iterator[tuple[str, Tensor, Rounded]]:
+        """Yield the name of each weight, and rows of this rank before and after rounding.
+
+        Args:
+            masters: The shards that this rank counts.
+        """
+        for master in masters:
+            if master.name not in self._parts:
+                continue
+            values = self._parts[master.name]
+            shard = master.weight.data.to(self._dtype)
+            for piece in master.spec.locate_rows(master.offset[0], len(shard)):
+                rows = shard[piece.local : piece.local + piece.rows]
+                largest = values.max()
+                if len(values) > 1:
+                    largest = values[piece.start : piece.start + piece.rows].unsqueeze(1)
+                yield master.name, rows, round_to_float8(rows, largest, FORWARD)
 
     @torch.no_grad()
     def refresh(self) -> None:

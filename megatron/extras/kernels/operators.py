@@ -1,5 +1,6 @@
 """The choice of the kernels that a model uses."""
 
+import importlib
 import importlib.util
 import os
 from dataclasses import replace
@@ -22,16 +23,25 @@ def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
         device_type: "cuda" or "cpu".
 
     Raises:
-        ConfigError: Triton is not installed. A fallback would let ranks compute differently.
+        ConfigError: Triton is not installed, or its import fails. A fallback would let ranks
+            compute differently.
     """
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return FusedOperators()
+    flags = " ".join(config.fusion_flags)
     if importlib.util.find_spec("triton") is None:
-        flags = " ".join(config.fusion_flags)
         raise ConfigError(
             f"{flags}: Triton is not installed; install it with pip install "
             "'megatron-3d[kernels]', or leave the flag out"
         )
+    try:
+        importlib.import_module("triton.language")
+    # A damaged package fails in many ways, and otherwise would fail in the first step.
+    except Exception as error:
+        raise ConfigError(
+            f"{flags}: the import of Triton fails ({type(error).__name__}: {error}); install it "
+            "again with pip install --force-reinstall triton, or leave the flag out"
+        ) from error
     return build_operators(config)
 
 

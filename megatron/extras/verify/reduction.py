@@ -15,7 +15,9 @@ import yaml
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.config.fields import build_config, flatten
 from megatron.config.layer_choice import choose_layers
+from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
+from megatron.extras.float8.recipe import MULTIPLE
 from megatron.parallel.context import reads_neighbours
 from megatron.parallel.grid import Grid
 from megatron.plan.resolve import resolve
@@ -26,7 +28,9 @@ ITERATIONS = 6
 """Length of the copy's schedules. Three iterations are compared."""
 COMPARED = 3
 HEAD = 8
-"""Channels of a head."""
+"""Channels of a head, without float8."""
+FLOAT8 = "float8 (emulated, in the run's precision only)"
+"""A feature that only the copy in the run's own precision has."""
 SEQUENCE = 32
 """Tokens of a sample, except with three context-parallel ranks."""
 VOCABULARY = 257
@@ -97,7 +101,7 @@ def reduce_plan(plan: Plan, folder: Path) -> Reduction:
         raise ConfigError("the reduced copy has errors:\n  - " + "\n  - ".join(copy.errors))
     after = flatten(copy.config)
     features = _list_features(plan)
-    present = _list_features(copy)
+    present = (*_list_features(copy), FLOAT8)
     return Reduction(
         copy,
         tuple((name, before[name], after[name]) for name in after if before[name] != after[name]),
@@ -165,10 +169,14 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
     tensor = grid.tensor
     groups, heads = _reduce_heads(plan, grid)
     length = get_length(grid.context)
-    hidden = heads * HEAD
+    head, multiple = HEAD, 4
+    if plan.config.precision.fp8_format is not None:
+        # Both sizes of each weight must be multiples of this, for products in float8.
+        head = multiple = MULTIPLE
+    hidden = heads * head
     # If heads x head width differs from the hidden size in the run, it also does in the copy.
     if shape.head_dim * model.num_attention_heads != model.hidden_size:
-        hidden += HEAD
+        hidden += head
     table = model.max_position_embeddings or 0
     values: Values = {
         "model.hidden_size": hidden,
@@ -183,10 +191,11 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
     if isinstance(model.output_init_method_std, float):
         values["model.output_init_method_std"] = ENLARGED_STD / 2
     # The inner width is a multiple of 4, which each tensor-parallel size divides.
-    width = 4 * max(tensor, round(hidden * shape.ffn_hidden_size / model.hidden_size / 4))
+    ratio = shape.ffn_hidden_size / model.hidden_size
+    width = multiple * max(tensor, round(hidden * ratio / multiple))
     given = {
         "model.num_query_groups": groups,
-        "model.kv_channels": HEAD,
+        "model.kv_channels": head,
         "model.ffn_hidden_size": width,
         "model.max_position_embeddings": length + 8 * (table > model.seq_length),
         "model.sliding_window": _choose_window(plan, grid),
@@ -453,6 +462,7 @@ def _list_features(plan: Plan) -> list[str]:
         "recomputation of attention cores": config.recompute.recompute_attention_core,
         "a length of the run in time": plan.train_seconds,
         "torch.compile": config.kernels.use_torch_compile,
+        FLOAT8: config.precision.fp8_format,
         "fused weight gradients": config.kernels.gradient_accumulation_fusion,
         "DeepSpeed": parallel.deepspeed,
         "DeepSpeed's own configuration": parallel.deepspeed_config,
@@ -468,12 +478,13 @@ def replace_values(config: Config, values: Values) -> Config:
 
 
 def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
-    """Return the copy in the run's own precision, or None if the run is in fp32.
+    """Return the copy in the run's own precision, or None if all of the run is in fp32.
 
     Dropout is off, because its masks depend on the micro-batch size, which the one-process runs
     change. The loss is the mean over a step for the same reason.
     """
-    if not (original.precision.fp16 or original.precision.bf16):
+    precision = original.precision
+    if not (precision.fp16 or precision.bf16 or precision.fp8_format):
         return None
     names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
     names.append("optimizer.muon_fp32_matmul_prec")
@@ -486,12 +497,27 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
         "model.attention_dropout": 0.0,
         "loss.loss_mean": "step",
         # A loss scale of 2^32 would drop all steps that are compared.
-        "precision.initial_loss_scale": min(original.precision.initial_loss_scale, 2.0**10),
+        "precision.initial_loss_scale": min(precision.initial_loss_scale, 2.0**10),
         "precision.hysteresis": 1,
-        # The copy runs on CPUs.
-        "precision.fp8_emulate": original.precision.fp8_format is not None,
     }
+    if precision.fp8_format is not None:
+        values |= _reduce_float8(precision, reduction.plan.config.model.num_layers)
     return replace_values(reduction.plan.config, values)
+
+
+def _reduce_float8(precision: PrecisionConfig, layers: int) -> Values:
+    """Return the settings of float8, for a copy with few layers that trains few iterations."""
+    # At least one layer computes in float8, from the second iteration on at the latest.
+    start = min(precision.num_layers_at_start_in_bf16, 1, layers - 1)
+    return {
+        # The copy runs on CPUs.
+        "precision.fp8_emulate": True,
+        "precision.fp8_start_iteration": min(precision.fp8_start_iteration, 2),
+        "precision.num_layers_at_start_in_bf16": start,
+        "precision.num_layers_at_end_in_bf16": min(
+            precision.num_layers_at_end_in_bf16, 1, layers - 1 - start
+        ),
+    }
 
 
 def use_one_process(config: Config, micro_batch_size: int) -> Config:

@@ -25,8 +25,11 @@ _LISTED = {
     "model.attention_dropout",
     "model.seq_length",
     "model.max_position_embeddings",
+    # These kernels round in other places.
+    "kernels.attention_backend",
+    "kernels.gradient_accumulation_fusion",
 }
-"""Settings of the model that may change. For all others, `Checkpoint.load_into` raises an error."""
+"""Single settings that may change. For other settings of the model, `load_into` raises an error."""
 _NOT_LISTED = {
     # These only determine when a run stops.
     "batch.eval_only",

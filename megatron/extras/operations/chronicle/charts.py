@@ -53,6 +53,11 @@ _PANELS = {
     "layer_grad_norm": "layers: gradient norm",
     "layer_params_norm": "layers: norm of the parameters",
     "layer_attention_logit": "layers: largest attention logit",
+    **{
+        f"layer_fp8_{operand}_{what}": f"layers: share of {operand}s that {verb}"
+        for what, verb in (("flushed", "become zero in float8"), ("saturated", "float8 cuts off"))
+        for operand in ("input", "weight", "gradient")
+    },
 }
 """Column of a panel -> its title."""
 _PERCENT = ("mfu", "goodput")

@@ -58,6 +58,11 @@ LAYER_FIELDS = (
     "layer_grad_norm",
     "layer_params_norm",
     "layer_attention_logit",
+    *(
+        f"layer_fp8_{operand}_{what}"
+        for what in ("flushed", "saturated")
+        for operand in ("input", "weight", "gradient")
+    ),
 )
 """Fields with a number for each layer. Only some iterations have them."""
 
