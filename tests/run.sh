@@ -26,10 +26,12 @@ for argument in "$@"; do
     fi
 done
 
+# The ten slowest tests, if they take a second or more.
+slowest=(--durations=10 --durations-min=1)
 # The tests start several processes at a time. With one thread each they do not compete for cores.
 export OMP_NUM_THREADS=1
 # Two workers share the folders of tests, see `tests/conftest.py`. While one waits the other works.
 workers=(-n 2 --no-loadscope-reorder)
 say "running the tests"
 # bash 4.3 and older report an empty array as unset under `set -u`, hence the `+` expansions.
-exec python -m pytest "${workers[@]}" ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
+exec python -m pytest "${workers[@]}" "${slowest[@]}" ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
