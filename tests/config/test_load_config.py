@@ -3,11 +3,19 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 import tyro
 from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, check_rules, published_arguments
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
@@ -236,6 +244,38 @@ def test_command_lines_of_published_runs_are_read(run: str):
     # Plain tyro reads the same flags to the same configuration.
     ours = [word for word in arguments if word in list_known_flags() or not find_rows(word)]
     assert loaded.config == tyro.cli(Config, args=ours, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _convert(read: Callable[[], object]) -> object:
+    """Return the value and its type, or the class of errors for a text that is no value."""
+    try:
+        value = read()
+    except ValueError:
+        return ValueError
+    # NaN does not equal itself.
+    return repr(value)
+
+
+def test_texts_are_converted_as_tyro_does():
+    """tyro prints --help, so a value must mean the same to both."""
+    texts = ["2048", "6_000_000", " 7", "-1", "1e3", "0.5", "nan", "-inf", "0x10", "", "True"]
+    for field in all_fields().values():
+        if field.is_bool:
+            continue
+        info = PrimitiveTypeInfo.make(field.annotation, set())
+        spec = ConstructorRegistry.get_primitive_spec(info)
+        assert not isinstance(spec, UnsupportedTypeAnnotationError), field
+        assert spec.nargs == field.arity, field
+        for text in [*texts, *map(str, _list_literals(field.annotation))]:
+            words = [text] * (3 if field.arity == "*" else field.arity)
+            expected = _convert(partial(spec.instance_from_str, words))
+            assert _convert(partial(field.convert, words)) == expected, (field, text)
+
+
+def _list_literals(annotation: object) -> list[object]:
+    """Return the values of the literals in a type."""
+    inner = [value for part in get_args(annotation) for value in _list_literals(part)]
+    return list(get_args(annotation)) if get_origin(annotation) is Literal else inner
 
 
 def test_flags_have_priority_over_the_file(tmp_path: Path):
