@@ -40,7 +40,8 @@ from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.join import join_ranks
-from megatron.run.start.setup import build_timers, divide_ranks, open_data
+from megatron.run.start.open_data import open_data
+from megatron.run.start.setup import build_timers, divide_ranks
 from megatron.run.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]

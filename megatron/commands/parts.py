@@ -12,11 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.normalise import normalise_flag
 from megatron.engine.kind import EngineKind
 from megatron.engine.native_kind import NATIVE
 from megatron.run.parts import NO_PARTS, Parts
+
+READ_BY_TRANSLATOR = {
+    # Files of other trainers.
+    *("--config", "--deepspeed", "--deepspeed-config"),
+    # Flags of this trainer with values that mean something else in another one.
+    *("--ademamix-beta3-warmup", "--ademamix-alpha-warmup", "--bos-token", "--eos-token"),
+    *("--strip-tokens", "--eval-only"),
+}
+"""Flags that this trainer could read alone, but not always as they are meant."""
 
 if TYPE_CHECKING:
     from megatron.config.checkpoint import CheckpointConfig
@@ -50,9 +61,23 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
     # Without a translator, such flags are unknown, and the error names the missing package.
     if not _has_extras():
         return load_config(argv, prog=prog)
+    if not _may_mean_another(argv):
+        # The tables of other trainers are not read if nothing needs them.
+        try:
+            return load_config(argv, prog=prog)
+        except ConfigError:
+            # What is unknown or wrong here may be right for another trainer.
+            pass
     from megatron.extras.translators.translator import OtherTrainers
 
     return load_config(argv, prog=prog, translator=OtherTrainers())
+
+
+def _may_mean_another(argv: Sequence[str]) -> bool:
+    """Return whether a correct command line may have a meaning that only the translator knows."""
+    flags = {normalise_flag(word.partition("=")[0]) for word in argv if word.startswith("-")}
+    # A command line may begin with the name of a file.
+    return bool(flags & READ_BY_TRANSLATOR) or not argv or not argv[0].startswith("-")
 
 
 def choose_engine(config: Config) -> EngineKind:
@@ -60,8 +85,6 @@ def choose_engine(config: Config) -> EngineKind:
     # Without the packages, `check_parts` refuses the flags.
     if not _has_extras():
         return NATIVE
-    from megatron.extras.kernels.kind import add_kernels
-
     kind = NATIVE
     if config.parallel.deepspeed:
         from megatron.extras.deepspeed.kind import DEEPSPEED
@@ -71,6 +94,10 @@ def choose_engine(config: Config) -> EngineKind:
         from megatron.extras.float8.kind import FLOAT8
 
         kind = FLOAT8
+    if not config.kernels.fusion_flags:
+        return kind
+    from megatron.extras.kernels.kind import add_kernels
+
     return add_kernels(kind, config.kernels)
 
 
@@ -128,9 +155,10 @@ def _prepare_tasks(plan: Plan, ranks: Ranks, log: Callable[[str], None]) -> Task
 
 
 def _check_trackers(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    from megatron.extras.trackers.trackers import check_trackers_are_installed
+    if settings.config.logging.tracker:
+        from megatron.extras.trackers.trackers import check_trackers_are_installed
 
-    return check_trackers_are_installed(settings)
+        yield from check_trackers_are_installed(settings)
 
 
 def _build_tracker(
@@ -160,9 +188,10 @@ def _predict(plan: Plan, device_name: str) -> dict[str, Any]:
 
 
 def _check_verification(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    from megatron.extras.verify.kept_report import check_report
+    if settings.config.logging.verification is not None:
+        from megatron.extras.verify.kept_report import check_report
 
-    return check_report(settings)
+        yield from check_report(settings)
 
 
 def _keep_verification(plan: Plan, log: Printer) -> dict[str, Any]:

@@ -95,9 +95,10 @@ def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[s
     config, checkpoint = read_run(options.checkpoint, arguments)
     # Old checkpoints counted bare thresholds in samples. The same reading is needed to find the
     # same samples.
-    config, notes = read_bare_thresholds(config, checkpoint)
-    for note in notes:
-        print_to_stderr(f"warning: {note}")
+    if checkpoint is not None:
+        config, notes = read_bare_thresholds(config, checkpoint)
+        for note in notes:
+            print_to_stderr(f"warning: {note}")
     if options.iterations and config.batch.global_batch_size is None and options.world_size is None:
         raise ConfigError(
             "without --global-batch-size the batch depends on the number of processes; give "

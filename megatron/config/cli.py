@@ -14,7 +14,6 @@ from megatron.base.errors import ConfigError, combine_errors
 from megatron.config.command_line import CommandLine, Translator
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
-from megatron.config.help import print_help
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.normalise import read_argv
 from megatron.config.parallel import STRATEGY_STAGES
@@ -70,6 +69,9 @@ def load_config(
     """
     line = read_argv(_complete_words(sys.argv[1:] if argv is None else argv), translator)
     if line.help:
+        # It imports tyro, which a run does not need.
+        from megatron.config.help import print_help
+
         print_help(prog, line.help_group)
         raise SystemExit(0)
     contents = YamlContents()

@@ -6,6 +6,7 @@ and YAML files follow the same rules.
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,13 +14,6 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Sequence
-
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    UnsupportedTypeAnnotationError,
-)
 
 from megatron.config.interval import AT_LEAST_ONE, FINITE, Range
 from megatron.config.tree import Config
@@ -47,7 +41,6 @@ class Field:
     """The default, or `dataclasses.MISSING` for a required field."""
     declared_range: Range | None
     """The range beside the type, if there is one."""
-    spec: PrimitiveConstructorSpec[typing.Any] = dataclasses.field(repr=False, compare=False)
 
     @property
     def group(self) -> str:
@@ -109,9 +102,10 @@ class Field:
         """Number of values that the flag takes: 0 for booleans, '*' for one or more."""
         if self.is_bool:
             return 0
-        if isinstance(self.spec.nargs, int):
-            return self.spec.nargs
-        return "*"
+        if typing.get_origin(self.annotation) is not tuple:
+            return 1
+        items = typing.get_args(self.annotation)
+        return "*" if items[-1] is ... else len(items)
 
     @property
     def expected(self) -> str:
@@ -137,7 +131,7 @@ class Field:
         Raises:
             ValueError: the texts do not fit. The message describes what was expected.
         """
-        # tyro reads only True and False with capitals. Flags and YAML may have any case.
+        # Flags and YAML may have any case.
         if self.is_bool and len(texts) == 1 and texts[0].lower() in ("true", "false"):
             return texts[0].lower() == "true"
         try:
@@ -145,12 +139,15 @@ class Field:
                 # The message of this error is not used. The handler below writes the same one for
                 # every reason.
                 raise ValueError
-            return self.spec.instance_from_str(list(texts))
+            if typing.get_origin(self.annotation) is not tuple:
+                return _convert_text(self.annotation, texts[0])
+            item = typing.get_args(self.annotation)[0]
+            return tuple(_convert_text(item, text) for text in texts)
         except ValueError:
             separator = ""
             if self.arity == "*" and any("," in text for text in texts):
                 separator = "; separate the values by spaces"
-            # `from None` hides tyro's own message, which does not name what the field expects.
+            # `from None` hides the first message, which does not name what the field expects.
             raise ValueError(f"must be {self.expected}{separator}") from None
 
 
@@ -226,6 +223,28 @@ def find_missing(given: Iterable[str]) -> list[str]:
     ]
 
 
+def _convert_text(annotation: typing.Any, text: str) -> typing.Any:
+    """Return the value that a text spells.
+
+    It is the value that tyro, which prints --help, reads from the same text. Importing tyro takes
+    longer than reading a command line, so only --help imports it.
+
+    Raises:
+        ValueError: The text is no value of this type.
+    """
+    if typing.get_origin(annotation) is typing.Literal:
+        values = {str(value): value for value in typing.get_args(annotation)}
+        if text not in values:
+            raise ValueError(text)
+        return values[text]
+    if typing.get_origin(annotation) is typing.Union:
+        for option in typing.get_args(annotation):
+            with contextlib.suppress(ValueError):
+                return _convert_text(option, text)
+        raise ValueError(text)
+    return annotation(text)
+
+
 def _describe_type(annotation: typing.Any) -> str:
     """Return in words what a value of this type looks like."""
     # Only the types that occur in the groups are handled. Another type raises KeyError below.
@@ -251,16 +270,11 @@ def _make_field(dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.A
     annotation: typing.Any = typing.Union.__getitem__(
         tuple(option for option in options if option is not type(None))
     )
-    # tyro reads the same annotations for --help, so help text and parsing cannot disagree.
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
-    assert not isinstance(spec, UnsupportedTypeAnnotationError), (
-        f"{dotted}: tyro cannot read {hint}"
-    )
     default = item.default
     # A field has a default or a factory for it, never both.
     if item.default_factory is not dataclasses.MISSING:
         default = item.default_factory()
-    return Field(dotted, annotation, optional, default, declared_range, spec)
+    return Field(dotted, annotation, optional, default, declared_range)
 
 
 @functools.cache

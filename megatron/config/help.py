@@ -10,6 +10,11 @@ import shlex
 from typing import Annotated, Any
 
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from megatron.base.errors import ConfigError
 from megatron.config.fields import Field, all_fields, list_groups
@@ -116,6 +121,13 @@ def _add_help(field: Field) -> Any:
     ]
 
 
+def find_metavar(field: Field) -> str:
+    """Return tyro's placeholder for the values of a field, as in INT."""
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(field.annotation, set()))
+    assert not isinstance(spec, UnsupportedTypeAnnotationError), f"tyro cannot read {field}"
+    return spec.metavar
+
+
 def format_help_line(field: Field) -> tuple[str, str, str]:
     """Return what the field's values look like, its text and its default, as --help shows them.
 
@@ -125,7 +137,7 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
     if field.is_bool:
         metavar = ""
     else:
-        metavar = many or field.spec.metavar
+        metavar = many or find_metavar(field)
     if field.required:
         hint = "(required)"
     elif field.default is None or field.default == ():

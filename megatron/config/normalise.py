@@ -33,7 +33,7 @@ def read_argv(argv: Sequence[str], translator: Translator | None = None) -> Comm
             line.errors.append(_describe_stray(token, before))
             continue
         typed, equals, attached = token.partition("=")
-        flag = _normalise_flag(typed)
+        flag = normalise_flag(typed)
         if equals:
             values = [attached]
         else:
@@ -190,7 +190,7 @@ def is_flag(token: str) -> bool:
     return token.startswith("-") and len(token) > 1 and not re.match(r"-(\d|\.\d|inf$|nan$)", token)
 
 
-def _normalise_flag(typed: str) -> str:
+def normalise_flag(typed: str) -> str:
     """Return the flag with hyphens: `--hidden_size` becomes `--hidden-size`."""
     return typed[:2] + typed[2:].replace("_", "-")
 

@@ -8,7 +8,7 @@ skipped.
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -189,14 +189,8 @@ def build_mesh(
             exchange a message.
     """
     progress = progress or RankProgress()
-    if dist.is_initialized():
-        rank = dist.get_rank()
-    else:
-        rank = 0
-    if dist.is_initialized():
-        world_size = dist.get_world_size()
-    else:
-        world_size = 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != grid.world_size:
         raise LayoutError(
             f"{world_size} ranks were started but the layout needs {grid.pipeline} (pipeline) x "
@@ -205,40 +199,63 @@ def build_mesh(
         )
     coordinate = grid.get_coordinate(rank)
     name = f"rank {rank} on {os.uname().nodename} ({coordinate})"
-    if world_size == 1:
-        tensor_parallel = TensorParallel(comm_timer=comm_timer)
-        return Mesh(
-            grid,
-            rank,
-            coordinate,
-            device,
-            None,
-            None,
-            tensor_parallel,
-            None,
-            None,
-            (name,),
-            progress=progress,
-        )
-    time_out = TimeLimit(timeout_minutes, hang_timeout).collective
-    devices = _make_device_mesh(grid, rank, device, time_out)
-    sharding = _build_data_sharding(grid, rank, devices, shard_size or grid.weight_ranks, time_out)
-    backend = dist.get_backend()
-    # Creating a group is a collective. All ranks must create the same groups in the same order.
-    if control is None:
-        control = build_control_group(timeout_minutes, hang_timeout)
-    tensor_parallel = TensorParallel(
-        size=grid.tensor,
-        rank=coordinate.tensor,
-        group=devices.get_group("tp") if grid.tensor > 1 else None,
-        sequence_parallel=sequence_parallel and grid.tensor > 1,
-        comm_timer=comm_timer,
+    alone = Mesh(
+        grid,
+        rank,
+        coordinate,
+        device,
+        backend=None,
+        devices=None,
+        tensor_parallel=TensorParallel(comm_timer=comm_timer),
+        ends=None,
+        control=None,
+        names=(name,),
+        progress=progress,
     )
-    ends = _build_ends_group(grid, rank, time_out)
+    if world_size == 1:
+        return alone
+    return _divide_world(
+        alone,
+        control or build_control_group(timeout_minutes, hang_timeout),
+        TimeLimit(timeout_minutes, hang_timeout).collective,
+        shard_size or grid.weight_ranks,
+        sequence_parallel=sequence_parallel,
+        exchange_heads=exchange_heads,
+    )
+
+
+def _divide_world(
+    alone: Mesh,
+    control: dist.ProcessGroup | None,
+    time_out: timedelta,
+    shard_size: int,
+    *,
+    sequence_parallel: bool,
+    exchange_heads: bool,
+) -> Mesh:
+    """Return the mesh of a rank with its groups, which are connected.
+
+    Args:
+        alone: The mesh without groups, and with this rank's name only.
+        control: The group for messages.
+        time_out: The time-out of the groups.
+        shard_size: See `build_mesh`.
+        sequence_parallel: See `build_mesh`.
+        exchange_heads: See `build_mesh`.
+
+    Raises:
+        LayoutError: The ranks of a group cannot exchange a message.
+    """
+    grid = alone.grid
+    comm_timer = alone.tensor_parallel.comm_timer
+    # Creating a group is a collective. All ranks must create the same groups in the same order.
+    devices = _make_device_mesh(grid, alone.rank, alone.device, time_out)
+    sharding = _build_data_sharding(grid, alone.rank, devices, shard_size, time_out)
+    ends = _build_ends_group(grid, alone.rank, time_out)
     context_parallel = ContextParallel(
         size=grid.context,
-        rank=coordinate.context,
-        group=_build_context_group(grid, rank, time_out),
+        rank=alone.coordinate.context,
+        group=_build_context_group(grid, alone.rank, time_out),
         exchange_heads=exchange_heads,
         comm_timer=comm_timer,
     )
@@ -246,25 +263,26 @@ def build_mesh(
     connect_ranks(
         _name_groups(grid, devices, sharding, ends, context_parallel.group),
         pipeline,
-        choose_message_device(pipeline, device),
-        progress,
+        choose_message_device(pipeline, alone.device),
+        alone.progress,
     )
-    names = tuple(gather_json(name, control))
-    return Mesh(
-        grid,
-        rank,
-        coordinate,
-        device,
-        backend,
-        devices,
-        tensor_parallel,
-        ends,
-        control,
-        names,
-        time_out,
-        sharding,
-        progress,
-        context_parallel,
+    return replace(
+        alone,
+        backend=dist.get_backend(),
+        devices=devices,
+        tensor_parallel=TensorParallel(
+            size=grid.tensor,
+            rank=alone.coordinate.tensor,
+            group=devices.get_group("tp") if grid.tensor > 1 else None,
+            sequence_parallel=sequence_parallel and grid.tensor > 1,
+            comm_timer=comm_timer,
+        ),
+        ends=ends,
+        control=control,
+        names=tuple(gather_json(alone.names[0], control)),
+        time_out=time_out,
+        sharding=sharding,
+        context_parallel=context_parallel,
     )
 
 

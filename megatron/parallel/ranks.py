@@ -111,8 +111,10 @@ class Ranks:
         Raises:
             CheckpointError: See `wait_for`.
         """
-        # A single process needs no thread, because no other rank asks for its progress.
-        own = Work(act, in_thread=self.size > 1)
+        # A single process waits for no other rank.
+        if self.size == 1:
+            return act()
+        own = Work(act, in_thread=True)
         self.wait_for(own, what, log, until_failure=True)
         if own.error is not None:
             raise own.error

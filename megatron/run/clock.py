@@ -164,11 +164,21 @@ class RunClock:
             return None
         return self._plan.config.batch.eval_interval
 
+    @property
+    def _has_times(self) -> bool:
+        """Whether the length of the run or an interval is a time."""
+        times = (self._budget, self._eval_interval, self._save_interval)
+        return any(time is not None for time in times)
+
     def start(self) -> None:
         """Start the clock of this launch, and decide about its first step."""
         # Moved back by the time of earlier launches, so that all of them count.
         self._started = self._read() - self._state.elapsed_seconds
-        self._accept(self._place_step(self._state.elapsed_seconds, due_by_iteration=(False, False)))
+        decided = NextStep()
+        if self._has_times:
+            elapsed = self._state.elapsed_seconds
+            decided = self._place_step(elapsed, due_by_iteration=(False, False))
+        self._accept(decided)
 
     def read(self) -> float:
         """Return the seconds of training over all launches."""
@@ -181,7 +191,7 @@ class RunClock:
             eval_is_due: Whether an evaluation is due after the next step, by its iteration.
             save_is_due: Whether a save is due after the next step, by its iteration.
         """
-        if self._budget is None and self._eval_interval is None and self._save_interval is None:
+        if not self._has_times:
             # A run without times adds nothing to the message of the ranks.
             return []
         return self._place_step(

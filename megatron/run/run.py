@@ -1,11 +1,13 @@
 """Everything that training uses, in one object that is passed as an argument."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.save import Saver
+from megatron.data.epochs import DatasetUse
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
 from megatron.observe.timers import Timers
@@ -50,6 +52,11 @@ class Run:
     """With --eval-tasks."""
     guard: Guard | None = None
     """None with --spike-guard off."""
+    training_data: Sequence[DatasetUse] = ()
+    """Each indexed training data set, and how much of it the run reads.
+
+    Empty for a run by time, whose number of tokens is not known.
+    """
     checked_at: int | None = None
     """The last iteration after which replicas of parameters were found equal.
 

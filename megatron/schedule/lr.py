@@ -98,11 +98,11 @@ class LRSchedule:
         Raises:
             ConfigError: they do not. It lists all problems.
         """
-        problems = [
-            *self._find_range_problems(),
-            *self._find_decoupled_problems(),
-            *self._find_wsd_problems(),
-        ]
+        problems = self._find_range_problems()
+        if self.decoupled_max_lr is not None:
+            problems += self._find_decoupled_problems()
+        if self.style == "WSD":
+            problems += self._find_wsd_problems()
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -169,8 +169,6 @@ class LRSchedule:
 
     def _find_wsd_problems(self) -> list[str]:
         """Return a message for each setting that WSD cannot use."""
-        if self.style != "WSD":
-            return []
         if self.train_seconds is not None:
             return self._find_timed_wsd_problems()
         if self.decay_tokens is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.fields import all_fields
-from megatron.config.help import DESCRIPTION, format_help_line
+from megatron.config.help import DESCRIPTION, find_metavar, format_help_line
 from megatron.extras.translators.compat import TABLE
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
@@ -47,7 +47,7 @@ def test_flags_and_defaults_equal_the_golden_file():
         if field.is_bool:
             flags = f"{field.flag}, {field.negative_flag}"
         else:
-            flags = f"{field.flag} {field.spec.metavar}"
+            flags = f"{field.flag} {find_metavar(field)}"
         default = "(required)" if field.required else repr(field.default)
         lines.append(f"{flags} = {default}\n")
     for row in TABLE:

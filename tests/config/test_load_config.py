@@ -3,13 +3,23 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 import tyro
 from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, check_rules, published_arguments
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from megatron.base.errors import ConfigError
+from megatron.commands.parts import READ_BY_TRANSLATOR
+from megatron.config.cli import load_config as read_config
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.tree import Config
@@ -241,6 +251,48 @@ def test_command_lines_of_published_runs_are_read(run: str):
     # Plain tyro reads the same flags to the same configuration.
     ours = [word for word in arguments if word in list_known_flags() or not find_rows(word)]
     assert loaded.config == tyro.cli(Config, args=ours, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _convert(read: Callable[[], object]) -> object:
+    """Return the value and its type, or the class of errors for a text that is no value."""
+    try:
+        value = read()
+    except ValueError:
+        return ValueError
+    # NaN does not equal itself.
+    return repr(value)
+
+
+def test_texts_are_converted_as_tyro_does():
+    """tyro prints --help, so a value must mean the same to both."""
+    texts = ["2048", "6_000_000", " 7", "-1", "1e3", "0.5", "nan", "-inf", "0x10", "", "True"]
+    for field in all_fields().values():
+        if field.is_bool:
+            continue
+        info = PrimitiveTypeInfo.make(field.annotation, set())
+        spec = ConstructorRegistry.get_primitive_spec(info)
+        assert not isinstance(spec, UnsupportedTypeAnnotationError), field
+        assert spec.nargs == field.arity, field
+        for text in [*texts, *map(str, _list_literals(field.annotation))]:
+            words = [text] * (3 if field.arity == "*" else field.arity)
+            expected = _convert(partial(spec.instance_from_str, words))
+            assert _convert(partial(field.convert, words)) == expected, (field, text)
+
+
+def _list_literals(annotation: object) -> list[object]:
+    """Return the values of the literals in a type."""
+    inner = [value for part in get_args(annotation) for value in _list_literals(part)]
+    return list(get_args(annotation)) if get_origin(annotation) is Literal else inner
+
+
+def test_a_translator_is_needed_for_each_value_that_means_something_else():
+    """A run whose command line is right without the tables of other trainers does not read them."""
+    for flag in set(list_known_flags()) - READ_BY_TRANSLATOR:
+        for row in find_rows(flag):
+            assert row.only, flag
+            for value in row.only:
+                with pytest.raises(ConfigError, match="must be"):
+                    read_config([*REQUIRED, flag, value])
 
 
 def test_flags_have_priority_over_the_file(tmp_path: Path):

@@ -21,7 +21,8 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
     from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_engine, build_timers, divide_ranks
+    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.start_engine import build_engine
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])

@@ -32,7 +32,7 @@ from megatron.observe.metrics import read_metrics
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh
 from megatron.plan.resolve import resolve
-from megatron.run.start.setup import open_data
+from megatron.run.start.open_data import open_data
 from megatron.run.state import TrainState
 
 RUNS = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs"

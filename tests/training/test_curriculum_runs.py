@@ -69,7 +69,7 @@ def compute_losses_of_truncated_samples(argv: list[str], lengths: list[int]) -> 
     from megatron.engine.native import NativeEngine
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
-    from megatron.run.start.setup import open_data
+    from megatron.run.start.open_data import open_data
     from megatron.run.state import TrainState
 
     plan = resolve(load_config(argv).config, 1)

@@ -24,7 +24,7 @@ def train_only(argv: list[str], iterations: list[int]) -> list[float]:
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
     from megatron.plan.resolve import resolve
-    from megatron.run.start.setup import open_data
+    from megatron.run.start.open_data import open_data
 
     loaded = load_config(argv)
     plan = resolve(loaded.config, 1)

@@ -5,6 +5,7 @@ engine, code version or source files differ is named before anything is read for
 """
 
 import json
+from typing import NoReturn
 
 from megatron.base.code_version import compute_file_digests, get_code_version
 from megatron.base.errors import ConfigError, LayoutError
@@ -47,8 +48,26 @@ def check_agreement(config: Config, ranks: Ranks, kind: EngineKind) -> None:
         None if own_settings is None else own_settings.content,
     ]
     everyone = ranks.gather(summary)
-    if all(other == everyone[0] for other in everyone):
-        return
+    if any(other != everyone[0] for other in everyone):
+        _refuse_difference(config, ranks, kind, code, everyone)
+
+
+def _refuse_difference(
+    config: Config,
+    ranks: Ranks,
+    kind: EngineKind,
+    code: dict[str, str],
+    everyone: list[list[str | None]],
+) -> NoReturn:
+    """Raise the error of `check_agreement`. All ranks call it together.
+
+    Args:
+        config: The configuration as this rank loaded it.
+        ranks: All ranks of the run.
+        kind: The kind of the engine.
+        code: The digest of each file of this rank's package.
+        everyone: The summary of each rank.
+    """
     # Every rank holds the same list of digests, so every rank reaches this second gather or none.
     rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
     own: tuple[str, dict[str, str]] | None = None
@@ -75,6 +94,7 @@ def check_agreement(config: Config, ranks: Ranks, kind: EngineKind) -> None:
             f"these files of its package differ: {', '.join(names[:_NAMED_FILES])}{more}"
         )
     # If a rank has no file, its configuration differs, which explains the difference already.
+    own_settings = kind.describe_settings(config)
     if own_settings is not None and settings != first_settings:
         differing.append(
             f"its {own_settings.path} passes {settings} to {kind.name}, and "

@@ -119,7 +119,8 @@ def open_same(
         if other["failure"] is not None:
             sources.close()
             raise DataError(f"{other['who']}: {other['failure']}\n{_SAME_FILES}")
-    _require_same(everyone)
+    if ranks.size > 1:
+        _require_same(everyone)
     return sources
 
 
@@ -210,7 +211,9 @@ class DataFiles:
         # Fingerprint -> the rank whose digest was known first, its name and its path. What the
         # checkpoint recorded has no rank.
         self._first_of: dict[str, tuple[int, str, str]] = {}
-        self._say_what_is_not_compared(state)
+        # The state of a run from scratch has no data.
+        if state.data:
+            self._warn_of_unknown_digests()
         problem = None
         try:
             self._request_own()
@@ -320,10 +323,8 @@ class DataFiles:
             f"{way_out}"
         )
 
-    def _say_what_is_not_compared(self, state: TrainState) -> None:
-        """Warn of data sets whose digest the checkpoint lacks. A run from scratch has none."""
-        if not state.data:
-            return
+    def _warn_of_unknown_digests(self) -> None:
+        """Warn of data sets whose digest the checkpoint lacks."""
         missing = [
             place
             for place, fingerprint in self._list_fingerprints().items()

@@ -197,54 +197,93 @@ def resolve_job(
         )
     # Other programs may call `pretrain` without the checks before the import of torch.
     refuse_errors(check_parts(PartsContext(loaded.config, parts)))
-    # The plan depends on the position, because its end is counted from there.
-    state = build_starting_state(checkpoint, loaded.config)
+    if checkpoint is None:
+        state = TrainState()
+        plan = early or _resolve_plan(loaded, world_size, state, parts)
+        _refuse_missing_checkpoint(plan.config.checkpoint)
+        _refuse_kill_switch(plan.config.batch)
+        plan, notes = _add_windows(plan, state, None, parts)
+    else:
+        # The plan depends on the position, because its end is counted from there.
+        state = build_starting_state(checkpoint, loaded.config)
+        plan, notes = _resolve_resume(loaded, world_size, checkpoint, state, parts)
+    notes = [
+        *loaded.warnings,
+        *plan.warnings,
+        *_warn_if_nothing_is_kept(plan.config),
+        *notes,
+    ]
+    return Job(plan, state, checkpoint, notes, parts)
+
+
+def _resolve_plan(loaded: LoadedConfig, world_size: int, state: TrainState, parts: Parts) -> Plan:
+    """Resolve the plan on rank 0, and refuse one that cannot be trained.
+
+    Raises:
+        ConfigError: See `resolve_job`.
+    """
+    config = loaded.config
+    # This is rank 0. The other ranks read the tokenizer later, from the cache of the Hub.
+    fetch_missing_tokenizer(config.tokenizer, needs_text=config.data.needs_documents)
+    plan = resolve(
+        config,
+        world_size,
+        loaded.origin,
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_tokens,
+        iteration=state.iteration,
+        ranks_per_node=read_ranks_per_node(world_size),
+    )
+    check_plan(plan, parts)
+    return plan
+
+
+def _resolve_resume(
+    loaded: LoadedConfig,
+    world_size: int,
+    checkpoint: Checkpoint,
+    state: TrainState,
+    parts: Parts,
+) -> tuple[Plan, list[str]]:
+    """Resolve the plan for continuing from a checkpoint.
+
+    Returns:
+        The plan, and notes about what is taken from the checkpoint or differs from it.
+
+    Raises:
+        ConfigError: See `resolve_job`.
+        CheckpointError: See `resolve_job`.
+    """
     loaded = choose_loss_mean(loaded, checkpoint)
     # The order matters. The unit of the thresholds and the curriculum change the configuration
     # that the plan is resolved from. The schedule and the ranges are compared with the plan.
     config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
     config, about_curriculum = choose_curriculum(config, checkpoint)
-    # Without a checkpoint, the functions above have changed nothing, and all counters are 0.
-    if checkpoint is None and early is not None:
-        plan = early
-    else:
-        # This is rank 0. The other ranks read the tokenizer later, from the cache of the Hub.
-        fetch_missing_tokenizer(config.tokenizer, needs_text=config.data.needs_documents)
-        plan = resolve(
-            config,
-            world_size,
-            loaded.origin,
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
-            iteration=state.iteration,
-            ranks_per_node=read_ranks_per_node(world_size),
-        )
-        check_plan(plan, parts)
-    if checkpoint is None:
-        _refuse_missing_checkpoint(config.checkpoint)
+    plan = _resolve_plan(replace(loaded, config=config), world_size, state, parts)
     _refuse_kill_switch(config.batch)
     check_optimizer(plan.config, checkpoint)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
-    about_windows: list[str] = []
-    if parts.load_guard is not None:
-        plan, about_windows = parts.load_guard().add_windows(plan, state, checkpoint)
-    about_tokenizer = check_tokenizer(plan.config, state)
-    about_settings = list_changes(plan.config, checkpoint)
-    notes = [
-        *loaded.warnings,
-        *plan.warnings,
-        *_warn_if_nothing_is_kept(config),
+    plan, about_windows = _add_windows(plan, state, checkpoint, parts)
+    return plan, [
         *about_steps,
         *about_curriculum,
         *about_schedule,
         *about_ranges,
         *about_windows,
-        *about_tokenizer,
-        *about_settings,
+        *check_tokenizer(plan.config, state),
+        *list_changes(plan.config, checkpoint),
         *warn_of_new_states(plan.config, checkpoint),
     ]
-    return Job(plan, state, checkpoint, notes, parts)
+
+
+def _add_windows(
+    plan: Plan, state: TrainState, checkpoint: Checkpoint | None, parts: Parts
+) -> tuple[Plan, list[str]]:
+    """Add the data that rollbacks of the guard skip. See `GuardKind.add_windows`."""
+    if parts.load_guard is None:
+        return plan, []
+    return parts.load_guard().add_windows(plan, state, checkpoint)
 
 
 def _refuse_missing_checkpoint(config: CheckpointConfig) -> None:

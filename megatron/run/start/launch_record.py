@@ -10,7 +10,6 @@ import torch
 from megatron.base.code_version import get_code_version
 from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
-from megatron.data.epochs import measure_training_data
 from megatron.observe.timers import EVALUATE, SAVE
 from megatron.run.exits import StopReason
 from megatron.run.loop import train
@@ -35,9 +34,10 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     if run.reporter.has_chronicle:
         details = describe_start(run, start_seconds)
         # The report compares the measured time of a step with the predicted one.
-        if parts.predict is not None:
+        if parts.predict is not None and run.mesh.device.type == "cuda":
             details |= parts.predict(run.plan, run.reporter.device_name)
-        if parts.keep_verification is not None:
+        verification = run.plan.config.logging.verification
+        if verification is not None and parts.keep_verification is not None:
             details |= parts.keep_verification(run.plan, run.reporter.log)
         run.reporter.record("start", details, run.state.iteration)
     try:
@@ -91,19 +91,11 @@ def _list_data(run: Run) -> list[dict[str, Any]]:
     The report computes epochs from them. The list is empty for a run by time, whose number of
     tokens is not known, and for streamed or synthetic data.
     """
-    plan = run.plan
-    if run.sources.train is None or plan.train_seconds is not None or not plan.train_tokens:
+    if not run.plan.train_tokens:
         return []
-    uses = measure_training_data(
-        plan.config.data,
-        plan.train_tokens,
-        run.sources.registry.open,
-        plan.data_phases,
-        plan.train_samples,
-    )
     return [
-        {"name": use.prefix, "tokens": use.tokens, "share": use.asked / plan.train_tokens}
-        for use in uses
+        {"name": use.prefix, "tokens": use.tokens, "share": use.asked / run.plan.train_tokens}
+        for use in run.training_data
     ]
 
 

@@ -56,7 +56,7 @@ _NOT_LISTED = {
 }
 
 
-def list_changes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+def list_changes(config: Config, checkpoint: Checkpoint) -> list[str]:
     """List the settings that have changed since the checkpoint was saved.
 
     The list has only settings that can change what is trained, and that no other function of this
@@ -64,7 +64,7 @@ def list_changes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
 
     Args:
         config: The resolved configuration of this run.
-        checkpoint: Where the run continues. None if it starts from scratch.
+        checkpoint: Where the run continues.
 
     Returns:
         One message with all changes, or nothing.
@@ -73,7 +73,7 @@ def list_changes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
         CheckpointError: The checkpoint's configuration is damaged.
     """
     # Fine-tuning is a new run, and an evaluation trains nothing.
-    if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
+    if config.checkpoint.finetune or config.batch.eval_only:
         return []
     table = all_fields()
     rows = [
@@ -140,7 +140,7 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     )
 
 
-def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
+def read_bare_thresholds(config: Config, checkpoint: Checkpoint) -> tuple[Config, list[str]]:
     """Read bare thresholds of --step-batch-size-schedule as samples if the checkpoint did so.
 
     A schedule that differs from the checkpoint's is not changed. The plan rejects its bare
@@ -152,25 +152,25 @@ def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple
     Raises:
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    asked = config.batch.step_batch_size_schedule
-    if asked is None or checkpoint is None or config.checkpoint.finetune:
+    given = config.batch.step_batch_size_schedule
+    if given is None or config.checkpoint.finetune:
         return config, []
-    spelled = bare_thresholds_as_samples(asked)
+    spelled = bare_thresholds_as_samples(given)
     # Every threshold has a unit already, so there is nothing to decide.
-    if spelled == step_entries(asked):
+    if spelled == step_entries(given):
         return config, []
     saved = checkpoint.read_config().batch.step_batch_size_schedule
     if saved is None or bare_thresholds_as_samples(saved) != spelled:
         return config, []
     note = (
-        f"--step-batch-size-schedule '{' '.join(asked)}' is read as '{' '.join(spelled)}': the "
+        f"--step-batch-size-schedule '{' '.join(given)}' is read as '{' '.join(spelled)}': the "
         "checkpoint was trained with thresholds in samples. Megatron-LM reads a bare threshold as "
         "tokens. Write the unit."
     )
     return replace(config, batch=replace(config.batch, step_batch_size_schedule=spelled)), [note]
 
 
-def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint | None) -> LoadedConfig:
+def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint) -> LoadedConfig:
     """Return the configuration with the --loss-mean of the checkpoint, unless it was given.
 
     Raises:
@@ -179,7 +179,7 @@ def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint | None) -> Loa
     origin = loaded.origin.get(LOSS_MEAN, "default")
     # A mean that only follows from another trainer's flag is no decision of the user.
     given = origin != "default" and not origin.startswith(FOREIGN_ORIGIN)
-    if checkpoint is None or loaded.config.checkpoint.finetune or given:
+    if loaded.config.checkpoint.finetune or given:
         return loaded
     mean = checkpoint.read_config().loss.loss_mean
     return replace(
@@ -189,7 +189,7 @@ def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint | None) -> Loa
     )
 
 
-def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
+def choose_curriculum(config: Config, checkpoint: Checkpoint) -> tuple[Config, list[str]]:
     """Decide which curriculum applies on resume, by the same flags as the learning-rate schedule.
 
     Only the lengths that are still to come are compared. A curriculum that is over need not be
@@ -202,7 +202,7 @@ def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Co
         ConfigError: The curricula differ and no flag decides between them.
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
+    if config.checkpoint.finetune or config.batch.eval_only:
         return config, []
     # The next iteration is the first one whose length still matters.
     saved = checkpoint.read_config()
@@ -292,14 +292,14 @@ def _describe_trained(
     ]
 
 
-def check_optimizer(config: Config, checkpoint: Checkpoint | None) -> None:
+def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
     """Check that the checkpoint has the states of this run's optimizer, if they are loaded.
 
     Raises:
         ConfigError: It has those of another optimizer.
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    if checkpoint is None or config.checkpoint.finetune or not config.checkpoint.load_optim:
+    if config.checkpoint.finetune or not config.checkpoint.load_optim:
         return
     # `load_engine` refuses a checkpoint without states, with its own message.
     if checkpoint.optimizer is None:
@@ -314,13 +314,13 @@ def check_optimizer(config: Config, checkpoint: Checkpoint | None) -> None:
         )
 
 
-def warn_of_new_states(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+def warn_of_new_states(config: Config, checkpoint: Checkpoint) -> list[str]:
     """Return a warning if --no-load-optim leaves out states that this run could load.
 
     Raises:
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    if checkpoint is None or config.checkpoint.finetune or config.checkpoint.load_optim:
+    if config.checkpoint.finetune or config.checkpoint.load_optim:
         return []
     if config.batch.eval_only or checkpoint.optimizer is None:
         return []
