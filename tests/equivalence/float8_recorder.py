@@ -77,6 +77,8 @@ class Recorder:
         self._steps = 0
         self._expected: list[Part | None] = []
         """The operands of the next roundings. None: it is not recorded."""
+        self._latest: Any = None
+        """The products of the latest forward pass."""
 
     def begin_step(self) -> None:
         """Start a step, with new weights."""
@@ -115,7 +117,13 @@ class Recorder:
             self._expected = []
             # A forward pass inside of a backward pass is a recomputation.
             if torch._C._current_graph_task_id() == -1:
-                self._expected = [self._find_input(its, x)]
+                part = self._find_input(its, x)
+                # The statistics of layers compute queries and keys just before the layer does.
+                if self._latest is its:
+                    part.values.pop()
+                    part.inverses.pop()
+                self._latest = its
+                self._expected = [part]
                 self._expected += [self._find_weight(its, n, w) for n, w in enumerate(weights)]
             return multiply(its, x, weights, biases)
 
