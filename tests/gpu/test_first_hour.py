@@ -130,6 +130,30 @@ def test_speed_above_the_nominal_one_keeps_the_rows(
     assert not (tmp_path / "new.yaml").exists()
 
 
+def test_rows_of_float8_have_the_cells_of_the_table(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(rows))
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick", "--part", "float8"])
+    assert modules["kernels"].main() == 0
+    tables = modules["tables"]
+    found = tables.read_rows(rows.read_text())
+    block = modules["kernels"].TINY
+    products, layers = (
+        [row for row in found if row["table"] == name] for name in ("float8 products", "float8")
+    )
+    assert [row["name"] for row in products] == [each.name for each in block]
+    # The last row is the sum of the others.
+    assert layers[-1]["bf16_ms"] == pytest.approx(sum(row["bf16_ms"] for row in layers[:-1]))
+    assert layers[-1]["rowwise_speed"] > 0
+    step = {"title": "kernels", "status": "passed", "seconds": 1, "rows": found}
+    part = tables.Part("part1", "2026-11-24", True, [step])
+    page = tables.make_page([part], ["float8 products", "float8"])
+    assert "| - |" not in page
+    assert block[0].name in page
+
+
 def test_the_verdict_about_cudnn_needs_speed_and_equal_bits(modules: dict[str, Any]) -> None:
     kernels = modules["kernels"]
     flash = [(300.0, 5), (310.0, 5)]
