@@ -34,9 +34,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.freeze()
-        # nanobind reports objects that are never freed as leaks.
-        atexit.register(gc.unfreeze)
         gc.enable()
+        # nanobind reports objects that are never freed as leaks. Handlers run last in, first out,
+        # so the end of Python searches all objects once and not while it frees them.
+        atexit.register(gc.unfreeze)
+        atexit.register(gc.disable)
 
 
 def pytest_collection_finish() -> None:
