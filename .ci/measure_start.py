@@ -7,7 +7,8 @@ entered, and the code lines of these functions. The code of modules, which runs 
 is not counted. A function is counted once, however often it is called.
 
 With `--times` it also prints CPU times: of the package's imports after those of torch, and of eight
-ranks until their first step, beside eight ranks that import torch, meet by gloo and end.
+ranks until their first step. Beside them are eight ranks that import torch, meet by gloo and end
+(bare), and eight that also shard a layer with FSDP2, as every data-parallel run does (sharded).
 """
 
 import argparse
@@ -61,6 +62,18 @@ dist.init_process_group("gloo")
 end()
 """
 """A rank that imports torch, meets the others and ends."""
+SHARDED = f"""
+import json, os, resource, time
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+def end():{_READY}
+dist.init_process_group("gloo")
+fully_shard(nn.Linear({RANKS}, {RANKS}))
+end()
+"""
+"""The same with a layer that FSDP2 shards. Its imports are most of the start of such a run."""
 START = f"""
 import json, os, resource, time
 from megatron.commands.pretrain import main
@@ -185,7 +198,7 @@ def print_times() -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment["PYTHONPYCACHEPREFIX"] = f"{folder}/compiled"
-        scripts = {"bare": BARE, "start": START}
+        scripts = {"bare": BARE, "sharded": SHARDED, "start": START}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in scripts}
         measure_imports(environment)
         imports = [measure_imports(environment) for _ in range(REPEATS)]
@@ -202,9 +215,10 @@ def print_times() -> None:
     for name, times in found.items():
         cpu, wall = (statistics.median(column) for column in zip(*times, strict=True))
         medians[name] = cpu, wall
-        print(f"{RANKS} ranks, {name:5}: {cpu:.2f} s of CPU time a rank, {wall:.1f} s until ready")
-    cpu, wall = (a - b for a, b in zip(medians["start"], medians["bare"], strict=True))
-    print(f"difference: {cpu:.2f} s of CPU time a rank, {wall:.1f} s until ready")
+        print(f"{RANKS} ranks, {name:7}: {cpu:.2f} s of CPU time a rank, {wall:.1f} s until ready")
+    for name in ("bare", "sharded"):
+        cpu, wall = (a - b for a, b in zip(medians["start"], medians[name], strict=True))
+        print(f"start after {name:7}: {cpu:.2f} s of CPU time a rank, {wall:.1f} s until ready")
 
 
 def main() -> None:

@@ -9,6 +9,14 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig, Normalization
+from megatron.extras.planner.cost.memory_estimates import (
+    estimate_layer_activation_bytes,
+    estimate_layer_input_bytes,
+    estimate_logits_bytes,
+    estimate_parameter_memory,
+    estimate_parameter_memory_per_rank,
+    estimate_stage_activation_bytes,
+)
 from megatron.model import flops
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
@@ -278,21 +286,21 @@ def test_shorter_sequences_cost_less_attention():
 
 
 def test_a_parameter_takes_eighteen_bytes():
-    memory = flops.estimate_parameter_memory(104_000_000_000, half=True)
+    memory = estimate_parameter_memory(104_000_000_000, half=True)
     # The notes of the 104B run have this number.
     assert memory.total == 1_872_000_000_000
     assert memory.master_weights == 104_000_000_000 * 4
     assert memory.working_weights == 104_000_000_000 * 2
     assert memory.optimizer_states == 104_000_000_000 * 8
     assert memory.gradients == 104_000_000_000 * 4
-    assert flops.estimate_parameter_memory(10, half=False).total == 160
+    assert estimate_parameter_memory(10, half=False).total == 160
 
 
 @pytest.mark.parametrize(
     ("stage", "total"), [(0, 18_000), (1, 6_000 + 3_000), (2, 2_000 + 4_000), (3, 4_500)]
 )
 def test_zero_shards_more_with_each_stage(stage, total):
-    memory = flops.estimate_parameter_memory_per_rank(
+    memory = estimate_parameter_memory_per_rank(
         1000, half=True, data_parallel_size=4, zero_stage=stage
     )
     assert memory.total == total
@@ -300,15 +308,13 @@ def test_zero_shards_more_with_each_stage(stage, total):
 
 def test_zero_in_fp32_has_full_weights_and_the_shard_until_stage_3():
     totals = [
-        flops.estimate_parameter_memory_per_rank(
+        estimate_parameter_memory_per_rank(
             1000, half=False, data_parallel_size=4, zero_stage=z
         ).total
         for z in range(4)
     ]
     assert totals == [16_000, 11_000, 8_000, 4_000]
-    alone = flops.estimate_parameter_memory_per_rank(
-        1000, half=False, data_parallel_size=1, zero_stage=1
-    )
+    alone = estimate_parameter_memory_per_rank(1000, half=False, data_parallel_size=1, zero_stage=1)
     assert alone.total == 16_000
     assert alone.working_weights == 0
 
@@ -320,33 +326,33 @@ def test_activations_of_gpt2_by_formula():
     a = 4
     for t in (1, 2, 4):
         plain = s * b * h * (10 + 24 / t)
-        assert flops.estimate_layer_activation_bytes(shaped(GPT2), b, t) == plain
-        sharded = flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, sequence_parallel=True)
+        assert estimate_layer_activation_bytes(shaped(GPT2), b, t) == plain
+        sharded = estimate_layer_activation_bytes(shaped(GPT2), b, t, sequence_parallel=True)
         assert sharded == s * b * h * 34 / t
-        with_scores = flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, scores_kept=True)
+        with_scores = estimate_layer_activation_bytes(shaped(GPT2), b, t, scores_kept=True)
         assert with_scores == plain + 5 * a * s**2 * b / t
-    assert flops.estimate_layer_input_bytes(shaped(GPT2), b) == 2 * s * b * h
-    sharded_input = flops.estimate_layer_input_bytes(shaped(GPT2), b, 4, sequence_parallel=True)
+    assert estimate_layer_input_bytes(shaped(GPT2), b) == 2 * s * b * h
+    sharded_input = estimate_layer_input_bytes(shaped(GPT2), b, 4, sequence_parallel=True)
     assert sharded_input == 2 * s * b * h // 4
-    assert flops.estimate_layer_input_bytes(shaped(GPT2), b, half=False) == 4 * s * b * h
-    assert flops.estimate_logits_bytes(shaped(GPT2, 256), b, 2) == 4 * s * b * 256 // 2
+    assert estimate_layer_input_bytes(shaped(GPT2), b, half=False) == 4 * s * b * h
+    assert estimate_logits_bytes(shaped(GPT2, 256), b, 2) == 4 * s * b * 256 // 2
 
 
 def test_activations_without_dropout_have_no_masks():
     bare = dataclasses.replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
-    with_dropout = flops.estimate_layer_activation_bytes(shaped(GPT2), 1)
-    without_dropout = flops.estimate_layer_activation_bytes(shaped(bare), 1)
+    with_dropout = estimate_layer_activation_bytes(shaped(GPT2), 1)
+    without_dropout = estimate_layer_activation_bytes(shaped(bare), 1)
     assert with_dropout - without_dropout == 32 * 2 * 64
-    with_scores = flops.estimate_layer_activation_bytes(shaped(bare), 1, scores_kept=True)
+    with_scores = estimate_layer_activation_bytes(shaped(bare), 1, scores_kept=True)
     assert with_scores - without_dropout == 2 * 4 * 32**2
 
 
 def test_a_stage_keeps_the_inputs_of_recomputed_layers():
-    layer = flops.estimate_layer_activation_bytes(shaped(GPT2), 2, scores_kept=True)
-    layer_input = flops.estimate_layer_input_bytes(shaped(GPT2), 2)
-    kept = flops.estimate_stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True)
+    layer = estimate_layer_activation_bytes(shaped(GPT2), 2, scores_kept=True)
+    layer_input = estimate_layer_input_bytes(shaped(GPT2), 2)
+    kept = estimate_stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True)
     assert kept == 3 * layer
-    recomputed = flops.estimate_stage_activation_bytes(
+    recomputed = estimate_stage_activation_bytes(
         shaped(GPT2), 2, layers=3, recomputed_layers=2, scores_kept=True
     )
     assert recomputed == layer + 2 * layer_input

@@ -7,6 +7,7 @@ adds what the layout and the pipeline schedule decide.
 from fractions import Fraction
 from typing import Any
 
+from megatron.extras.planner.cost import memory_estimates
 from megatron.extras.planner.prediction import get_recomputed_share
 from megatron.model import flops
 from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
@@ -30,7 +31,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    model = flops.estimate_parameter_memory(
+    model = memory_estimates.estimate_parameter_memory(
         plan.parameters,
         half=_is_half(plan),
         state_bytes=flops.count_state_bytes(
@@ -56,12 +57,12 @@ def _is_half(plan: Plan) -> bool:
     return plan.config.precision.bf16 or plan.config.precision.fp16
 
 
-def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> flops.ParameterMemory:
+def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> memory_estimates.ParameterMemory:
     parallel = plan.config.parallel
     parameters = plan.stage_parameters[pipeline_rank]
     layers = count_layers_per_rank(plan.stages, plan.pipeline_size)[pipeline_rank]
     matrices = flops.count_layer_matrix_parameters(plan.shape, parallel.tensor_model_parallel_size)
-    return flops.estimate_parameter_memory_per_rank(
+    return memory_estimates.estimate_parameter_memory_per_rank(
         parameters,
         half=_is_half(plan),
         data_parallel_size=plan.weight_ranks,
@@ -105,7 +106,7 @@ def estimate_activations(
     ]
     # With virtual stages a rank has several stages, and a microbatch visits each of them.
     visits = [
-        flops.estimate_stage_activation_bytes(
+        memory_estimates.estimate_stage_activation_bytes(
             plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing
         )
         for layers, again in counts
@@ -119,12 +120,12 @@ def estimate_activations(
     )
     # While one layer is recomputed, its full activations exist next to the stored inputs.
     if any(again for _, again in counts):
-        kept += flops.estimate_stage_activation_bytes(
+        kept += memory_estimates.estimate_stage_activation_bytes(
             plan.shape, micro, tensor, layers=1, **sharing
         )
     # Only the last stage has the output projection, whose logits are [b, s, v/t].
     if any(stage.last for stage in stages):
-        kept += flops.estimate_logits_bytes(plan.shape, micro, tensor)
+        kept += memory_estimates.estimate_logits_bytes(plan.shape, micro, tensor)
     # Everything here grows with the tokens of a rank.
     return kept // max(1, parallel.context_parallel_size)
 

@@ -1,15 +1,11 @@
-"""Parameters, FLOPs and memory of a model, from its configuration alone.
+"""Parameters and FLOPs of a model, from its configuration alone.
 
-Invariant: counts are exact integers for the model that `megatron.model` builds. Only memory is an
-estimate, and its functions are named so.
+Invariant: counts are exact integers for the model that `megatron.model` builds.
 
 Sources:
 - Parameters and FLOPs of an iteration: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473,
   section 5.1 and appendix.
 - GLU: https://arxiv.org/abs/2002.05202. Grouped queries: https://arxiv.org/abs/2305.13245.
-- Bytes per parameter: the notes of BigScience's 104B run. ZeRO stages:
-  https://arxiv.org/abs/1910.02054.
-- Activations: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 
 Notation: s sequence length, b micro-batch size, h hidden size, f feed-forward size, a attention
 heads, d width of a head, q = a d, k = (query groups) d, l layers, V padded vocabulary, t
@@ -33,7 +29,7 @@ from megatron.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class _Widths:
+class Widths:
     """The widths that every formula here uses. See the notation of the module."""
 
     h: int
@@ -44,10 +40,10 @@ class _Widths:
     """Outputs of the MLP's first linear layer: f, or 2f with a GLU."""
 
 
-def _get_widths(shape: ModelShape) -> _Widths:
+def get_widths(shape: ModelShape) -> Widths:
     """Return the widths of a shape."""
     f = shape.ffn_hidden_size
-    return _Widths(
+    return Widths(
         h=shape.config.hidden_size,
         f=f,
         q=shape.config.num_attention_heads * shape.head_dim,
@@ -87,7 +83,7 @@ def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: in
         case "head":
             return 2 * shape.head_dim * _count_norm_vectors(shape)
         case "full":
-            w = _get_widths(shape)
+            w = get_widths(shape)
             return (w.q + w.k) // tensor_parallel_size
         case _:
             assert_never(shape.config.qk_norm)
@@ -105,7 +101,7 @@ def count_layer_matrix_parameters(shape: ModelShape, tensor_parallel_size: int =
 
     For GPT-2 on one rank these are 12 h^2.
     """
-    w = _get_widths(shape)
+    w = get_widths(shape)
     queries, replicated = _divide_attention_columns(shape, tensor_parallel_size)
     # In this order: query, key and value, attention output, MLP input, MLP output.
     sharded = w.h * queries + w.q * w.h + w.h * w.mlp_in + w.f * w.h
@@ -117,7 +113,7 @@ def _divide_attention_columns(shape: ModelShape, tensor_parallel_size: int) -> t
 
     Keys and values are replicated if several ranks share a query group.
     """
-    w = _get_widths(shape)
+    w = get_widths(shape)
     if shape.query_groups < tensor_parallel_size:
         return w.q, 2 * w.k
     return w.q + 2 * w.k, 0
@@ -130,7 +126,7 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank, and so
     are keys and values if there are fewer query groups than ranks.
     """
-    w = _get_widths(shape)
+    w = get_widths(shape)
     t = tensor_parallel_size
     queries, replicated = _divide_attention_columns(shape, t)
     column_biases = 0
@@ -235,7 +231,7 @@ def count_forward_flops_per_token(
         seq_length: The current length, for curriculum learning. The default is s.
         causal: Use the causal convention, rounded down.
     """
-    w = _get_widths(shape)
+    w = get_widths(shape)
     s = seq_length or shape.config.seq_length
     # A product with an m x n matrix costs 2 m n for each token. The matrices are the projections of
     # the attention and those of the MLP.
@@ -345,23 +341,7 @@ def count_iteration_flops(
     )
 
 
-# Memory
-
-
-@dataclass(frozen=True)
-class ParameterMemory:
-    """Bytes of everything that scales with the parameters. Activations and buffers are extra."""
-
-    master_weights: int
-    working_weights: int
-    """The weights that the model computes with, if they are not the master weights themselves."""
-    optimizer_states: int
-    gradients: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts in bytes."""
-        return self.master_weights + self.working_weights + self.optimizer_states + self.gradients
+# The states of optimizers
 
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -386,163 +366,3 @@ def count_state_bytes(config: OptimizerConfig, parameters: int, layer_matrices: 
         "ademamix": both + 4 * parameters,
         "muon": both - second * layer_matrices,
     }[config.optimizer]
-
-
-def estimate_parameter_memory(
-    parameters: int, *, half: bool, state_bytes: int | None = None
-) -> ParameterMemory:
-    """Estimate the memory of parameters. With Adam it is the rule of 18 bytes for each.
-
-    These are 4 for fp32 weights, 2 for half-precision weights, 8 for Adam's moments and 4 for fp32
-    gradients.
-
-    Args:
-        parameters: Number of parameters.
-        half: The model computes in bf16 or fp16. In fp32 there is no second copy of the weights,
-            and the rule has 16 bytes.
-        state_bytes: Bytes of the optimizer's states. Default: those of Adam.
-    """
-    if state_bytes is None:
-        state_bytes = 8 * parameters
-    return ParameterMemory(
-        4 * parameters, 2 * parameters if half else 0, state_bytes, 4 * parameters
-    )
-
-
-def estimate_parameter_memory_per_rank(
-    rank_parameters: int,
-    *,
-    half: bool,
-    data_parallel_size: int,
-    zero_stage: int,
-    shard_size: int | None = None,
-    state_bytes: int | None = None,
-) -> ParameterMemory:
-    """Estimate the memory of parameters on one rank with ZeRO, rounded up.
-
-    `state_bytes` are those before ZeRO shards them. See `estimate_parameter_memory`.
-
-    Stage 1 shards optimizer states and master weights over the data-parallel ranks. Stage 2 also
-    shards gradients. Stage 3 also shards the weights that the model computes with. `shard_size` is
-    the number of ranks that share one copy of the model. By default it is all of them.
-
-    In fp32 the model computes with the master weights, unless stage 1 or 2 shards them. Then the
-    rank also has a complete copy.
-    """
-    ranks = shard_size or data_parallel_size
-    whole = estimate_parameter_memory(rank_parameters, half=half, state_bytes=state_bytes)
-    if not half and data_parallel_size > 1 and zero_stage in (1, 2):
-        fp32_copies = 4 * rank_parameters
-    else:
-        fp32_copies = 0
-
-    def shard_from(stage: int, size: int) -> int:
-        # Rounded up, because the last shard is padded.
-        if zero_stage >= stage:
-            return -(-size // ranks)
-        return size
-
-    return ParameterMemory(
-        master_weights=shard_from(1, whole.master_weights),
-        working_weights=shard_from(3, whole.working_weights) + fp32_copies,
-        optimizer_states=shard_from(1, whole.optimizer_states),
-        gradients=shard_from(2, whole.gradients),
-    )
-
-
-def estimate_layer_activation_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    half: bool = True,
-    scores_kept: bool = False,
-) -> int:
-    """Estimate the activations that one layer keeps for the backward pass of one microbatch.
-
-    The estimate is for one rank, without any recomputation. For GPT-2's shape in half precision it
-    is s b h (10 + 24/t), or s b h 34/t with sequence parallelism. Without a
-    flash kernel the attention scores are kept as well, which are 5 a s^2 b / t. Source: 2205.05198,
-    equations 1, 2 and 4, and table 2.
-    """
-    w = _get_widths(shape)
-    t = tensor_parallel_size
-    if half:
-        value = 2
-    else:
-        value = 4
-    # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
-    replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
-    # Queries, keys, values, the attention's output and the MLP's inner activations.
-    sharded = value * (w.q + 2 * w.k + w.q + w.mlp_in + w.f)
-    if scores_kept:
-        # Scores before and after the dropout, and its mask.
-        sharded += (
-            shape.config.num_attention_heads
-            * shape.config.seq_length
-            * (2 * value + 1 if shape.config.attention_dropout else value)
-        )
-    # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
-    per_token = replicated // (t if sequence_parallel else 1) + sharded // t
-    return shape.config.seq_length * micro_batch_size * per_token
-
-
-def estimate_layer_input_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    half: bool = True,
-) -> int:
-    """Estimate what full recomputation keeps of a layer for one microbatch, which is its input.
-
-    In half precision this is 2 s b h (2205.05198, section 5).
-    """
-    values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
-    if half:
-        bytes_of_value = 2
-    else:
-        bytes_of_value = 4
-    if sequence_parallel:
-        ranks = tensor_parallel_size
-    else:
-        ranks = 1
-    return bytes_of_value * values // ranks
-
-
-def estimate_stage_activation_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    layers: int,
-    recomputed_layers: int = 0,
-    sequence_parallel: bool = False,
-    half: bool = True,
-    scores_kept: bool = False,
-) -> int:
-    """Estimate what one microbatch keeps of a stage until its backward pass, on one rank.
-
-    A layer keeps all its activations, or only its input if it is recomputed.
-    """
-    sharing = {"sequence_parallel": sequence_parallel, "half": half}
-    whole = estimate_layer_activation_bytes(
-        shape, micro_batch_size, tensor_parallel_size, scores_kept=scores_kept, **sharing
-    )
-    kept = estimate_layer_input_bytes(shape, micro_batch_size, tensor_parallel_size, **sharing)
-    return (layers - recomputed_layers) * whole + recomputed_layers * kept
-
-
-def estimate_logits_bytes(
-    shape: ModelShape, micro_batch_size: int, tensor_parallel_size: int = 1
-) -> int:
-    """Estimate the last stage's fp32 logits of one microbatch, 4 s b V / t (2205.05198, 4.3)."""
-    return (
-        4
-        * shape.config.seq_length
-        * micro_batch_size
-        * shape.padded_vocab_size
-        // tensor_parallel_size
-    )

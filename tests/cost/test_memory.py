@@ -6,6 +6,7 @@ import pytest
 from cost.published import make_gpt, make_llama, read_rows
 from shared_data import shared_dir
 
+from megatron.extras.planner.cost import memory_estimates
 from megatron.extras.planner.cost.layout import SOFTWARE, Overhead, RankLayout
 from megatron.extras.planner.cost.memory import estimate_memory
 from megatron.model import flops
@@ -30,7 +31,7 @@ def test_closed_forms_of_korthikanti(name):
     )
     layers = row["layers"] // row["pp"]
     matrices = layers * flops.count_layer_matrix_parameters(shape, row["tp"])
-    states = flops.estimate_parameter_memory(matrices, half=True).total
+    states = memory_estimates.estimate_parameter_memory(matrices, half=True).total
     assert states / GIB == pytest.approx(row["gib_parameters_and_optimizer"], rel=1e-6)
     for key, chosen in (
         ("gib_activations_tp_only", layout),

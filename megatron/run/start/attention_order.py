@@ -39,15 +39,6 @@ def choose_attention_order(
     if kernels.attention_backend != ("by-gpu",):
         state.attention = {}
         return plan
-    order = _find_order(state, ranks, device, log)
-    chosen = replace(kernels, attention_backend=order)
-    return replace(plan, config=replace(plan.config, kernels=chosen))
-
-
-def _find_order(
-    state: TrainState, ranks: Ranks, device: torch.device, log: Callable[[str], None]
-) -> tuple[AttentionBackend, ...]:
-    """Return the order for the GPUs of all ranks, and record it in the state."""
     # Ranks with GPUs of several types have a name that is in no table.
     here = " and ".join(sorted(set(ranks.gather(_name_gpu_type(device)))))
     order = _ORDERS.get(here, _TORCH)
@@ -67,7 +58,8 @@ def _find_order(
             "kernels and keeps it. To change it, name the kernels, such as fused flash unfused"
         )
     state.attention = {"gpu": here, "kernels": list(order)}
-    return order
+    chosen = replace(kernels, attention_backend=order)
+    return replace(plan, config=replace(plan.config, kernels=chosen))
 
 
 def _name_gpu_type(device: torch.device) -> str:

@@ -1,167 +1,22 @@
 """Verification of a run's data files, between ranks and against the checkpoint.
 
-Invariants:
-- Ranks whose files differ never take a step together.
-- No checkpoint is written once a file is known to have changed.
+Invariant: no checkpoint is written once a file is known to have changed.
 
-A data set is compared three times. Its sampled fingerprint is compared between ranks before the
-first step. If its .bin is small, the digest of all its bytes is compared at that point as well. The
-digest of a large .bin is computed in the background and compared before the next save.
+A data set is compared three times. `open_data` compares its sampled fingerprint between ranks
+before the first step. If its .bin is small, the digest of all its bytes is compared at that point
+as well. The digest of a large .bin is computed in the background and compared before the next save.
 """
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from megatron.base.errors import DataError, LayoutError, MegatronError
-from megatron.config.tree import Config
-from megatron.data.content import ContentDigests, FileIdentity, digest_of_file
-from megatron.data.indexed import get_bin_path, get_idx_path
+from megatron.base.errors import DataError
+from megatron.data.content import ContentDigests, FileIdentity
+from megatron.data.indexed import get_bin_path
 from megatron.data.registry import DatasetRegistry
-from megatron.data.source import Sources
 from megatron.parallel.ranks import Ranks
 from megatron.run.state import TrainState
-from megatron.tokenizer import compute_tokenizer_digests, find_tokenizer_files
 
-_SAME_FILES = (
-    "All ranks must read the same files. Copy the right file to that host, or mount one file "
-    "system on all hosts"
-)
 _NEW_RUN = "or start a new run from these weights with --finetune and another --save"
-
-
-def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
-    """Compare the tokenizer's files, the split files and the phases between ranks.
-
-    This happens before anything is built from these files. All ranks call it together.
-
-    Args:
-        config: The resolved configuration.
-        ranks: All ranks of the run.
-        who: Name of this rank and its host, for error messages.
-
-    Raises:
-        LayoutError: A rank's files differ from rank 0's. The error is raised on every rank and
-            names the first such rank.
-    """
-    files = {
-        f"{part} {path}": path for part, path in find_tokenizer_files(config.tokenizer).items()
-    }
-    data = config.data
-    named = (
-        data.train_weighted_split_paths_path,
-        data.valid_weighted_split_paths_path,
-        data.test_weighted_split_paths_path,
-    )
-    files |= {f"split file {name}": Path(name) for name in named if name is not None}
-    if data.data_phases is not None:
-        files[f"--data-phases {data.data_phases}"] = Path(data.data_phases)
-    facts = {name: _describe_small(path) for name, path in files.items()}
-    # The token is named by a file such as tokenizer_config.json, which may not be among the files
-    # above. Ranks with different tokens would split the data into documents at different places.
-    try:
-        facts["end-of-document token"] = repr(
-            compute_tokenizer_digests(config.tokenizer).get("end-of-document token")
-        )
-    except (MegatronError, OSError) as error:
-        # It may fail on one rank only. Raising here would leave the others waiting in the gather.
-        facts["end-of-document token"] = str(error)
-    _require_same(ranks.gather({"who": who, "facts": facts}))
-
-
-def open_same(
-    open_sources: Callable[[], Sources],
-    ranks: Ranks,
-    who: str,
-    log: Callable[[str], None] = lambda line: None,
-) -> Sources:
-    """Open the data sets on all ranks and compare their sizes and sampled fingerprints.
-
-    Args:
-        open_sources: Opens the sources of this rank. It runs in a thread and must not communicate,
-            because the main threads of the ranks wait for each other meanwhile.
-        ranks: All ranks of the run.
-        who: Name of this rank and its host, for error messages.
-        log: Prints a line of the log.
-
-    Raises:
-        MegatronError: `open_sources` raised it on this rank.
-        DataError: `open_sources` failed on another rank only.
-        LayoutError: The data of a rank differ from rank 0's.
-    """
-
-    def open_and_describe() -> tuple[Sources | None, dict[str, str], MegatronError | None]:
-        """Return the sources and their facts, or the failure."""
-        try:
-            sources = open_sources()
-        except MegatronError as error:
-            # It is raised after the gather below, so that the other ranks report the same reason.
-            return None, {}, error
-        registry = sources.registry
-        facts = {prefix: describe_dataset(registry, prefix) for prefix in registry.datasets}
-        for source in sources.all:
-            for name, fingerprint in source.fingerprints.items():
-                facts[f"data set {name}"] = f"fingerprint {fingerprint} of files and row groups"
-        return sources, facts, None
-
-    sources, facts, failure = ranks.work(open_and_describe, "opening the data", log)
-    # The failure itself is part of the message. A rank that raised before this gather would leave
-    # the others waiting until the time limit of the process group.
-    everyone = ranks.gather(
-        {"who": who, "facts": facts, "failure": None if failure is None else str(failure)}
-    )
-    if failure is not None:
-        if sources is not None:
-            sources.close()
-        raise failure
-    assert sources is not None, "it was opened or failed"
-    for other in everyone:
-        if other["failure"] is not None:
-            sources.close()
-            raise DataError(f"{other['who']}: {other['failure']}\n{_SAME_FILES}")
-    if ranks.size > 1:
-        _require_same(everyone)
-    return sources
-
-
-def describe_dataset(registry: DatasetRegistry, prefix: str) -> str:
-    """Return the sizes and the sampled fingerprint of a data set."""
-    sizes = [path(prefix).stat().st_size for path in (get_bin_path, get_idx_path)]
-    return (
-        f"{sizes[0]} bytes in .bin, {sizes[1]} in .idx, sampled "
-        f"fingerprint {registry.open(prefix).compute_fingerprint()}"
-    )
-
-
-def _describe_small(path: Path) -> str:
-    # An unreadable file is a fact like any other. It differs from rank 0's, so it is reported with
-    # the name of the rank instead of as a failed gather.
-    try:
-        return f"{path.stat().st_size} bytes, xxh3_128 {digest_of_file(path)}"
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
-
-
-def _require_same(everyone: list[dict[str, Any]]) -> None:
-    """Raise an error if the facts of any rank differ from rank 0's.
-
-    Raises:
-        LayoutError: A fact differs, or exists on one of the two ranks only.
-    """
-    first = everyone[0]["facts"]
-    for other in everyone[1:]:
-        found = other["facts"]
-        # Names that only the other rank has are included, because a missing file is a difference.
-        for name in [*first, *(name for name in found if name not in first)]:
-            found_there = found.get(name, "absent")
-            expected = first.get(name, "absent")
-            if found_there != expected:
-                raise LayoutError(
-                    f"{other['who']} reads data that differ from those of {everyone[0]['who']}: "
-                    f"{name}\n"
-                    f"  {other['who']}: {found_there}\n"
-                    f"  {everyone[0]['who']}: {expected}\n{_SAME_FILES}"
-                )
 
 
 class DataFiles:

@@ -197,12 +197,14 @@ def resolve_job(
         )
     # Other programs may call `pretrain` without the checks before the import of torch.
     refuse_errors(check_parts(PartsContext(loaded.config, parts)))
-    if checkpoint is None:
+    # Fine-tuning is a new run, which takes only the weights of the checkpoint.
+    if checkpoint is None or loaded.config.checkpoint.finetune:
         state = TrainState()
         plan = early or _resolve_plan(loaded, world_size, state, parts)
-        _refuse_missing_checkpoint(plan.config.checkpoint)
+        if checkpoint is None:
+            _refuse_missing_checkpoint(plan.config.checkpoint)
         _refuse_kill_switch(plan.config.batch)
-        plan, notes = _add_windows(plan, state, None, parts)
+        plan, notes = _add_windows(plan, state, checkpoint, parts)
     else:
         # The plan depends on the position, because its end is counted from there.
         state = build_starting_state(checkpoint, loaded.config)

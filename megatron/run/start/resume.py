@@ -72,8 +72,8 @@ def list_changes(config: Config, checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    # Fine-tuning is a new run, and an evaluation trains nothing.
-    if config.checkpoint.finetune or config.batch.eval_only:
+    # An evaluation trains nothing.
+    if config.batch.eval_only:
         return []
     table = all_fields()
     rows = [
@@ -179,7 +179,7 @@ def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint) -> LoadedConf
     origin = loaded.origin.get(LOSS_MEAN, "default")
     # A mean that only follows from another trainer's flag is no decision of the user.
     given = origin != "default" and not origin.startswith(FOREIGN_ORIGIN)
-    if loaded.config.checkpoint.finetune or given:
+    if given:
         return loaded
     mean = checkpoint.read_config().loss.loss_mean
     return replace(
@@ -202,7 +202,7 @@ def choose_curriculum(config: Config, checkpoint: Checkpoint) -> tuple[Config, l
         ConfigError: The curricula differ and no flag decides between them.
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    if config.checkpoint.finetune or config.batch.eval_only:
+    if config.batch.eval_only:
         return config, []
     # The next iteration is the first one whose length still matters.
     saved = checkpoint.read_config()
@@ -299,7 +299,7 @@ def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
         ConfigError: It has those of another optimizer.
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    if config.checkpoint.finetune or not config.checkpoint.load_optim:
+    if not config.checkpoint.load_optim:
         return
     # `load_engine` refuses a checkpoint without states, with its own message.
     if checkpoint.optimizer is None:
@@ -320,9 +320,9 @@ def warn_of_new_states(config: Config, checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: The checkpoint's configuration is damaged.
     """
-    if config.checkpoint.finetune or config.checkpoint.load_optim:
+    if config.checkpoint.load_optim or config.batch.eval_only:
         return []
-    if config.batch.eval_only or checkpoint.optimizer is None:
+    if checkpoint.optimizer is None:
         return []
     # The states of another optimizer do not fit, so it is right to leave them out.
     if config.optimizer.optimizer != checkpoint.read_config().optimizer.optimizer:

@@ -39,10 +39,10 @@ from megatron.run.parts import Exporter, Guard, Profiling, RankComparison
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.attention_order import choose_attention_order
-from megatron.run.start.data_files import DataFiles, check_small_files
+from megatron.run.start.data_files import DataFiles
 from megatron.run.start.job import Job, confirm_job
 from megatron.run.start.join import make_printer
-from megatron.run.start.open_data import open_data
+from megatron.run.start.open_data import check_small_files, open_data
 from megatron.run.start.resume import record_for_resume
 from megatron.run.start.start_engine import build_engine, load_engine
 from megatron.run.start.start_table import get_device_name, print_start

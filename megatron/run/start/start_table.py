@@ -4,12 +4,11 @@ The table lists the device, the data, the kernels, the conventions and the check
 """
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron.checkpoint.save import Saver
-from megatron.config.tree import Config
 from megatron.data.epochs import DatasetUse, describe_epochs, warn_of_many_epochs
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import Sources
@@ -49,18 +48,11 @@ def print_start(
         reporter: It prints.
         saver: It describes the size of a checkpoint. None if nothing is saved.
     """
-    plan = job.plan
-    config = plan.config
+    config = job.plan.config
     rows = [
-        ("device", *describe_devices(mesh)),
-        ("model", f"{plan.parameters:,} parameters", "with the padded vocabulary"),
-        *describe_data(uses),
-        *describe_source(sources),
-        *describe_phases(plan),
-        *describe_loss(plan),
+        *_list_device_and_data(job.plan, mesh, sources, uses),
         *engine.describe_choices(),
-        *describe_hang_limits(config.parallel.hang_timeout),
-        ("index helpers", *describe_index_helpers()),
+        *_list_limits_and_helpers(config.parallel.hang_timeout),
         *reporter.describe_conventions(),
     ]
     if saver is not None:
@@ -78,7 +70,15 @@ def print_start(
         reporter.log(format_from_scratch_line())
     for note in sources.take_notes():
         reporter.log(note)
-    for warning in (*warn_of_many_epochs(uses), *warn_of_slow_precision(config, mesh)):
+    warnings = warn_of_many_epochs(uses)
+    # Most CPUs are faster in fp32.
+    for name in ("bf16", "fp16"):
+        if mesh.device.type == "cpu" and getattr(config.precision, name):
+            warnings.append(
+                f"no GPU was found, and --{name} computes on the CPU: most CPUs are faster with "
+                f"--no-{name}, in fp32"
+            )
+    for warning in warnings:
         reporter.log(f"warning: {warning}")
 
 
@@ -89,85 +89,42 @@ def get_device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def describe_devices(mesh: Mesh) -> tuple[str, str]:
-    """Return the second and third cell of the row "device" in the table at the start."""
+def _list_device_and_data(
+    plan: Plan, mesh: Mesh, sources: Sources, uses: Sequence[DatasetUse]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows about the ranks, the size of the model, the data and the loss."""
     grid = mesh.grid
-    if grid.world_size > 1:
-        layout = str(grid)
-    else:
-        layout = "one process"
+    layout = str(grid) if grid.world_size > 1 else "one process"
     if mesh.backend:
-        backend = f", {mesh.backend}"
-    else:
-        backend = ""
-    return f"{grid.world_size} x {get_device_name(mesh.device)}", f"{layout}{backend}"
-
-
-def warn_of_slow_precision(config: Config, mesh: Mesh) -> list[str]:
-    """Return a warning if a CPU computes in 16 bits. Most CPUs are faster in fp32."""
-    precision = config.precision
-    if mesh.device.type != "cpu" or not (precision.bf16 or precision.fp16):
-        return []
-    name = "bf16" if precision.bf16 else "fp16"
-    return [
-        f"no GPU was found, and --{name} computes on the CPU: most CPUs are faster with "
-        f"--no-{name}, in fp32"
-    ]
-
-
-def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:
-    """Return the row "training data" of the table at the start, or no row without such data."""
-    if not uses:
-        return []
-    epochs, _, tokens = describe_epochs(uses).partition(": ")
-    return [("training data", epochs, tokens)]
-
-
-def describe_source(sources: Sources) -> list[tuple[str, str, str]]:
-    """Return the row "training data" for data that describe themselves, or no row."""
+        layout += f", {mesh.backend}"
+    yield "device", f"{grid.world_size} x {get_device_name(mesh.device)}", layout
+    yield "model", f"{plan.parameters:,} parameters", "with the padded vocabulary"
+    if uses:
+        epochs, _, tokens = describe_epochs(uses).partition(": ")
+        yield "training data", epochs, tokens
     described = None if sources.train is None else sources.train.describe()
-    if described is None:
-        return []
-    return [("training data", *described)]
+    if described is not None:
+        yield "training data", *described
+    if plan.data_phases:
+        number = sum(planned.started for planned in plan.data_phases)
+        begin = ", ".join(str(planned.first_iteration) for planned in plan.data_phases)
+        phases = f"phase {number} of {len(plan.data_phases)}"
+        yield "data phases", phases, f"first iterations {begin}"
+    # Without masked tokens, the mean has no choice.
+    if (loss := plan.describe_loss_mean()) is not None:
+        yield "loss", f"mean {loss[0]}", loss[1]
 
 
-def describe_phases(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return the row "data phases" of the table at the start, or no row without phases."""
-    if not plan.data_phases:
-        return []
-    number = sum(planned.started for planned in plan.data_phases)
-    begin = ", ".join(str(planned.first_iteration) for planned in plan.data_phases)
-    return [
-        ("data phases", f"phase {number} of {len(plan.data_phases)}", f"first iterations {begin}")
-    ]
-
-
-def describe_loss(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return the row "loss" of the table at the start, or no row if no token can be masked."""
-    described = plan.describe_loss_mean()
-    if described is None:
-        return []
-    mean, why = described
-    return [("loss", f"mean {mean}", why)]
-
-
-def describe_index_helpers() -> tuple[str, str]:
-    """Return the second and third cell of the row "index helpers" in the table at the start."""
-    # The description has the form "name (reason)".
-    name, _, why = describe_implementation().partition(" (")
-    return name, why.removesuffix(")") or "built with this installation"
-
-
-def describe_hang_limits(hang_timeout: float | None) -> list[tuple[str, str, str]]:
-    """Return the row of the start table for --hang-timeout, if it is given."""
+def _list_limits_and_helpers(hang_timeout: float | None) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows about --hang-timeout and the helpers of the index."""
     # Without a limit there is nothing to explain.
-    if hang_timeout is None:
-        return []
-    return [
-        (
+    if hang_timeout is not None:
+        yield (
             "hang limit",
             f"{format_duration(hang_timeout)} for a step",
             f"{format_duration(LONG_FACTOR * hang_timeout)} for a save, a load, and the first step "
             "or evaluation",
         )
-    ]
+    # The description has the form "name (reason)".
+    name, _, why = describe_implementation().partition(" (")
+    yield "index helpers", name, why.removesuffix(")") or "built with this installation"

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
+from megatron.extras.planner.cost import memory_estimates
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.peak import find_peak
@@ -136,7 +137,7 @@ def estimate_layer_bytes(
     attention as well if there is no flash kernel.
     """
     kept = layout.recompute == "none" or working
-    whole = flops.estimate_layer_activation_bytes(
+    whole = memory_estimates.estimate_layer_activation_bytes(
         shape,
         layout.micro_batch,
         layout.tensor,
@@ -209,7 +210,7 @@ def _estimate_rank(
     rank: int,
 ) -> RankMemory:
     """Return the memory of pipeline rank `rank` with these parameters and stages."""
-    held = flops.estimate_parameter_memory_per_rank(
+    held = memory_estimates.estimate_parameter_memory_per_rank(
         parameters,
         half=software.half,
         data_parallel_size=layout.data * layout.context,
@@ -246,7 +247,7 @@ def _estimate_parts(
     shape: ModelShape,
     layout: RankLayout,
     software: Software,
-    held: flops.ParameterMemory,
+    held: memory_estimates.ParameterMemory,
     parameters: int,
     stages: Sequence[Stage],
     schedule: PipelineSchedule,
@@ -276,7 +277,7 @@ def _estimate_activations(
 ) -> tuple[float, float]:
     """Return the bytes of the microbatches in flight, and those of a layer being recomputed."""
     whole = estimate_layer_bytes(shape, layout, software)
-    kept_input = flops.estimate_layer_input_bytes(
+    kept_input = memory_estimates.estimate_layer_input_bytes(
         shape,
         layout.micro_batch,
         layout.tensor,
