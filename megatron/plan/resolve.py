@@ -113,7 +113,8 @@ def resolve(
     # A vocabulary size of 0 means that it could not be determined.
     tokens = padded = 0
     if vocab_size is None:
-        tokens, note = attempt(lambda: _find_vocab_size(settings), (0, None))
+        unknown: tuple[int, str | None] = (0, None)
+        tokens, note = attempt(lambda: _find_vocab_size(settings), unknown)
         findings += [warning(note)] if note else []
     else:
         tokens = vocab_size
