@@ -16,8 +16,8 @@ from megatron.extras.deepspeed.kind import DEEPSPEED
 from megatron.extras.float8.kind import FLOAT8
 from megatron.extras.trackers.trackers import check_trackers_are_installed
 from megatron.extras.verify.kept_report import check_report
-from megatron.rules.declared import NoEffect, OneOf, Requires
-from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS, PLAN_RULES
+from megatron.rules.declared import Forbids, OneOf
+from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS, PLAN_RULES, RESUME_RULES
 from megatron.run.parts import check_parts
 
 INTRODUCTION = """# Rules
@@ -36,6 +36,7 @@ errors of their own, which are not on this page. The same is true of files that 
 SECTIONS = {
     "Rules that need only the configuration": CONFIG_RULES,
     "Rules that need the number of ranks, or what follows from it": PLAN_RULES,
+    "Rules that need the checkpoint that a run continues": RESUME_RULES,
     "Rules of a run that starts": (*NEEDED_BY_RUNS, check_parts),
     "Rules of experiment trackers and of verification": (
         check_trackers_are_installed,
@@ -55,7 +56,7 @@ def build_page() -> str:
         for rule in rules:
             for level, message, about in list_messages(rule):
                 # A bare `|` would start a new column of the table.
-                cells = (level, f"`{message}`", about)
+                cells = (level, f"`{' '.join(message.split())}`", about)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -63,12 +64,10 @@ def build_page() -> str:
 def list_messages(rule: object) -> Iterator[tuple[str, str, str]]:
     """Yield level, message and description of each finding that a rule can have."""
     match rule:
-        case NoEffect():
+        case Forbids():
             for dotted in rule.fields:
-                yield "warning", f"{_show(dotted)} has no effect {rule.why}.", ""
-        case Requires():
-            for dotted in rule.fields:
-                yield "error", f"{_show(dotted)} needs {rule.what}.", ""
+                finding = rule.make(f"{_show(dotted)} {rule.why}.")
+                yield finding.level, finding.text, ""
         case OneOf():
             flags = " and ".join(map(_show, rule.fields))
             yield "error", f"{flags} exclude each other{rule.why}; give one of them.", ""
