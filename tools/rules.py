@@ -18,6 +18,7 @@ from megatron.extras.trackers.trackers import check_trackers_are_installed
 from megatron.extras.verify.kept_report import check_report
 from megatron.rules.declared import Forbids, OneOf
 from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS, PLAN_RULES, RESUME_RULES
+from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.run.parts import check_parts
 
 INTRODUCTION = """# Rules
@@ -37,7 +38,7 @@ SECTIONS = {
     "Rules that need only the configuration": CONFIG_RULES,
     "Rules that need the number of ranks, or what follows from it": PLAN_RULES,
     "Rules that need the checkpoint that a run continues": RESUME_RULES,
-    "Rules of a run that starts": (*NEEDED_BY_RUNS, check_parts),
+    "Rules of a run that starts": (check_tokenizer_files, *NEEDED_BY_RUNS, check_parts),
     "Rules of experiment trackers and of verification": (
         check_trackers_are_installed,
         check_report,
