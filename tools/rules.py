@@ -67,7 +67,8 @@ def list_messages(rule: object) -> Iterator[tuple[str, str, str]]:
     match rule:
         case Forbids():
             for dotted in rule.fields:
-                finding = rule.make(f"{_show(dotted)} {rule.why}.")
+                why = re.sub(r"\{(.+?)\}", lambda match: _show(match[1]), rule.why)
+                finding = rule.make(f"{_show(dotted)} {why}.")
                 yield finding.level, finding.text, ""
         case OneOf():
             flags = " and ".join(map(_show, rule.fields))

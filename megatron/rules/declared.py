@@ -1,5 +1,6 @@
 """Rules that are the same but for their fields and words."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,16 +21,20 @@ class Forbids:
     make: Callable[[str], Finding]
     """`error` or `warning`."""
     why: str
-    """Follows the flag and its value, as in "has no effect without --save"."""
+    """Follows the flag and its value, as in "has no effect without --save".
+
+    A dotted name in braces stands for the flag, the value and the origin of that field.
+    """
     fields: tuple[str, ...]
     """Dotted names."""
 
     def __call__(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
         """Yield a finding for each field that is given."""
         if self.when(settings.config):
+            why = re.sub(r"\{(.+?)\}", lambda match: settings.describe(match[1]), self.why)
             for dotted in self.fields:
                 if settings.is_changed(dotted):
-                    yield self.make(f"{settings.describe(dotted)} {self.why}.")
+                    yield self.make(f"{settings.describe(dotted)} {why}.")
 
 
 @dataclass(frozen=True)

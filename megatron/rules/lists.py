@@ -140,7 +140,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     float8.check_float8,
     # Warnings.
     training.warn_ramp_by_iterations,
-    training.warn_decay_by_tokens_wins,
+    no_effect(
+        "with {optimizer.lr_decay_tokens}, which ends the decay",
+        lambda config: config.optimizer.lr_decay_tokens is not None,
+        *("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"),
+    ),
     training.warn_warmup_tokens_with_curriculum,
     no_effect_unless("optimizer.lr_decay_style", ("WSD",), *_list_fields("optimizer.lr_wsd_decay")),
     no_effect_without("optimizer.decoupled_lr", "", "optimizer.decoupled_min_lr"),
@@ -159,7 +163,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: not config.precision.fp16 and config.logging.tensorboard_dir is not None,
         "logging.log_loss_scale_to_tensorboard",
     ),
-    numbers.warn_static_loss_scale_wins,
+    no_effect(
+        "with {precision.loss_scale}, which is static",
+        lambda config: config.precision.fp16 and config.precision.loss_scale is not None,
+        *_LOSS_SCALE[1:],
+    ),
     numbers.warn_loss_scale_rounds,
     no_effect(
         "without --fp16 or --bf16: everything is in fp32",
@@ -191,7 +199,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),
     ),
     no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
-    model.warn_size_of_missing_position_table,
+    no_effect(
+        "with {model.position_embedding_type}, which has no table of positions",
+        lambda config: config.model.position_embedding_type != "absolute",
+        "model.max_position_embeddings",
+    ),
     no_effect_unless(_SCALING, ("linear", "llama3", "yarn"), "model.rope_scaling_factor"),
     no_effect_unless(
         *(_SCALING, ("llama3",), "model.rope_low_freq_factor", "model.rope_high_freq_factor")

@@ -127,16 +127,6 @@ def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[Findi
         )
 
 
-def warn_size_of_missing_position_table(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about --max-position-embeddings in a model without a table of learned positions."""
-    positions = settings.config.model.position_embedding_type
-    if positions != "absolute" and settings.is_changed("model.max_position_embeddings"):
-        yield warning(
-            f"{settings.describe('model.max_position_embeddings')} has no effect with "
-            f"--position-embedding-type {positions}, which has no table of positions."
-        )
-
-
 def warn_of_shape(context: PlanContext) -> Iterator[Finding]:
     """Warn of shapes that can be trained but are likely slow or a mistake."""
     model = context.config.model
