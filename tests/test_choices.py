@@ -38,11 +38,12 @@ from megatron.model.shape import ModelShape
 from megatron.observe.log_line import LINE_FORMATS
 from megatron.parallel.mesh import TensorParallel
 from megatron.plan.resolve import resolve
+from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.files import find_tokenizer_files
-from megatron.tokenizer.vocabulary import count_token_ids, list_missing_files
+from megatron.tokenizer.vocabulary import count_token_ids
 
 
 def find_choices() -> dict[str, tuple[Any, ...]]:
@@ -204,8 +205,10 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     "tokenizer.tokenizer_type": [
         *(use_tokenizer(use) for use in (build_tokenizer, find_tokenizer_files, count_token_ids)),
         lambda value: TokenizerConfig(tokenizer_type=value).has_two_files,
-        lambda value: list_missing_files(
-            TokenizerConfig(tokenizer_type=value, tokenizer_name_or_path="/no/folder")
+        lambda value: list(
+            check_tokenizer_files(
+                TokenizerConfig(tokenizer_type=value, tokenizer_name_or_path="/no/folder")
+            )
         ),
     ],
     "parallel.zero_stage": [lambda value: STAGES[value]],

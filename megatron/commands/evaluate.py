@@ -17,7 +17,7 @@ Exit code 0 means success. Exit code 2 means that nothing was evaluated.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,7 @@ from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.parallel.mesh import Mesh
+from megatron.rules.finding import Finding, apply_rules, error, refuse_errors
 from megatron.tokenizer import Tokenizer
 
 
@@ -114,14 +115,10 @@ class Evaluation:
         return record
 
 
-def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
-    """Check the command line, and return the texts of the files.
-
-    Raises:
-        ConfigError: A value is out of range, there is nothing to evaluate, or a file is wrong.
-    """
+def check_arguments(arguments: EvaluateArguments) -> Iterator[Finding]:
+    """Check that there is something to evaluate, and that each value is in its range."""
     if not arguments.tasks and not arguments.text_files:
-        raise ConfigError("there is nothing to evaluate: give --text-files or --tasks")
+        yield error("there is nothing to evaluate: give --text-files or --tasks")
     for flag, value in (
         ("--batch-size", arguments.batch_size),
         ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size),
@@ -129,10 +126,32 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
         ("--limit", 1 if arguments.limit is None else arguments.limit),
     ):
         if value < 1:
-            raise ConfigError(f"{flag} {value} must be at least 1.")
+            yield error(f"{flag} {value} must be at least 1.")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
-        raise ConfigError(f"--num-fewshot {arguments.num_fewshot} must be at least 0.")
-    _check_outputs(arguments)
+        yield error(f"--num-fewshot {arguments.num_fewshot} must be at least 0.")
+
+
+def check_outputs(arguments: EvaluateArguments) -> Iterator[Finding]:
+    """Check what is drawn, and where the results go, before hours are spent on them."""
+    if arguments.by_position is not None and not arguments.text_files:
+        yield error("--by-position draws the loss of text files: give --text-files.")
+    if arguments.compare_with is not None and arguments.by_position is None:
+        yield error("--compare-with has an effect with --by-position only; give both.")
+    out = arguments.out
+    # The file is replaced, which would remove a device such as /dev/stdout.
+    if out is not None and ((out.exists() and not out.is_file()) or not out.parent.is_dir()):
+        yield error(f"--out {out} must be a file in a folder that exists.")
+    events = arguments.tensorboard_dir
+    if events is not None and events.exists() and not events.is_dir():
+        yield error(f"--tensorboard-dir {events} is not a folder.")
+
+
+def read_texts(arguments: EvaluateArguments) -> dict[Path, str]:
+    """Return the texts of the files.
+
+    Raises:
+        ConfigError: A file cannot be read, or is empty.
+    """
     texts = {}
     for path in arguments.text_files:
         try:
@@ -145,25 +164,6 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
         if not texts[path]:
             raise ConfigError(f"--text-files {path} is empty.")
     return texts
-
-
-def _check_outputs(arguments: EvaluateArguments) -> None:
-    """Check what is drawn, and where the results go, before hours are spent on them.
-
-    Raises:
-        ConfigError: A file could not be written there, or the picture would be empty.
-    """
-    if arguments.by_position is not None and not arguments.text_files:
-        raise ConfigError("--by-position draws the loss of text files: give --text-files.")
-    if arguments.compare_with is not None and arguments.by_position is None:
-        raise ConfigError("--compare-with has an effect with --by-position only; give both.")
-    out = arguments.out
-    # The file is replaced, which would remove a device such as /dev/stdout.
-    if out is not None and ((out.exists() and not out.is_file()) or not out.parent.is_dir()):
-        raise ConfigError(f"--out {out} must be a file in a folder that exists.")
-    events = arguments.tensorboard_dir
-    if events is not None and events.exists() and not events.is_dir():
-        raise ConfigError(f"--tensorboard-dir {events} is not a folder.")
 
 
 def evaluate(
@@ -295,7 +295,8 @@ def run(arguments: EvaluateArguments) -> None:
         MegatronError: An argument, the checkpoint or the tokenizer is at fault.
         OSError: A file of the results cannot be written.
     """
-    texts = check_arguments(arguments)
+    refuse_errors(apply_rules((check_arguments, check_outputs), arguments))
+    texts = read_texts(arguments)
     manager = None
     if arguments.tasks:
         # A wrong name of a task is found before the model is loaded.

@@ -25,8 +25,9 @@ import tyro
 from megatron.base.errors import OperationsError
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.extras.operations.monitor.alerts import Outlets, deliver
+from megatron.extras.operations.monitor.alerts import Outlets, check_outlets, deliver
 from megatron.extras.operations.monitor.disk_watch import check_disks, parse_watch
+from megatron.rules.finding import refuse_errors
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _watch(given: WatchdogArguments) -> int:
             "nothing to watch: give --watch PATH=90%, --watch PATH=2TB,500k-inodes, or --run with "
             "a --save folder"
         )
-    given.outlets.check()
+    refuse_errors(check_outlets(given.outlets))
     # NaN fails this comparison as well.
     if not given.days_left >= 0:
         raise OperationsError(f"--days-left {given.days_left:g} must be at least 0")

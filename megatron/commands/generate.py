@@ -12,7 +12,7 @@ can be loaded in each form.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,11 @@ from megatron.extras.generate.generation import (
 )
 from megatron.extras.generate.load import store_for_single_prompts
 from megatron.extras.generate.prompts import check_text, prepare_input, read_line, read_prompts
-from megatron.extras.generate.sampling import SamplingOptions
+from megatron.extras.generate.sampling import SamplingOptions, check_sampling
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
 from megatron.parallel.ranks import Work, build_ranks
+from megatron.rules.finding import Finding, error, refuse_errors
 
 _BETWEEN_TEXTS = "---"
 _ROUND_SECONDS = 0.2
@@ -71,26 +72,15 @@ class GenerateArguments(ModelArguments):
     """Print an object for each prompt, on one line: prompt, text, tokens, and reason of the end."""
 
 
-def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
-    """Check the command line, and return the part that describes the texts.
-
-    Raises:
-        ConfigError: A value is out of range, or flags exclude each other.
-    """
+def check_arguments(arguments: GenerateArguments) -> Iterator[Finding]:
+    """Check that there is one source of texts, and that each value is in its range."""
     sources = (arguments.prompt is not None, arguments.prompt_file is not None)
     if sum(sources) + arguments.interactive != 1:
-        raise ConfigError(
+        yield error(
             "no text to continue, or several sources of it: give one of --prompt, --prompt-file "
             "and --interactive"
         )
-    sampling = SamplingOptions(
-        arguments.temperature,
-        arguments.top_k,
-        arguments.top_p,
-        arguments.repetition_penalty,
-        arguments.seed,
-    )
-    sampling.check()
+    yield from check_sampling(choose_sampling(arguments))
     for flag, value, least in (
         ("--max-new-tokens", arguments.max_new_tokens, 0),
         ("--batch-size", arguments.batch_size, 1),
@@ -98,10 +88,20 @@ def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
         ("--pipeline-model-parallel-size", arguments.pipeline_model_parallel_size, 1),
     ):
         if value < least:
-            raise ConfigError(f"{flag} {value} must be at least {least}.")
+            yield error(f"{flag} {value} must be at least {least}.")
     if "" in arguments.stop:
-        raise ConfigError("--stop '' is empty; it would end each text before it starts")
-    return GenerationOptions(arguments.max_new_tokens, sampling, arguments.stop)
+        yield error("--stop '' is empty; it would end each text before it starts")
+
+
+def choose_sampling(arguments: GenerateArguments) -> SamplingOptions:
+    """Return the part of the command line that describes the sampling."""
+    return SamplingOptions(
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        arguments.repetition_penalty,
+        arguments.seed,
+    )
 
 
 class TextGenerator:
@@ -252,7 +252,9 @@ def run(arguments: GenerateArguments) -> None:
     Raises:
         MegatronError: An argument, the checkpoint or the tokenizer is at fault.
     """
-    options = check_arguments(arguments)
+    refuse_errors(check_arguments(arguments))
+    sampling = choose_sampling(arguments)
+    options = GenerationOptions(arguments.max_new_tokens, sampling, arguments.stop)
     with arguments.join_ranks() as mesh:
         # A file could differ between hosts, so rank 0 reads it for all.
         prompts = build_ranks(mesh).call_on_rank_0(

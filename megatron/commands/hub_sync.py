@@ -28,6 +28,7 @@ Hub.
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from megatron.extras.operations.hub.push import (
     hold_sync_lock,
 )
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
+from megatron.rules.finding import Finding, error, refuse_errors
 
 
 @dataclass(frozen=True)
@@ -182,20 +184,16 @@ def _alert(given: HubSync, main_log: Path, problem: str | None) -> None:
         warn(f"error: {trouble}")
 
 
-def check(given: HubSync) -> None:
-    """Check the values of the command line.
-
-    Raises:
-        ConfigError: A value is out of range, or there is nothing to sync.
-    """
+def check_arguments(given: HubSync) -> Iterator[Finding]:
+    """Check that there is something to sync, and that each value is in its range."""
     if not given.patterns and given.checkpoints is None:
-        raise ConfigError("nothing to sync; give --patterns, --checkpoints, or both")
+        yield error("nothing to sync; give --patterns, --checkpoints, or both")
     if given.every < 1:
-        raise ConfigError(f"--every {given.every} must be 1 or more")
+        yield error(f"--every {given.every} must be 1 or more")
     # A comparison with NaN is false, so NaN is refused as well.
     pauses_are_valid = given.watch is None or 0 < given.watch < math.inf
     if not (0 < given.timeout < math.inf and given.patience >= 0 and pauses_are_valid):
-        raise ConfigError(
+        yield error(
             "--timeout and --watch must be more than 0 seconds and finite, and --patience at least "
             f"0 seconds; given are --timeout {given.timeout:g}, --watch {given.watch} and "
             f"--patience {given.patience:g}"
@@ -206,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool and return the exit code."""
     given = parse_arguments(HubSync, args=argv, description=__doc__)
     try:
-        check(given)
+        refuse_errors(check_arguments(given))
     except ConfigError as error:
         warn(f"error: {error}")
         return 2

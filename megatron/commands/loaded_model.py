@@ -18,7 +18,9 @@ from megatron.extras.preprocess.flags import (
 )
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import build_ranks
-from megatron.run.start.resume import check_tokenizer
+from megatron.rules.contexts import TokenizerContext
+from megatron.rules.finding import refuse_errors
+from megatron.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
 from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
 
@@ -92,7 +94,7 @@ def load(arguments: ModelArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer,
     )
     tokenizer = build_tokenizer(tokenizer_config)
     # Other ids than those of the training would give a meaningless text without an error.
-    check_tokenizer(
-        replace(config, tokenizer=tokenizer_config), TrainState.from_json(checkpoint.state)
-    )
+    state = TrainState.from_json(checkpoint.state)
+    context = TokenizerContext(tokenizer_config, state.iteration, state.tokenizer)
+    refuse_errors(check_tokenizer(context))
     return model, tokenizer, iteration

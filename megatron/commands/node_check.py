@@ -18,7 +18,8 @@ from pathlib import Path
 from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
-from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport, write
+from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport, check_limits, write
+from megatron.rules.finding import refuse_errors
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__
     )
     try:
-        options.check()
+        refuse_errors(check_limits(options))
     except MegatronError as error:
         print_to_stderr(f"error: {error}")
         return 2

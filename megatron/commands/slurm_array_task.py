@@ -30,20 +30,22 @@ by Slurm. Exit code 2 means that a person is needed, and 3 a loop of crashes.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
 
-from megatron.base.errors import MegatronError, OperationsError
+from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_to_stderr
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.standard_streams import protect_standard_streams
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.extras.operations.slurm.array_task import run_array_task
-from megatron.extras.operations.slurm.node_report import NodeLimits
+from megatron.extras.operations.slurm.node_report import NodeLimits, check_limits
 from megatron.extras.operations.slurm.task import EXIT_CODES, ArrayTask
+from megatron.rules.finding import Finding, error, refuse_errors
 
 
 @dataclass(frozen=True)
@@ -72,22 +74,19 @@ class ArrayTaskArguments:
     srun: tuple[str, ...] = ()
     """More options of srun, as in --srun=--cpu-bind=none."""
 
-    def check(self) -> None:
-        """Check the values, before anything is recorded.
 
-        Raises:
-            OperationsError: With this value, the array would never start or its nodes never pass.
-        """
-        self.limits.check()
-        if self.max_failed_starts < 1:
-            raise OperationsError(f"--max-failed-starts {self.max_failed_starts} must be 1 or more")
-        if self.max_restarts < 0:
-            raise OperationsError(f"--max-restarts {self.max_restarts} must be 0 or more")
-        # NaN fails this comparison as well.
-        if not self.restart_hours > 0:
-            raise OperationsError(f"--restart-hours {self.restart_hours:g} must be above 0")
-        if self.train_nodes is not None and self.train_nodes < 1:
-            raise OperationsError(f"--train-nodes {self.train_nodes} must be 1 or more")
+def check_arguments(options: ArrayTaskArguments) -> Iterator[Finding]:
+    """Check that the array would start, and that its nodes can pass."""
+    yield from check_limits(options.limits)
+    if options.max_failed_starts < 1:
+        yield error(f"--max-failed-starts {options.max_failed_starts} must be 1 or more")
+    if options.max_restarts < 0:
+        yield error(f"--max-restarts {options.max_restarts} must be 0 or more")
+    # NaN fails this comparison as well.
+    if not options.restart_hours > 0:
+        yield error(f"--restart-hours {options.restart_hours:g} must be above 0")
+    if options.train_nodes is not None and options.train_nodes < 1:
+        yield error(f"--train-nodes {options.train_nodes} must be 1 or more")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     try:
-        options.check()
+        refuse_errors(check_arguments(options))
     except MegatronError as error:
         print_to_stderr(f"error: {error}")
         return 2

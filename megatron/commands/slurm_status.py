@@ -25,8 +25,9 @@ import tyro
 
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
-from megatron.extras.operations.monitor.alerts import Outlets, deliver
+from megatron.extras.operations.monitor.alerts import Outlets, check_outlets, deliver
 from megatron.extras.operations.monitor.status import StatusLimits, WatchedRun, check_run
+from megatron.rules.finding import refuse_errors
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report_status(given: SlurmStatusArguments) -> int:
-    given.outlets.check()
+    refuse_errors(check_outlets(given.outlets))
     found = check_run(
         WatchedRun(given.job_name, given.outlets.main_log, given.run, given.user, given.limits)
     )

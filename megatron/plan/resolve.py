@@ -20,6 +20,7 @@ from megatron.data.planned_phase import PlannedPhase
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
+from megatron.plan.curriculum import build_curriculum
 from megatron.plan.run_plan import Plan
 from megatron.plan.usable_values import replace_wrong_values
 from megatron.rules.contexts import PlanContext
@@ -34,7 +35,7 @@ from megatron.schedule.batch_size import (
     parse_step_schedule,
 )
 from megatron.schedule.clock import parse_duration
-from megatron.schedule.curriculum import FOREVER, Curriculum
+from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.position import Progress, Steps
 from megatron.schedule.skip import SkipRange, parse_ranges
@@ -113,7 +114,8 @@ def resolve(
     # A vocabulary size of 0 means that it could not be determined.
     tokens = padded = 0
     if vocab_size is None:
-        tokens, note = attempt(lambda: _find_vocab_size(settings), (0, None))
+        unknown: tuple[int, str | None] = (0, None)
+        tokens, note = attempt(lambda: _find_vocab_size(settings), unknown)
         findings += [warning(note)] if note else []
     else:
         tokens = vocab_size
@@ -306,50 +308,6 @@ def _find_constant_size(settings: ConfigWithOrigin, data_parallel_size: int) -> 
             "contradicts it; leave one of them out."
         )
     return batch.global_batch_size
-
-
-def build_curriculum(config: Config) -> Curriculum | None:
-    """Build the curriculum that the flags describe.
-
-    Returns:
-        The curriculum, or None if the flags describe none or only a part of one. `megatron.rules`
-        reports the latter.
-
-    Raises:
-        ConfigError: The numbers do not give a valid schedule.
-    """
-    settings = config.curriculum
-    style = settings.curriculum_schedule_type
-    if settings.curriculum_max_difficulty is None:
-        longest = config.model.seq_length
-    else:
-        longest = settings.curriculum_max_difficulty
-    # This style lists its lengths. The others compute them from minimum, maximum and steps.
-    if style == "fixed_discrete" and settings.curriculum_difficulties:
-        lengths = settings.curriculum_difficulties
-        return Curriculum(
-            style,
-            min(lengths),
-            max(lengths),
-            difficulties=lengths,
-            max_steps=settings.curriculum_max_steps,
-        )
-    if (
-        style in (None, "fixed_discrete")
-        or settings.curriculum_min_difficulty is None
-        or settings.curriculum_total_step is None
-    ):
-        return None
-    if style == "fixed_root" and settings.curriculum_root_degree is None:
-        return None
-    return Curriculum(
-        style,
-        settings.curriculum_min_difficulty,
-        longest,
-        total_curriculum_step=settings.curriculum_total_step,
-        difficulty_step=settings.curriculum_difficulty_step,
-        root_degree=settings.curriculum_root_degree,
-    )
 
 
 def _parse_train_time(config: Config) -> float | None:

@@ -1,10 +1,15 @@
 """What rules know besides the configuration."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.data import TokenizerConfig
+from megatron.config.tree import Config
 from megatron.plan.run_plan import Plan
+from megatron.schedule.lr import LRSchedule
 from megatron.schedule.position import Progress
+from megatron.schedule.skip import SkipRange
 
 
 @dataclass(frozen=True)
@@ -30,3 +35,30 @@ class PlanContext(ConfigWithOrigin):
     def iterations_ahead(self) -> range:
         """The iterations still to come, if samples or iterations end the run."""
         return range(self.start.iteration + 1, self.plan.train_iters + 1)
+
+
+@dataclass(frozen=True)
+class TokenizerContext:
+    """A tokenizer, and the files of the tokenizer that a checkpoint was trained with."""
+
+    tokenizer: TokenizerConfig
+    iteration: int
+    """Iteration of the checkpoint."""
+    saved_digests: Mapping[str, str]
+    """Role of a file -> digest of its content in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class ResumeContext(TokenizerContext):
+    """A run, and the checkpoint that it continues."""
+
+    given: Config
+    """The configuration of the command line."""
+    plan: Plan
+    """The plan of the run. Its learning rate and its skipped ranges are those of `given`."""
+    saved: Config
+    """The configuration of the checkpoint."""
+    has_states: bool
+    """Whether the checkpoint has the states of an optimizer."""
+    saved_schedule: LRSchedule | None
+    saved_ranges: tuple[SkipRange, ...]

@@ -13,17 +13,6 @@ from megatron.rules.finding import Finding, error, warning
 DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 """Fields that need the id of the end-of-document token."""
 
-_STREAM_FLAGS = (
-    "datasets",
-    "weights",
-    "bos_token",
-    "eos_token",
-    "strip_tokens",
-    "max_document_tokens",
-    "max_ngram_repetition",
-    "drop_duplicates",
-)
-
 
 def check_split_weights(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that --split consists of one to three weights, not negative and not all 0.
@@ -112,17 +101,9 @@ def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[F
 
 
 def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that flags for streamed data have --dataset-format, and that it has one folder."""
+    """Check that streamed data have one folder, and no flags of other data."""
     data = settings.config.data
     if data.dataset_format is None:
-        for name in _STREAM_FLAGS:
-            value = settings[f"data.{name}"]
-            # 0 is a token id, so `value` alone would be wrong.
-            if value is not None and value is not False:
-                yield error(
-                    f"{settings.describe(f'data.{name}')} needs --dataset-format parquet, arrow or "
-                    "jsonl."
-                )
         return
     if not data.mock_data and len(data.data_path) != 1:
         yield error(

@@ -1,5 +1,6 @@
 """Rules that are the same but for their fields and words."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,41 +13,28 @@ Condition = Callable[[Config], bool]
 
 
 @dataclass(frozen=True)
-class NoEffect:
-    """Warns about fields that are given although they have no effect."""
+class Forbids:
+    """Reports each of several fields that is given although a condition forbids it."""
 
-    why: str
-    """Follows "has no effect", as in "without --save"."""
     when: Condition
-    """Whether the fields have no effect in a configuration."""
+    """Whether the fields must not be given."""
+    make: Callable[[str], Finding]
+    """`error` or `warning`."""
+    why: str
+    """Follows the flag and its value, as in "has no effect without --save".
+
+    A dotted name in braces stands for the flag, the value and the origin of that field.
+    """
     fields: tuple[str, ...]
     """Dotted names."""
 
     def __call__(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
-        """Yield a message for each field that is given."""
+        """Yield a finding for each field that is given."""
         if self.when(settings.config):
+            why = re.sub(r"\{(.+?)\}", lambda match: settings.describe(match[1]), self.why)
             for dotted in self.fields:
                 if settings.is_changed(dotted):
-                    yield warning(f"{settings.describe(dotted)} has no effect {self.why}.")
-
-
-@dataclass(frozen=True)
-class Requires:
-    """Checks that fields are given only together with what they need."""
-
-    what: str
-    """Follows "needs", as in "--save: without it nothing would be saved"."""
-    given: Condition
-    """Whether a configuration has what the fields need."""
-    fields: tuple[str, ...]
-    """Dotted names."""
-
-    def __call__(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
-        """Yield a message for each field that is given without it."""
-        if not self.given(settings.config):
-            for dotted in self.fields:
-                if settings.is_changed(dotted):
-                    yield error(f"{settings.describe(dotted)} needs {self.what}.")
+                    yield self.make(f"{settings.describe(dotted)} {why}.")
 
 
 @dataclass(frozen=True)
@@ -67,18 +55,34 @@ class OneOf:
             )
 
 
-def needs(dotted: str, why: str, *fields: str) -> Requires:
+def needs(dotted: str, why: str, *fields: str) -> Forbids:
     """Return the rule that fields need another one, with a reason that follows its flag."""
-    return Requires(all_fields()[dotted].flag + why, lambda config: _is_set(config, dotted), fields)
+    text = f"needs {all_fields()[dotted].flag}{why}"
+    return Forbids(lambda config: not _is_set(config, dotted), error, text, fields)
 
 
-def no_effect_without(dotted: str, why: str, *fields: str) -> NoEffect:
+def no_effect(why: str, when: Condition, *fields: str) -> Forbids:
+    """Return the warning that fields have no effect under a condition."""
+    return Forbids(when, warning, f"has no effect {why}", fields)
+
+
+def no_effect_without(dotted: str, why: str, *fields: str) -> Forbids:
     """Return the warning that fields have no effect without another one. See `needs`."""
     flag = all_fields()[dotted].flag
-    return NoEffect(f"without {flag}{why}", lambda config: not _is_set(config, dotted), fields)
+    return no_effect(f"without {flag}{why}", lambda config: not _is_set(config, dotted), *fields)
+
+
+def no_effect_unless(dotted: str, values: tuple[str, ...], *fields: str) -> Forbids:
+    """Return the warning that fields have no effect unless another one has one of some values."""
+    why = f"without {all_fields()[dotted].flag} {' or '.join(values)}"
+    return no_effect(why, lambda config: _get_value(config, dotted) not in values, *fields)
 
 
 def _is_set(config: Config, dotted: str) -> bool:
-    value = ConfigWithOrigin(config, {})[dotted]
+    value = _get_value(config, dotted)
     # 0 is a value.
     return value is not None and value is not False and value != ()
+
+
+def _get_value(config: Config, dotted: str) -> object:
+    return ConfigWithOrigin(config, {})[dotted]

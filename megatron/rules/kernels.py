@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.model import ModelConfig
+from megatron.model.shape import ModelShape
 from megatron.rules.finding import Finding, error, warning
 
 _VARLEN_HEAD_MULTIPLE = 8
@@ -67,8 +67,11 @@ def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{flag} cannot be combined with {settings.describe('model.attention_dropout')}: its "
             f"kernel has no dropout. Give --attention-dropout 0, or leave out {flag}."
         )
-    width = _compute_head_width(model)
-    if width is not None and (width % _VARLEN_HEAD_MULTIPLE or width > _VARLEN_LARGEST_HEAD):
+    # `check_ranges` reports this value. Below it would be a division by zero.
+    if model.num_attention_heads < 1:
+        return
+    width = ModelShape(model, 0, 0).head_dim
+    if width % _VARLEN_HEAD_MULTIPLE or width > _VARLEN_LARGEST_HEAD:
         yield error(
             f"{flag}: the width of a head is {width}, but its kernel needs a multiple of "
             f"{_VARLEN_HEAD_MULTIPLE} that is at most {_VARLEN_LARGEST_HEAD}. Set it with "
@@ -108,13 +111,3 @@ def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[Findi
             f"projection to queries, keys and values with {asked}: it is put together from two "
             "weights, because ranks share groups."
         )
-
-
-def _compute_head_width(model: ModelConfig) -> int | None:
-    """Return the width of a head, or None if the sizes are out of range."""
-    if model.kv_channels is not None:
-        return model.kv_channels
-    # `check_ranges` reports these values.
-    if model.num_attention_heads < 1:
-        return None
-    return model.hidden_size // model.num_attention_heads

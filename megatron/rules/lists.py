@@ -23,14 +23,23 @@ from megatron.rules import (
     numbers,
     outputs,
     ranges,
+    resume,
     spike_guard,
     training,
 )
-from megatron.rules.contexts import PlanContext
-from megatron.rules.declared import NoEffect, OneOf, Requires, needs, no_effect_without
-from megatron.rules.finding import Rule
+from megatron.rules.contexts import PlanContext, ResumeContext
+from megatron.rules.declared import (
+    Forbids,
+    OneOf,
+    needs,
+    no_effect,
+    no_effect_unless,
+    no_effect_without,
+)
+from megatron.rules.finding import Rule, error
 
 _SAVE = "checkpoint.save"
+_SCALING = "model.rope_scaling"
 _KEEP_LATEST = "checkpoint.keep_latest_checkpoints"
 _DEEPSPEED_OPTIMIZERS = ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer")
 _LOSS_SCALE = (
@@ -78,6 +87,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     data.check_data_path_has_pairs,
     data.check_one_description_of_data,
     data.check_phases_are_the_training_data,
+    needs(
+        *("data.dataset_format", " parquet, arrow or jsonl", "data.datasets", "data.weights"),
+        *("data.bos_token", "data.eos_token", "data.strip_tokens", "data.max_document_tokens"),
+        *("data.max_ngram_repetition", "data.drop_duplicates"),
+    ),
     data.check_streamed_data,
     needs(_SAVE, ": the ids of the tracker's runs are stored there", "logging.tracker"),
     # --save-interval is not in this list. Published scripts that measure speed have it without
@@ -95,9 +109,10 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     needs("batch.eval_tasks", ", the names of the tasks", *_list_fields("batch.eval_tasks_")),
     # --eval-only evaluates the tasks once.
-    Requires(
-        "--eval-tasks-interval, the iterations between two evaluations",
-        lambda config: config.batch.eval_tasks_interval is not None or config.batch.eval_only,
+    Forbids(
+        lambda config: config.batch.eval_tasks_interval is None and not config.batch.eval_only,
+        error,
+        "needs --eval-tasks-interval, the iterations between two evaluations",
         ("batch.eval_tasks",),
     ),
     OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
@@ -125,86 +140,88 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     float8.check_float8,
     # Warnings.
     training.warn_ramp_by_iterations,
-    training.warn_decay_by_tokens_wins,
-    training.warn_warmup_tokens_with_curriculum,
-    NoEffect(
-        "without --lr-decay-style WSD",
-        lambda config: config.optimizer.lr_decay_style != "WSD",
-        tuple(f"optimizer.lr_wsd_decay_{it}" for it in ("iters", "samples", "fraction", "style")),
+    no_effect(
+        "with {optimizer.lr_decay_tokens}, which ends the decay",
+        lambda config: config.optimizer.lr_decay_tokens is not None,
+        *("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"),
     ),
+    training.warn_warmup_tokens_with_curriculum,
+    no_effect_unless("optimizer.lr_decay_style", ("WSD",), *_list_fields("optimizer.lr_wsd_decay")),
     no_effect_without("optimizer.decoupled_lr", "", "optimizer.decoupled_min_lr"),
-    NoEffect(
+    no_effect(
         "without a warm-up: give --lr-warmup-samples, -iters, -tokens or -fraction",
         training.has_no_warmup,
-        ("optimizer.lr_warmup_init", "optimizer.lr_warmup_style", "optimizer.lr_decay_from_start"),
+        *("optimizer.lr_warmup_init", "optimizer.lr_warmup_style", "optimizer.lr_decay_from_start"),
     ),
     training.warn_decay_of_missing_warmup,
-    NoEffect(
-        "without --optimizer ademamix",
-        lambda config: config.optimizer.optimizer != "ademamix",
-        _list_fields("optimizer.ademamix_"),
-    ),
-    NoEffect(
-        "without --optimizer muon",
-        lambda config: config.optimizer.optimizer != "muon",
-        _list_fields("optimizer.muon_"),
-    ),
+    no_effect_unless("optimizer.optimizer", ("ademamix",), *_list_fields("optimizer.ademamix_")),
+    no_effect_unless("optimizer.optimizer", ("muon",), *_list_fields("optimizer.muon_")),
     no_effect_without("precision.fp16", "", *_LOSS_SCALE),
     # Without a folder, another rule reports this flag.
-    NoEffect(
+    no_effect(
         "without --fp16",
         lambda config: not config.precision.fp16 and config.logging.tensorboard_dir is not None,
-        ("logging.log_loss_scale_to_tensorboard",),
+        "logging.log_loss_scale_to_tensorboard",
     ),
-    numbers.warn_static_loss_scale_wins,
+    no_effect(
+        "with {precision.loss_scale}, which is static",
+        lambda config: config.precision.fp16 and config.precision.loss_scale is not None,
+        *_LOSS_SCALE[1:],
+    ),
     numbers.warn_loss_scale_rounds,
-    NoEffect(
+    no_effect(
         "without --fp16 or --bf16: everything is in fp32",
         lambda config: not (config.precision.fp16 or config.precision.bf16),
-        ("precision.fp32_residual_connection",),
+        "precision.fp32_residual_connection",
     ),
-    NoEffect(
+    no_effect(
         "with --position-embedding-type alibi, whose bias depends on distances only",
         lambda config: config.model.position_embedding_type == "alibi",
-        ("data.reset_position_ids",),
+        "data.reset_position_ids",
     ),
-    NoEffect(
+    no_effect(
         "with --mock-data, which trains on synthetic tokens",
         lambda config: config.data.mock_data,
-        (
-            *("data.data_path", "data.data_phases"),
-            *("data.train_weighted_split_paths", "data.train_weighted_split_paths_path"),
-        ),
+        *("data.data_path", "data.data_phases"),
+        *_list_fields("data.train_weighted_split_paths"),
     ),
     no_effect_without("parallel.deepspeed", "", "parallel.deepspeed_config"),
-    NoEffect(
+    no_effect(
         "without --context-parallel-size",
         lambda config: config.parallel.context_parallel_size == 1,
-        ("parallel.cp_comm_type",),
+        "parallel.cp_comm_type",
     ),
     no_effect_without(_SAVE, ": nothing is saved", *_list_fields("checkpoint.save_interval")),
     outputs.warn_incomplete_saves,
     no_effect_without("logging.tensorboard_dir", "", *_list_fields("tensorboard")),
-    NoEffect(
-        "without --position-embedding-type rotary",
-        lambda config: config.model.position_embedding_type != "rotary",
-        (
-            *("model.rotary_percent", "model.rotary_base", "model.rope_scaling"),
-            *("model.no_rope_layers", "kernels.rope_fusion"),
-        ),
+    no_effect_unless(
+        *("model.position_embedding_type", ("rotary",), "model.rotary_percent"),
+        *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),
     ),
     no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
-    model.warn_size_of_missing_position_table,
-    model.warn_rope_settings_without_scaling,
-    NoEffect(
+    no_effect(
+        "with {model.position_embedding_type}, which has no table of positions",
+        lambda config: config.model.position_embedding_type != "absolute",
+        "model.max_position_embeddings",
+    ),
+    no_effect_unless(_SCALING, ("linear", "llama3", "yarn"), "model.rope_scaling_factor"),
+    no_effect_unless(
+        *(_SCALING, ("llama3",), "model.rope_low_freq_factor", "model.rope_high_freq_factor")
+    ),
+    no_effect_unless(_SCALING, ("llama3", "yarn"), "model.rope_original_length"),
+    no_effect_unless(
+        *(_SCALING, ("yarn",), "model.rope_beta_fast", "model.rope_beta_slow"),
+        *("model.rope_truncate", "model.rope_attention_factor"),
+    ),
+    no_effect(
         "without --no-add-bias-linear: all linear layers have biases",
         lambda config: config.model.add_bias_linear,
-        ("model.add_qkv_bias", "model.add_attention_bias", "model.add_mlp_bias"),
+        *("model.add_qkv_bias", "model.add_attention_bias", "model.add_mlp_bias"),
     ),
-    NoEffect(
+    no_effect(
         "with --normalization RMSNorm, which has no biases",
         lambda config: config.model.normalization == "RMSNorm" and not config.model.embed_layernorm,
-        ("model.norm_bias",),
+        "model.norm_bias",
     ),
     no_effect_without(
         "model.sliding_window", ": all layers have full attention", "model.full_attention_layers"
@@ -215,27 +232,27 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("recompute.partition_activations", "recompute.checkpoint_in_cpu"),
     ),
     # With --sequence-parallel the inputs of layers are already sharded over the tensor ranks.
-    NoEffect(
+    no_effect(
         "with --sequence-parallel, which already shards the kept inputs",
         lambda config: config.parallel.sequence_parallel,
-        ("recompute.partition_activations",),
+        "recompute.partition_activations",
     ),
     # With a fraction below 1 some layers are not recomputed completely, and the flag still applies
     # to them.
-    NoEffect(
+    no_effect(
         "with --checkpoint-activations, which recomputes entire layers; with --checkpoint-fraction "
         "it applies to the other layers",
         lambda config: (
             config.recompute.checkpoint_activations
             and config.recompute.checkpoint_fraction.strip() == "1"
         ),
-        ("recompute.recompute_attention_core",),
+        "recompute.recompute_attention_core",
     ),
     no_effect_without("logging.memory_snapshot", "", "logging.memory_snapshot_iterations"),
-    NoEffect(
+    no_effect(
         "without --profile-iterations or --memory-snapshot",
         lambda config: find_requesting_field(config) is None,
-        ("logging.profile_ranks", "logging.profile_dir"),
+        *("logging.profile_ranks", "logging.profile_dir"),
     ),
     no_effect_without(
         *("precision.fp8_format", "", "precision.fp8_recipe", "precision.fp8_start_iteration"),
@@ -272,6 +289,18 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     data.warn_of_files,
 )
 """Rules that need the number of ranks, or what follows from it."""
+
+RESUME_RULES: tuple[Rule[ResumeContext], ...] = (
+    resume.check_optimizer,
+    resume.check_curriculum,
+    resume.check_schedule,
+    resume.warn_of_skip_ranges,
+    resume.warn_of_trained_range,
+    resume.check_tokenizer,
+    resume.warn_of_changes,
+    resume.warn_of_new_states,
+)
+"""Rules that need the checkpoint that a run continues."""
 
 NEEDED_BY_RUNS: tuple[Rule[ConfigWithOrigin], ...] = (data.check_data_is_given,)
 """Rules for a run that is about to start. A plan may be made before there is data."""

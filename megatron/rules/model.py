@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
+from megatron.model.shape import ModelShape
 from megatron.rules.contexts import PlanContext
 from megatron.rules.finding import Finding, error, warning
 
@@ -56,10 +57,7 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[Finding]:
         or not 0 < model.rotary_percent <= 1
     ):
         return
-    if model.kv_channels is not None:
-        head = model.kv_channels
-    else:
-        head = model.hidden_size // model.num_attention_heads
+    head = ModelShape(model, 0, 0).head_dim
     rotated = int(head * model.rotary_percent)
     if rotated < 2 or rotated % 2:
         yield error(
@@ -127,37 +125,6 @@ def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[Findi
             f"{settings.describe('model.max_position_embeddings')} must be at least "
             f"{settings.describe('model.seq_length')}: each token of a sample needs a position."
         )
-
-
-def warn_size_of_missing_position_table(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about --max-position-embeddings in a model without a table of learned positions."""
-    positions = settings.config.model.position_embedding_type
-    if positions != "absolute" and settings.is_changed("model.max_position_embeddings"):
-        yield warning(
-            f"{settings.describe('model.max_position_embeddings')} has no effect with "
-            f"--position-embedding-type {positions}, which has no table of positions."
-        )
-
-
-def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about settings of the scaling of rotary frequencies that this scaling does not use."""
-    scaling = settings.config.model.rope_scaling
-    used = {
-        "model.rope_scaling_factor": ("linear", "llama3", "yarn"),
-        "model.rope_low_freq_factor": ("llama3",),
-        "model.rope_high_freq_factor": ("llama3",),
-        "model.rope_original_length": ("llama3", "yarn"),
-        "model.rope_beta_fast": ("yarn",),
-        "model.rope_beta_slow": ("yarn",),
-        "model.rope_truncate": ("yarn",),
-        "model.rope_attention_factor": ("yarn",),
-    }
-    for dotted, scalings in used.items():
-        if settings.is_changed(dotted) and scaling not in scalings:
-            yield warning(
-                f"{settings.describe(dotted)} has no effect without --rope-scaling "
-                f"{' or '.join(scalings)}."
-            )
 
 
 def warn_of_shape(context: PlanContext) -> Iterator[Finding]:

@@ -50,19 +50,6 @@ def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[Finding]:
             )
 
 
-def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about settings of the dynamic loss scale together with a static one."""
-    precision = settings.config.precision
-    if precision.fp16 and precision.loss_scale is not None:
-        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            if settings.is_changed(f"precision.{name}"):
-                static = settings.describe("precision.loss_scale")
-                yield warning(
-                    f"{settings.describe(f'precision.{name}')} has no effect with {static}, "
-                    "which is static."
-                )
-
-
 def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Warn about a loss scale that is not a power of two.
 

@@ -140,16 +140,6 @@ def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-def warn_decay_by_tokens_wins(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn if a decay in samples or iterations is given together with one in tokens."""
-    for dotted in ("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"):
-        if settings.config.optimizer.lr_decay_tokens is not None and settings[dotted] is not None:
-            yield warning(
-                f"{settings.describe(dotted)} has no effect with "
-                f"{settings.describe('optimizer.lr_decay_tokens')}, which ends the decay."
-            )
-
-
 def warn_warmup_tokens_with_curriculum(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Warn if a warm-up in tokens is converted to samples although sequences start short."""
     curriculum = settings.config.curriculum.curriculum_schedule_type

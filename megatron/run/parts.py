@@ -291,16 +291,12 @@ def check_parts(context: PartsContext) -> Iterator[Finding]:
     config = context.config
     parts = context.parts
     logging = config.logging
+    exports = config.checkpoint.hf_export_interval
     interval = config.parallel.straggler_interval
     # Ranks are compared by default. Without the package, only another value is refused.
     compares = interval not in (0, type(config.parallel).straggler_interval)
     needed = [
-        (
-            config.checkpoint.hf_export_interval,
-            parts.build_exporter,
-            "hf-export-interval",
-            "convert",
-        ),
+        (exports, parts.build_exporter, "hf-export-interval", "convert"),
         (config.parallel.deepspeed, parts.engine, "deepspeed", "deepspeed"),
         *(
             (True, parts.engine, flag.removeprefix("--"), "kernels")

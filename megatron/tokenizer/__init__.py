@@ -23,7 +23,6 @@ from megatron.tokenizer.vocabulary import (
     compute_padded_vocab_size,
     fetch_missing_tokenizer,
     find_vocab_size,
-    list_missing_files,
 )
 
 __all__ = [
@@ -39,6 +38,5 @@ __all__ = [
     "fetch_missing_tokenizer",
     "find_tokenizer_files",
     "find_vocab_size",
-    "list_missing_files",
     "list_special_token_ids",
 ]

@@ -7,7 +7,6 @@ Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3
 """
 
 import math
-import os
 import re
 from pathlib import Path
 from typing import assert_never
@@ -95,43 +94,7 @@ def compute_padded_vocab_size(
     return pad_to
 
 
-def list_missing_files(config: TokenizerConfig) -> list[str]:
-    """Return an error for each file that a run needs and that is not on this machine.
-
-    A run must not guess the size of its vocabulary. Only a plan may guess it (`find_vocab_size`).
-    """
-    stated = config.vocab_size is not None
-    without = "or leave it out and give --vocab-size N, if no tokenizer is needed"
-    if config.has_two_files:
-        given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
-        absent = [
-            f"{flag} {name} does not exist. Correct the path, {without}."
-            for flag, name in given.items()
-            if name is not None and not os.path.isfile(name)
-        ]
-        if config.vocab_file is None and not stated:
-            absent.append(
-                "the size of the vocabulary is unknown: give --vocab-file and --merge-file, "
-                "--tokenizer-type with --tokenizer-name-or-path, or --vocab-size N."
-            )
-        return absent
-    name = config.tokenizer_name_or_path
-    if find_tokenizer_folder(name) is not None:
-        return []
-    # A name may be on the Hugging Face Hub. If the size is given, no text is tokenized, and the
-    # name alone is enough.
-    if stated and (name is None or not name.startswith((".", "/", "~"))):
-        return []
-    if name is None:
-        return [_describe_lack(config)]
-    shown = {
-        "PretrainedFromHF": "--tokenizer-name-or-path",
-        "SentencePieceTokenizer": "the file --tokenizer-model",
-    }[config.tokenizer_type]
-    return [f"{shown} {name} does not exist on this machine. Correct the path, {without}."]
-
-
-def _describe_lack(config: TokenizerConfig) -> str:
+def describe_lack(config: TokenizerConfig) -> str:
     """Return the error for a type without the path of its files."""
     return (
         f"--tokenizer-type {config.tokenizer_type} needs {_NEEDED_FLAGS[config.tokenizer_type]}, "
@@ -163,7 +126,7 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
 
     Only local files are opened. The first of these that is known is used: --vocab-size, the
     tokenizer's files, --pad-vocab-size-to as an upper bound, the published size. The size is 1 if
-    it is not known. A run is then refused (`list_missing_files`).
+    it is not known. A run is then refused (`check_tokenizer_files`).
 
     Raises:
         ConfigError: No tokenizer is named, or files that exist cannot be read.
@@ -192,7 +155,7 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
             "which is an upper bound."
         )
     if config.tokenizer_name_or_path is None:
-        raise ConfigError(_describe_lack(config))
+        raise ConfigError(describe_lack(config))
     absent = f"the tokenizer {config.tokenizer_name_or_path} is not on this machine"
     published = _find_published_size(config.tokenizer_name_or_path)
     if published is not None:

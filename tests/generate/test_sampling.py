@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from megatron.base.errors import ConfigError
-from megatron.extras.generate.sampling import Sampler, SamplingOptions, filter_logits
+from megatron.extras.generate.sampling import (
+    Sampler,
+    SamplingOptions,
+    check_sampling,
+    filter_logits,
+)
+from megatron.rules.finding import refuse_errors
 
 VOCAB = 50
 LOGITS = 3 * torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(4))
@@ -105,7 +111,7 @@ def test_draws_follow_the_distribution() -> None:
 )
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any], phrase: str) -> None:
     with pytest.raises(ConfigError, match=phrase):
-        SamplingOptions(**changes).check()
+        refuse_errors(check_sampling(SamplingOptions(**changes)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

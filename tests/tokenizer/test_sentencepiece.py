@@ -25,13 +25,13 @@ from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.extras.generate.text import IncrementalText
 from megatron.extras.preprocess.encoders import AWKWARD
 from megatron.extras.translators.translator import load_config
+from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.tokenizer import (
     SentencePieceTokenizer,
     build_tokenizer,
     compute_padded_vocab_size,
     compute_tokenizer_digests,
     find_vocab_size,
-    list_missing_files,
     list_special_token_ids,
 )
 
@@ -218,7 +218,10 @@ def test_errors_name_the_flag(folder: Path, tmp_path: Path, monkeypatch: Any) ->
     for config, message in cases:
         with pytest.raises(ConfigError, match=message):
             build_tokenizer(config)
-    assert "does not exist" in list_missing_files(make_config(tmp_path / "nowhere.model"))[0]
+    assert (
+        "does not exist"
+        in next(check_tokenizer_files(make_config(tmp_path / "nowhere.model"))).text
+    )
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:

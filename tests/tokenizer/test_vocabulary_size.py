@@ -10,10 +10,10 @@ from tiny_corpus import GPT2, VOCAB
 
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
+from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.tokenizer import (
     compute_padded_vocab_size,
     find_vocab_size,
-    list_missing_files,
 )
 
 
@@ -124,16 +124,16 @@ def test_size_for_planning_of_a_published_tokenizer(name: str, size: int | None)
     expected = f"assuming its published vocabulary of {size}" if size else "its size is not known"
     assert expected in (warning or "")
     # A run needs the files, whatever the size.
-    (error,) = list_missing_files(hf(name))
-    assert f"--tokenizer-name-or-path {name} does not exist" in error
+    (error,) = check_tokenizer_files(hf(name))
+    assert f"--tokenizer-name-or-path {name} does not exist" in error.text
 
 
 def test_missing_file_of_sentencepiece_names_its_own_flag() -> None:
     absent = TokenizerConfig(
         tokenizer_type="SentencePieceTokenizer", tokenizer_name_or_path="a/tokenizer.model"
     )
-    (error,) = list_missing_files(absent)
-    assert "the file --tokenizer-model a/tokenizer.model does not exist" in error
+    (error,) = check_tokenizer_files(absent)
+    assert "the file --tokenizer-model a/tokenizer.model does not exist" in error.text
 
 
 def test_a_wrong_size_for_planning_is_an_error() -> None:

@@ -24,7 +24,7 @@ def watch_start(argv: list[str]) -> list[str]:
     """Train, and return which steps of the start this rank has made itself."""
     import megatron.run.start.job as job_module
 
-    names = ["find_start", "take_start", "resolve_job", "check_tokenizer"]
+    names = ["find_start", "take_start", "resolve_job", "compare_with_checkpoint"]
     made: list[str] = []
 
     def record(name):
@@ -68,7 +68,12 @@ def test_only_rank_0_looks_for_the_checkpoint_and_resolves(run: Runner, pool: Pr
     run("--exit-interval 4", ranks=2)
     outcomes = pool.run(2, watch_start, run.argv("--exit-interval 6"))
     assert "loaded checkpoint" in succeed(outcomes)
-    assert outcomes[0].value == ["find_start", "resolve_job", "check_tokenizer", "take_start"]
+    assert outcomes[0].value == [
+        "find_start",
+        "resolve_job",
+        "compare_with_checkpoint",
+        "take_start",
+    ]
     assert outcomes[1].value == []
     assert run.losses_of_training() == [1, 2, 3, 4, 5, 6]
 

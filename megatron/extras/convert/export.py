@@ -35,7 +35,9 @@ from megatron.extras.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.convert.writing import write_folder
 from megatron.model.shape import ModelShape
-from megatron.run.start.resume import check_tokenizer
+from megatron.rules.contexts import TokenizerContext
+from megatron.rules.finding import list_warnings, refuse_errors
+from megatron.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,8 +137,12 @@ def _export_tokenizer(
     config = checkpoint.read_config()
     if given is not None:
         config = replace(config, tokenizer=given)
-    for warning in check_tokenizer(config, TrainState.from_json(checkpoint.state)):
-        log(f"warning: {warning}")
+    state = TrainState.from_json(checkpoint.state)
+    context = TokenizerContext(config.tokenizer, state.iteration, state.tokenizer)
+    findings = list(check_tokenizer(context))
+    refuse_errors(findings)
+    for text in list_warnings(findings):
+        log(f"warning: {text}")
     return write_tokenizer(folder, config.tokenizer, rows, log)
 
 

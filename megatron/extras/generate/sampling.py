@@ -7,13 +7,14 @@ b: sequences, v: vocabulary.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.base.errors import ConfigError
+from megatron.rules.finding import Finding, error
 
 _BOUND = 2**63
 """Torch stores seeds and sizes in 64 bits, one of them for the sign."""
@@ -37,28 +38,25 @@ class SamplingOptions:
     ones (https://arxiv.org/abs/1909.05858)."""
     seed: int = 1234
 
-    def check(self) -> None:
-        """Check the numbers.
 
-        Raises:
-            ConfigError: A number is out of range. The message names its flag.
-        """
-        # NaN fails these comparisons as well.
-        if not (self.temperature == 0 or _LEAST <= self.temperature < math.inf):
-            raise ConfigError(
-                f"--temperature {self.temperature} must be 0, or at least {_LEAST:g} and finite. 0 "
-                "takes the most likely token."
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p} must be above 0, and at most 1.")
-        if not _LEAST <= self.repetition_penalty <= 1 / _LEAST:
-            raise ConfigError(
-                f"--repetition-penalty {self.repetition_penalty} must be from {_LEAST:g} to "
-                f"{1 / _LEAST:g}. 1 has no effect."
-            )
-        for flag, value in (("--top-k", self.top_k), ("--seed", self.seed)):
-            if not 0 <= value < _BOUND:
-                raise ConfigError(f"{flag} {value} must be at least 0 and below {_BOUND}.")
+def check_sampling(options: SamplingOptions) -> Iterator[Finding]:
+    """Check that each number is in its range."""
+    # NaN fails these comparisons as well.
+    if not (options.temperature == 0 or _LEAST <= options.temperature < math.inf):
+        yield error(
+            f"--temperature {options.temperature} must be 0, or at least {_LEAST:g} and finite. 0 "
+            "takes the most likely token."
+        )
+    if not 0 < options.top_p <= 1:
+        yield error(f"--top-p {options.top_p} must be above 0, and at most 1.")
+    if not _LEAST <= options.repetition_penalty <= 1 / _LEAST:
+        yield error(
+            f"--repetition-penalty {options.repetition_penalty} must be from {_LEAST:g} to "
+            f"{1 / _LEAST:g}. 1 has no effect."
+        )
+    for flag, value in (("--top-k", options.top_k), ("--seed", options.seed)):
+        if not 0 <= value < _BOUND:
+            yield error(f"{flag} {value} must be at least 0 and below {_BOUND}.")
 
 
 def filter_logits(

@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from megatron.base.errors import ConfigError
 from megatron.extras.generate.generation import GenerationOptions, generate
-from megatron.extras.generate.sampling import SamplingOptions
+from megatron.extras.generate.sampling import SamplingOptions, check_sampling
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer, iterate_windows
+from megatron.rules.finding import refuse_errors
 from megatron.tokenizer import Tokenizer
 
 _NEW_TOKENS = 256
@@ -119,7 +120,7 @@ class CheckpointLM(TextLM):
                 top_k=int(settings.get("top_k", 0)),
                 top_p=float(settings.get("top_p", 1.0)),
             )
-            sampling.check()
+            refuse_errors(check_sampling(sampling))
         except (TypeError, ValueError, ConfigError) as error:
             raise ConfigError(f"generation_kwargs of a task, {settings}: {error}") from error
         if new_tokens < 0:

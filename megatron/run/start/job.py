@@ -32,15 +32,11 @@ from megatron.rules.finding import refuse_errors
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import (
-    check_optimizer,
-    check_tokenizer,
     choose_curriculum,
     choose_loss_mean,
-    choose_schedule,
-    choose_skip_ranges,
-    list_changes,
+    compare_with_checkpoint,
+    keep_saved_choices,
     read_bare_thresholds,
-    warn_of_new_states,
 )
 from megatron.run.state import TrainState
 from megatron.tokenizer import fetch_missing_tokenizer
@@ -259,24 +255,14 @@ def _resolve_resume(
     loaded = choose_loss_mean(loaded, checkpoint)
     # The order matters. The unit of the thresholds and the curriculum change the configuration
     # that the plan is resolved from. The schedule and the ranges are compared with the plan.
-    config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
-    config, about_curriculum = choose_curriculum(config, checkpoint)
+    given, about_steps = read_bare_thresholds(loaded.config, checkpoint)
+    config = choose_curriculum(given, checkpoint)
     plan = _resolve_plan(replace(loaded, config=config), world_size, state, parts)
     _refuse_kill_switch(config.batch)
-    check_optimizer(plan.config, checkpoint)
-    plan, about_schedule = choose_schedule(plan, state)
-    plan, about_ranges = choose_skip_ranges(plan, state)
+    about_checkpoint = compare_with_checkpoint(given, plan, state, checkpoint)
+    plan = keep_saved_choices(plan, state)
     plan, about_windows = _add_windows(plan, state, checkpoint, parts)
-    return plan, [
-        *about_steps,
-        *about_curriculum,
-        *about_schedule,
-        *about_ranges,
-        *about_windows,
-        *check_tokenizer(plan.config, state),
-        *list_changes(plan.config, checkpoint),
-        *warn_of_new_states(plan.config, checkpoint),
-    ]
+    return plan, [*about_steps, *about_checkpoint, *about_windows]
 
 
 def _add_windows(

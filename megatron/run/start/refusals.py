@@ -12,10 +12,11 @@ from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import apply_rules, refuse_errors
+from megatron.rules.finding import apply_rules, list_errors, refuse_errors
 from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
+from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
-from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
+from megatron.tokenizer import fetch_missing_tokenizer
 
 _UNKNOWN_VOCABULARY = 1
 """A vocabulary size that breaks no rule, for a plan that is only checked."""
@@ -81,13 +82,12 @@ def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) 
             cannot run the plan, the package of a tracker is missing, or a setting is missing that
             only training needs. The message lists all such errors of one kind.
     """
+    settings = ConfigWithOrigin(plan.config, {})
     errors = list(plan.errors)
     if read_files:
-        missing = list_missing_files(plan.config.tokenizer)
-        # A type without its path also leaves the size of the vocabulary unknown.
-        errors += [error for error in missing if error not in errors]
+        errors += list_errors(check_tokenizer_files(plan.config.tokenizer))
     if errors:
-        raise combine_errors(errors)
+        # A type without its path also leaves the size of the vocabulary unknown.
+        raise combine_errors(tuple(dict.fromkeys(errors)))
     refuse_unsupported(plan, parts.engine or NATIVE)
-    rules = (*parts.rules, *NEEDED_BY_RUNS)
-    refuse_errors(apply_rules(rules, ConfigWithOrigin(plan.config, {})))
+    refuse_errors(apply_rules((*parts.rules, *NEEDED_BY_RUNS), settings))

@@ -38,6 +38,7 @@ from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.observe.chronicle import CHRONICLE, append_event
+from megatron.rules.finding import Finding, error
 
 _TIMEOUT_SECONDS = 20.0
 """Time limit for each answer of a mail server or webhook."""
@@ -83,16 +84,6 @@ class Outlets:
     repeat_hours: float = 24.0
     """An alert that lasts is sent again after this many hours. The log has it at each check."""
 
-    def check(self) -> None:
-        """Check the values, before anything is written.
-
-        Raises:
-            OperationsError: The time between two messages makes no sense.
-        """
-        # NaN fails this comparison as well.
-        if not self.repeat_hours > 0:
-            raise OperationsError(f"--repeat-hours {self.repeat_hours:g} must be above 0")
-
     @property
     def memory(self) -> Path:
         """File of what was sent and what is still to be sent.
@@ -100,6 +91,13 @@ class Outlets:
         All tools that write to this log share it.
         """
         return Path(f"{self.main_log}.alerts.json")
+
+
+def check_outlets(outlets: Outlets) -> Iterator[Finding]:
+    """Check that messages are not repeated all the time."""
+    # NaN fails this comparison as well.
+    if not outlets.repeat_hours > 0:
+        yield error(f"--repeat-hours {outlets.repeat_hours:g} must be above 0")
 
 
 @dataclass(frozen=True)

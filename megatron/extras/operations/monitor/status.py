@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -44,6 +44,7 @@ from megatron.observe.log_line import (
     parse_slow_ranks_line,
     starts_launch,
 )
+from megatron.rules.finding import Finding, error, refuse_errors
 
 _TAIL_BYTES = 8 << 20
 """Bytes that are read from the end of the log, enough for tens of thousands of lines."""
@@ -77,23 +78,20 @@ class StatusLimits:
     checkpoint_minutes: float = 720.0
     """Minutes for which the job has trained since the newest checkpoint was saved (with --run)."""
 
-    def check(self) -> None:
-        """Check that the limits make sense.
 
-        Raises:
-            OperationsError: With this limit, there would always or never be an alert.
-        """
-        for flag, minutes in (
-            ("--stalled-minutes", self.stalled_minutes),
-            ("--checkpoint-minutes", self.checkpoint_minutes),
-        ):
-            if not minutes > 0:
-                raise OperationsError(f"{flag} {minutes:g} must be above 0")
-        if not 0 < self.slower_than < 1:
-            raise OperationsError(
-                f"--slower-than {self.slower_than:g} must be a fraction, above 0 and below 1, "
-                "such as 0.7"
-            )
+def check_limits(limits: StatusLimits) -> Iterator[Finding]:
+    """Check that there would not always or never be an alert."""
+    for flag, minutes in (
+        ("--stalled-minutes", limits.stalled_minutes),
+        ("--checkpoint-minutes", limits.checkpoint_minutes),
+    ):
+        if not minutes > 0:
+            yield error(f"{flag} {minutes:g} must be above 0")
+    if not 0 < limits.slower_than < 1:
+        yield error(
+            f"--slower-than {limits.slower_than:g} must be a fraction, above 0 and below 1, "
+            "such as 0.7"
+        )
 
 
 @dataclass
@@ -231,9 +229,9 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
         now: Time of the check in seconds since the epoch. Default: the present time.
 
     Raises:
-        OperationsError: A limit makes no sense.
+        ConfigError: A limit makes no sense.
     """
-    run.limits.check()
+    refuse_errors(check_limits(run.limits))
     if now is None:
         now = time.time()
     found = StatusFindings()

@@ -11,11 +11,11 @@ import math
 import re
 import statistics
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.base.errors import OperationsError
+from megatron.rules.finding import Finding, error
 
 OWN_PARTS = ("memory", "product", "disk")
 """Parts of the probe that involve no other host. A rank that hangs in one has a bad host."""
@@ -36,22 +36,6 @@ class NodeLimits:
     seconds: float = 180.0
     """Time limit of the complete probe in seconds. A rank that has not answered by then is bad."""
 
-    def check(self) -> None:
-        """Check that a node can meet the limits.
-
-        Raises:
-            OperationsError: No node can.
-        """
-        # NaN fails these comparisons as well.
-        if not 0 <= self.slower_than <= 1:
-            raise OperationsError(f"--slower-than {self.slower_than:g} must be from 0 to 1")
-        if not 0 <= self.memory_gib < math.inf:
-            raise OperationsError(
-                f"--memory-gib {self.memory_gib:g} must be at least 0, and finite"
-            )
-        if not 0 < self.seconds <= threading.TIMEOUT_MAX:
-            raise OperationsError(f"--seconds {self.seconds:g} must be above 0, and finite")
-
     def format_flags(self) -> list[str]:
         """Return the limits as flags of tools/node_check.py."""
         return [
@@ -60,6 +44,17 @@ class NodeLimits:
             f"--disk={self.disk}",
             f"--seconds={self.seconds}",
         ]
+
+
+def check_limits(limits: NodeLimits) -> Iterator[Finding]:
+    """Check that a node can meet the limits."""
+    # NaN fails these comparisons as well.
+    if not 0 <= limits.slower_than <= 1:
+        yield error(f"--slower-than {limits.slower_than:g} must be from 0 to 1")
+    if not 0 <= limits.memory_gib < math.inf:
+        yield error(f"--memory-gib {limits.memory_gib:g} must be at least 0, and finite")
+    if not 0 < limits.seconds <= threading.TIMEOUT_MAX:
+        yield error(f"--seconds {limits.seconds:g} must be above 0, and finite")
 
 
 @dataclass(frozen=True)
