@@ -8,7 +8,11 @@ MODEL = (
     "--ffn-hidden-size 72 --bf16 --micro-batch-size 1"
 )
 FLOAT8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate"
-GRID = "--pipeline-model-parallel-size 2 --zero-stage 3"
+GRID = (
+    "--pipeline-model-parallel-size 2 --zero-stage 3 --optimizer muon --async-save "
+    "--save-interval 2"
+)
+STAGES = "--pipeline-model-parallel-size 3 --num-layers 4"
 
 
 def numbers(run: Runner) -> list[tuple[float, float]]:
@@ -17,19 +21,20 @@ def numbers(run: Runner) -> list[tuple[float, float]]:
 
 
 def test_a_run_switches_at_resumes(run: Runner, other: Runner) -> None:
-    """The switches give the same bits, however the launches are divided."""
-    log = run(f"{MODEL} {FLOAT8} --exit-interval 2")
+    """The switches give the same bits, however the launches are divided. A stage has two layers."""
+    model = f"{MODEL} {STAGES}"
+    log = run(f"{model} {FLOAT8} --exit-interval 2", ranks=3)
     # 72 is no multiple of 16.
     assert "mlp.up [72, 32], mlp.gate [72, 32], mlp.down [32, 72]" in log
-    log = run(f"{MODEL} --exit-interval 4 --require-load")
+    log = run(f"{model} --exit-interval 4 --require-load", ranks=3)
     assert "--fp8-format" in log
     assert "not set" in log
-    run(f"{MODEL} {FLOAT8} --exit-interval 5 --require-load")
-    run(f"{MODEL} {FLOAT8} --train-iters 6 --require-load")
-    other(f"{MODEL} {FLOAT8} --exit-interval 1")
-    other(f"{MODEL} {FLOAT8} --exit-interval 2 --require-load")
-    other(f"{MODEL} --exit-interval 4 --require-load")
-    other(f"{MODEL} {FLOAT8} --train-iters 6 --require-load")
+    run(f"{model} {FLOAT8} --exit-interval 5 --require-load", ranks=3)
+    run(f"{model} {FLOAT8} --train-iters 6 --require-load", ranks=3)
+    other(f"{model} {FLOAT8} --exit-interval 1", ranks=3)
+    other(f"{model} {FLOAT8} --exit-interval 2 --require-load", ranks=3)
+    other(f"{model} --exit-interval 4 --require-load", ranks=3)
+    other(f"{model} {FLOAT8} --train-iters 6 --require-load", ranks=3)
     assert len(numbers(run)) == 6
     assert numbers(run) == numbers(other)
 

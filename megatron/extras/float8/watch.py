@@ -8,7 +8,7 @@ from megatron.extras.float8.recipe import Recipe
 LIMIT = 0.1
 """A larger share of values that become zero is a warning.
 
-In runs of small models whose losses were those of bf16, the largest share was 0.07.
+In 50 steps of small models at a usual learning rate, the largest share was 0.07.
 """
 _GROWTH = 2.0
 """The next warning about the same operand needs a share that is larger by this factor."""
