@@ -99,6 +99,7 @@ def open_same(
             return None, {}, error
         registry = sources.registry
         facts = {prefix: describe_dataset(registry, prefix) for prefix in registry.datasets}
+        facts |= {files.place: files.fingerprint for files in registry.file_sets}
         for source in sources.all:
             for name, fingerprint in source.fingerprints.items():
                 facts[f"data set {name}"] = f"fingerprint {fingerprint} of files and row groups"

@@ -7,7 +7,7 @@ from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources, count_evaluation_samples
 from megatron.data.documents import DocumentRules
 from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import SourceKind, SourceRequest
+from megatron.data.source_kind import OpenIndexed, SourceKind, SourceRequest
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import PATIENCE_SECONDS, build_ranks
@@ -23,6 +23,7 @@ def open_data(
     state: TrainState,
     log: Callable[[str], None] = lambda line: None,
     other: SourceKind | None = None,
+    open_indexed: OpenIndexed | None = None,
 ) -> Sources:
     """Open the data at the state's position, and build the indices.
 
@@ -34,6 +35,7 @@ def open_data(
         state: The counters and the position in the data.
         log: Prints lines that must appear while an index is still being built.
         other: The kind of data of --dataset-format.
+        open_indexed: See `SourceRequest`.
 
     Raises:
         ConfigError: Data were made with another tokenizer.
@@ -78,6 +80,7 @@ def open_data(
             phases=plan.data_phases,
             ranks=ranks,
             build_tokenizer=lambda: build_tokenizer(config.tokenizer),
+            open_indexed=open_indexed,
         )
 
     def build() -> Sources:
@@ -88,7 +91,7 @@ def open_data(
         # The other ranks then find the row groups in the cache, and do not open all files as well.
         ranks.call_on_rank_0(lambda: other.list_files(ask(), log), "listing the data files", log)
     sources = open_same(build, ranks, mesh.describe(), log)
-    prefixes = list(sources.registry.datasets)
+    prefixes = list(sources.registry.opened)
     ranks.call_on_rank_0(
         lambda: check_tokenizers_of_data(config.tokenizer, prefixes),
         "comparing the tokenizer with that of the data",
