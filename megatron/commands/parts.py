@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.tree import Config
+    from megatron.data.indexed import IndexedDataset
     from megatron.data.source_kind import SourceKind
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
@@ -148,6 +149,21 @@ def _build_stragglers(
     return stragglers.StragglerWatch(stages, timer, interval, factor)
 
 
+def open_indexed(prefix: str) -> IndexedDataset:
+    """Return the data set at a path, or the one that a manifest describes.
+
+    Raises:
+        DataError: It is missing or damaged.
+    """
+    from megatron.data.indexed import IndexedDataset, is_manifest
+
+    if not is_manifest(prefix):
+        return IndexedDataset(prefix)
+    from megatron.extras.corpus.joined import JoinedDataset
+
+    return JoinedDataset(prefix)
+
+
 def _prepare_tasks(plan: Plan, ranks: Ranks, log: Callable[[str], None]) -> Tasks:
     from megatron.extras.scoring.eval_tasks import prepare_tasks
 
@@ -203,6 +219,7 @@ def _keep_verification(plan: Plan, log: Printer) -> dict[str, Any]:
 _ALL_PARTS = Parts(
     build_exporter=_build_exporter,
     load_source=_load_source,
+    open_indexed=open_indexed,
     load_guard=_load_guard,
     build_profiling=_build_profiling,
     build_stragglers=_build_stragglers,

@@ -30,7 +30,7 @@ from megatron.base.errors import ConfigError, MegatronError, combine_errors
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
-from megatron.commands.parts import choose_engine
+from megatron.commands.parts import choose_engine, open_indexed
 from megatron.commands.plan_config import write_config
 from megatron.commands.plan_cost import (
     CostOptions,
@@ -451,6 +451,7 @@ def find_training_data(plan: Plan) -> list[DatasetUse]:
         return measure_training_data(
             plan.config.data,
             plan.train_tokens,
+            open_indexed,
             phases=plan.data_phases,
             samples=plan.train_samples,
         )

@@ -8,20 +8,28 @@ Inputs are JSON records (one in each line, or one array), .parquet, .arrow, and 
 a folder, the files with known suffixes are read. A folder of Hugging Face's save_to_disk is read as
 one data set.
 
+With --engine, each input file gives a data set of its own (a shard), and PREFIX.json lists them.
+Training reads PREFIX.json as one data set. Inputs may be URLs then, such as s3:// and hf://.
+
 If a run is killed, the same command continues it. PREFIX_{key}_document.tokenizer.json records the
 tokenizer. Training refuses another one where this file is beside the data.
 """
 
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
 
+from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
+from megatron.extras.corpus.engines import EngineName
+from megatron.extras.corpus.prepare import prepare_corpus
+from megatron.extras.corpus.shards import CorpusJob
 from megatron.extras.preprocess.flags import TokenizerFlags
 from megatron.extras.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
 
@@ -51,11 +59,20 @@ class PreprocessArguments:
     on_bad_line: Literal["stop", "skip"] = "stop"
     """What to do with a line that is not JSON or lacks a key. Either way the line is reported with
     its file and number."""
+    engine: EngineName | None = None
+    """Make one shard for each input file: with processes of this machine (local), as a job array of
+    Slurm, or on Ray (the cluster of RAY_ADDRESS, or this machine). All machines must see the same
+    folders. --workers is the number of tasks. Exit code 1 means that a file failed."""
+    slurm_args: str = ""
+    """Further arguments of sbatch, as in "--partition=cpu --time=4:00:00 --mem=8G"."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Tokenize the files that `argv` names and return the exit code."""
     given = parse_arguments(PreprocessArguments, args=argv, description=__doc__)
+    engine = given.engine
+    if engine is not None:
+        return run_tool(lambda: _prepare_corpus(given, engine))
     job = PreprocessJob(
         input=given.input,
         output_prefix=given.output_prefix,
@@ -88,6 +105,44 @@ def _preprocess(job: PreprocessJob) -> int:
         f"({speed:.1f} MB/s, encoder {done.encoder})"
     )
     return 0
+
+
+def _prepare_corpus(given: PreprocessArguments, engine: EngineName) -> int:
+    if len(given.json_keys) != 1 or "/" in given.json_keys[0]:
+        raise ConfigError(
+            f"--json-keys {' '.join(given.json_keys)}: --engine {engine} takes one key without "
+            "'/'. Run it once for each key, with other --output-prefix."
+        )
+    job = CorpusJob(
+        folder=os.path.abspath(given.output_prefix),
+        key=given.json_keys[0],
+        append_eod=given.append_eod,
+        on_bad_line=given.on_bad_line,
+        tokenizer=given.tokenizer.make_config(),
+    )
+    try:
+        corpus = prepare_corpus(
+            job,
+            given.input,
+            engine,
+            given.workers,
+            print_to_stderr,
+            slurm_args=given.slurm_args,
+            overwrite=given.overwrite,
+        )
+    except KeyboardInterrupt:
+        print_to_stderr("interrupted; the same command keeps the shards that are complete")
+        return 130
+    for name, reason in corpus.failed.items():
+        print_to_stderr(f"FAILED: {name}: {reason}")
+    print_line(
+        f"{corpus.path}: {format_count(len(corpus.shards), 'shard')}, "
+        f"{format_count(corpus.count('documents'), 'document')}, "
+        f"{format_count(corpus.count('tokens'), 'token')}, "
+        f"{format_count(corpus.count('bad_documents'), 'bad document')}, "
+        f"{format_count(len(corpus.failed), 'failed file')}"
+    )
+    return 1 if corpus.failed else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
-from megatron.commands.parts import choose_parts
+from megatron.commands.parts import choose_parts, open_indexed
 from megatron.commands.run_tool import run_tool
 from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources
@@ -224,6 +224,7 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
             test_samples=0,
             batch_slice=BatchSlice(1),
             phases=plan.data_phases,
+            open_indexed=open_indexed,
         )
     )
     if sources.train is None:

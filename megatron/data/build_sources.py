@@ -61,6 +61,7 @@ def build_sources(
     """
     data = request.data
     registry = DatasetRegistry(data.data_cache_path, log=log, wait_seconds=wait_seconds)
+    registry.open_indexed = request.open_indexed or registry.open_indexed
     # First, because --mock-data replaces the data of any other flag.
     if data.mock_data:
         return _build_mock_sources(request, registry)

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -70,6 +70,11 @@ def get_bin_path(prefix: str | os.PathLike) -> Path:
 def get_idx_path(prefix: str | os.PathLike) -> Path:
     """Return the path of the file that holds the index."""
     return Path(f"{os.fspath(prefix)}.idx")
+
+
+def is_manifest(prefix: str | os.PathLike) -> bool:
+    """Return whether a path of data is the manifest of several data sets, as corpus.json."""
+    return os.fspath(prefix).endswith(".json")
 
 
 def refuse_existing(prefix: str) -> None:
@@ -164,6 +169,9 @@ class IndexedDataset:
         )
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
+
+    def register(self, registry: Any) -> None:
+        """Add messages and sets of files to a `DatasetRegistry`. A single .bin needs neither."""
 
     def check_not_truncated(self) -> None:
         """Check that both files still have the bytes that were mapped.

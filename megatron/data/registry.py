@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.base.errors import DataError
@@ -38,17 +38,21 @@ class DatasetRegistry:
         self.background = Background()
         """Verifies what is too large to be read before the first step."""
         self.file_sets: list[FileSet] = []
-        """The data sets that are streamed from files of rows."""
+        """The data sets of many files: streamed ones, and those of a manifest."""
+        self.open_indexed: Callable[[str], IndexedDataset] = IndexedDataset
+        """Opens the data set at a path."""
         self._data_cache_path = data_cache_path
         self._log = log
         self._wait_seconds = wait_seconds
-        self._by_prefix: dict[str, IndexedDataset] = {}
+        self.opened: dict[str, IndexedDataset] = {}
+        """The indexed data sets that were opened, by their path."""
         self._caches: dict[str, IndexCache] = {}
 
     @property
     def datasets(self) -> dict[str, IndexedDataset]:
-        """The data sets that were opened, by their path."""
-        return dict(self._by_prefix)
+        """The data sets that were opened, by their path, without those of `file_sets`."""
+        several = {files.place for files in self.file_sets}
+        return {prefix: data for prefix, data in self.opened.items() if prefix not in several}
 
     def open(self, prefix: str) -> IndexedDataset:
         """Return the data set at a path, opened at the first call.
@@ -57,9 +61,10 @@ class DatasetRegistry:
             DataError: it is missing or damaged.
         """
         # Training and evaluation often read parts of the same data set.
-        if prefix not in self._by_prefix:
-            self._by_prefix[prefix] = IndexedDataset(prefix)
-        return self._by_prefix[prefix]
+        if prefix not in self.opened:
+            self.opened[prefix] = self.open_indexed(prefix)
+            self.opened[prefix].register(self)
+        return self.opened[prefix]
 
     def find(self, prefix: str, fingerprint: str) -> IndexedDataset:
         """Return the data set that a segment was made of.
@@ -72,7 +77,7 @@ class DatasetRegistry:
             DataError: it is missing or has changed.
         """
         # Search by content first. The data may have moved since the checkpoint was written.
-        for opened in self._by_prefix.values():
+        for opened in self.opened.values():
             if opened.compute_fingerprint() == fingerprint:
                 return opened
         needed = (

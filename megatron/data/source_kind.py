@@ -5,11 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron.config.data import DataConfig
+from megatron.data.indexed import IndexedDataset
 from megatron.data.phases import PlannedPhase
 from megatron.data.registry import DatasetRegistry
 from megatron.data.source import BatchSlice, Sources
 from megatron.parallel.ranks import Ranks
 from megatron.tokenizer import Tokenizer
+
+OpenIndexed = Callable[[str], IndexedDataset]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class SourceRequest:
     """The ranks that read together."""
     build_tokenizer: Callable[[], Tokenizer] | None = None
     """Builds the tokenizer. It is called only if the data hold texts."""
+    open_indexed: OpenIndexed | None = None
+    """Opens the indexed data set at a path. None opens no manifest of several."""
 
 
 class SourceKind(Protocol):

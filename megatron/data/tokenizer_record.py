@@ -16,7 +16,7 @@ from typing import Any
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import get_bin_path, get_idx_path
+from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
 from megatron.tokenizer import (
     compute_digest_of_ids,
     compute_tokenizer_digests,
@@ -30,7 +30,9 @@ _SHOWN = 5
 
 
 def get_record_path(prefix: str | os.PathLike) -> Path:
-    """Return the path of the file that names the tokenizer."""
+    """Return the path of the file that names the tokenizer. A manifest does that itself."""
+    if is_manifest(prefix):
+        return Path(prefix)
     return Path(f"{os.fspath(prefix)}.tokenizer.json")
 
 
@@ -89,12 +91,13 @@ def read_record(prefix: str) -> dict[str, dict[str, str]] | None:
             part: {"name": str(file["name"]), "digest": str(file["digest"])}
             for part, file in content["tokenizer"].items()
         }
-        sizes = content["bytes"]
+        sizes = content.get("bytes")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged; delete it if the data set is right") from error
     try:
-        # With other sizes, another data set has replaced the recorded one.
-        if sizes == _measure(prefix):
+        # With other sizes, another data set has replaced the recorded one. Those that a manifest
+        # records are compared when it is opened.
+        if is_manifest(prefix) or sizes == _measure(prefix):
             return tokenizer
     except OSError:
         # A missing file is reported when the data set is opened.

@@ -208,8 +208,9 @@ def warn_of_files(context: PlanContext) -> Iterator[Finding]:
     for where, values in named:
         # With several data sets the list alternates between weight and prefix.
         for prefix in values[1::2] if len(values) > 1 else values:
-            if not Path(f"{prefix}.idx").is_file():
-                yield warning(f"{where}: {prefix}.idx is not on this machine.")
+            file = prefix if prefix.endswith(".json") else f"{prefix}.idx"
+            if not Path(file).is_file():
+                yield warning(f"{where}: {file} is not on this machine.")
     if (
         parallel.deepspeed
         and parallel.deepspeed_config

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.tree import Config
-    from megatron.data.source_kind import SourceKind
+    from megatron.data.source_kind import OpenIndexed, SourceKind
     from megatron.engine.base import Accept, Engine, StepResult
     from megatron.engine.kind import EngineKind
     from megatron.model.gpt import GPT
@@ -250,6 +250,8 @@ class Parts:
     """Builds the exporter of --hf-export-interval, from settings, printer and last iteration."""
     load_source: Callable[[str], SourceKind] | None = None
     """Loads the kind of data of --dataset-format."""
+    open_indexed: OpenIndexed | None = None
+    """Opens an indexed data set or the manifest of several. None opens no manifest."""
     load_guard: Callable[[], GuardKind] | None = None
     """Loads the guard of --spike-guard. A run without one completes its earlier rollbacks too."""
     build_profiling: Callable[[Config, int, Printer], Profiling] | None = None

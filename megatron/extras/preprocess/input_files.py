@@ -19,6 +19,12 @@ _COMPRESSED = (".gz", ".zst")
 _TABLES = (".parquet", ".arrow")
 _JSON = (".jsonl", ".json", ".ndjson")
 _TEXTS = (".txt", ".text", ".md")
+FOLDER_SUFFIXES = tuple(
+    suffix + compression
+    for suffix in (".parquet", *_JSON, *_TEXTS)
+    for compression in ("", *_COMPRESSED)
+)
+"""Suffixes of the files of a folder that are read."""
 # Hugging Face datasets writes these files beside the data of `save_to_disk`.
 _STATE = "state.json"
 _DATASET_DICT = "dataset_dict.json"

@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.open_files import allow_open_files
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, refuse_existing
 from megatron.data.tokenizer_record import merge_records, write_record
 
@@ -44,7 +45,8 @@ def merge_datasets(
         )
     if not overwrite:
         refuse_existing(output_prefix)
-    # All inputs are opened and checked before anything is written.
+    # All inputs are opened and checked before anything is written. Each holds two files open.
+    allow_open_files(2 * len(prefixes))
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     first = datasets[0]
     for dataset in datasets:

@@ -16,7 +16,7 @@ from megatron.data.documents import DocumentRules
 from megatron.data.indexed import get_bin_path, get_idx_path
 from megatron.data.registry import DatasetRegistry
 from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import SourceKind, SourceRequest
+from megatron.data.source_kind import OpenIndexed, SourceKind, SourceRequest
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks, build_ranks
@@ -75,6 +75,7 @@ def open_data(
     state: TrainState,
     log: Callable[[str], None] = lambda line: None,
     other: SourceKind | None = None,
+    open_indexed: OpenIndexed | None = None,
 ) -> Sources:
     """Open the data at the state's position, and build the indices.
 
@@ -86,6 +87,7 @@ def open_data(
         state: The counters and the position in the data.
         log: Prints lines that must appear while an index is still being built.
         other: The kind of data of --dataset-format.
+        open_indexed: See `SourceRequest`.
 
     Raises:
         ConfigError: Data were made with another tokenizer.
@@ -130,6 +132,7 @@ def open_data(
             phases=plan.data_phases,
             ranks=ranks,
             build_tokenizer=lambda: build_tokenizer(config.tokenizer),
+            open_indexed=open_indexed,
         )
 
     def build() -> Sources:
@@ -140,7 +143,7 @@ def open_data(
         # The other ranks then find the row groups in the cache, and do not open all files as well.
         ranks.call_on_rank_0(lambda: other.list_files(ask(), log), "listing the data files", log)
     sources = open_same(build, ranks, mesh.describe(), log)
-    prefixes = list(sources.registry.datasets)
+    prefixes = list(sources.registry.opened)
     ranks.call_on_rank_0(
         lambda: check_tokenizers_of_data(config.tokenizer, prefixes),
         "comparing the tokenizer with that of the data",
@@ -214,6 +217,7 @@ def open_same(
             return None, {}, error
         registry = sources.registry
         facts = {prefix: describe_dataset(registry, prefix) for prefix in registry.datasets}
+        facts |= {files.place: files.fingerprint for files in registry.file_sets}
         for source in sources.all:
             for name, fingerprint in source.fingerprints.items():
                 facts[f"data set {name}"] = f"fingerprint {fingerprint} of files and row groups"

@@ -221,7 +221,7 @@ def build_run(
     kind = None
     if config.data.dataset_format is not None and job.parts.load_source is not None:
         kind = job.parts.load_source(config.data.dataset_format)
-    sources = open_data(plan, mesh, state, log, kind)
+    sources = open_data(plan, mesh, state, log, kind, job.parts.open_indexed)
     data_files = DataFiles(
         sources.registry,
         state,

@@ -1,0 +1,203 @@
+"""One shard from one input file, written atomically.
+
+Invariant: a record PREFIX.shard.json appears after the files that it describes. Two processes may
+make the same shard at once, because each writes into a folder of its own, and both write the same
+bytes.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.base.durable import sync_folder, write_file
+from megatron.base.errors import DataError, MegatronError
+from megatron.config.data import TokenizerConfig
+from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
+from megatron.data.tokenizer_record import describe_tokenizer, get_record_path, write_record
+from megatron.extras.corpus.manifest import Shard, compute_sha256, list_files
+from megatron.extras.corpus.sources import InputFile
+from megatron.extras.preprocess.encoders import EncoderMismatchError, choose_encoder
+from megatron.extras.preprocess.inputs import read_blocks
+from megatron.extras.preprocess.sampling import sample_texts
+from megatron.extras.preprocess.workers import BlockEncoder, EncodingJob
+from megatron.tokenizer import build_tokenizer
+
+SCRATCH = ".new-"
+"""Beginning of the names of folders with shards that are not finished."""
+_LISTED = 1000
+"""Largest number of bad documents of a file that are described. All are counted."""
+
+
+@dataclass(frozen=True)
+class CorpusJob:
+    """What to make of each input file."""
+
+    folder: str
+    """Folder of the shards. All tasks must see it under this path."""
+    key: str
+    """Key (column) of the text in a record."""
+    append_eod: bool
+    on_bad_line: Literal["stop", "skip"]
+    tokenizer: TokenizerConfig
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """What the bytes of a shard depend on, besides the input file, as JSON values."""
+        return {
+            "json_key": self.key,
+            "append_eod": self.append_eod,
+            "on_bad_line": self.on_bad_line,
+            "tokenizer": describe_tokenizer(self.tokenizer),
+        }
+
+    def get_prefix(self, source: InputFile) -> str:
+        """Return the path of the shard of an input file."""
+        return f"{self.folder}/{source.shard_name}_{self.key}_document"
+
+    def get_record(self, source: InputFile) -> Path:
+        """Return the path of the record that a shard is finished, or that its file failed."""
+        return Path(f"{self.get_prefix(source)}.shard.json")
+
+    def find_result(self, source: InputFile, made_with: dict[str, Any]) -> Shard | str | None:
+        """Return the shard of a file, why the file failed, or None if neither is recorded.
+
+        A record counts if the file, the settings, the tokenizer and the sizes are still the same.
+        """
+        try:
+            record = json.loads(self.get_record(source).read_bytes())
+            if record["made_with"] != made_with or record["input"] != asdict(source):
+                return None
+            if record["failure"] is not None:
+                return str(record["failure"])
+            shard = Shard.from_json(record["shard"])
+            sizes = tuple(file.stat().st_size for file in list_files(self.get_prefix(source)))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            # A record that is damaged counts as missing, and the shard is made again.
+            return None
+        return shard if sizes == shard.bytes else None
+
+
+class ShardMaker:
+    """Makes shards. It loads the tokenizer once."""
+
+    def __init__(self, job: CorpusJob, log: Callable[[str], None]) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            ConfigError: The tokenizer cannot be loaded.
+        """
+        self._job = job
+        self._log = log
+        self._tokenizer = build_tokenizer(job.tokenizer)
+        self._made_with = job.made_with
+        self._dtype = choose_dtype(self._tokenizer.vocab_size)
+        self._rejected: tuple[str, ...] = ()
+        self._encode: BlockEncoder | None = None
+
+    def make(self, source: InputFile) -> None:
+        """Make the shard of a file, or record why that fails. A complete shard is kept.
+
+        Raises:
+            OSError: The folder of the shards cannot be written.
+        """
+        found = self._job.find_result(source, self._made_with)
+        if isinstance(found, Shard):
+            files = list_files(self._job.get_prefix(source))
+            if tuple(map(compute_sha256, files)) == found.sha256:
+                self._log(f"{source}: the shard is complete")
+                return
+            self._log(f"warning: {source}: the shard has changed and is made again")
+        record = self._job.get_record(source)
+        record.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._job.folder, prefix=SCRATCH) as scratch:
+            content: dict[str, Any] = {"made_with": self._made_with, "input": asdict(source)}
+            try:
+                shard = self._write(source, Path(scratch))
+                content |= {"failure": None, "shard": asdict(shard)}
+                self._log(
+                    f"{source}: {shard.documents} documents, {shard.tokens} tokens, "
+                    f"{shard.bad_documents} bad documents"
+                )
+            # Another file may still succeed, whatever is wrong with this one.
+            except (MegatronError, ArithmeticError, ValueError, LookupError, TypeError) as error:
+                # The name of the copy would mislead a reader.
+                reason = f"{type(error).__name__}: {error}".replace(f"{scratch}/", "")
+                content |= {"failure": reason}
+                self._log(f"ERROR: {source} failed: {reason}")
+            write_file(Path(scratch, record.name), json.dumps(content, indent=1) + "\n")
+            if content["failure"] is None:
+                prefix = self._job.get_prefix(source)
+                for file in (get_record_path(prefix), *list_files(prefix)):
+                    if Path(scratch, file.name).exists():
+                        os.replace(Path(scratch, file.name), file)
+            sync_folder(record.parent)
+            os.replace(Path(scratch, record.name), record)
+            sync_folder(record.parent)
+
+    def _write(self, source: InputFile, scratch: Path) -> Shard:
+        """Write the shard of a file into a folder.
+
+        Raises:
+            DataError: The file cannot be read, or has a bad line and --on-bad-line is stop.
+        """
+        path = source.fetch(scratch, self._log)
+        while True:
+            try:
+                return self._encode_file(source, path, scratch)
+            except EncoderMismatchError as error:
+                self._log(f"WARNING: encoder {error.name} cannot be trusted: {error.reason}")
+                self._rejected += (error.name,)
+                self._encode = None
+
+    def _encode_file(self, source: InputFile, path: str, scratch: Path) -> Shard:
+        """Encode a local file. See `_write`."""
+        job = self._job
+        keys = (job.key,)
+        if self._encode is None:
+            name = choose_encoder(
+                self._tokenizer, sample_texts([path], keys), self._rejected, self._log
+            )
+            encoding = EncodingJob(job.tokenizer, name, keys, job.append_eod, self._dtype.name)
+            self._encode = BlockEncoder(encoding)
+        final = job.get_prefix(source)
+        prefix = str(scratch / Path(final).name)
+        bad = list[str]()
+        number_bad = 0
+        text_bytes = 0
+        with IndexedDatasetWriter(prefix, self._dtype) as writer:
+            for encoded in map(self._encode, read_blocks([path], keys)):
+                for line in encoded.bad:
+                    if job.on_bad_line == "stop":
+                        raise DataError(
+                            f"line {line.line}: {line.reason}. Correct the file, or leave such "
+                            "lines out with --on-bad-line skip."
+                        )
+                    if len(bad) < _LISTED:
+                        bad.append(f"line {line.line}: {line.reason}")
+                        self._log(f"bad document left out: {source}: {bad[-1]}")
+                number_bad += len(encoded.bad)
+                text_bytes += encoded.text_bytes
+                writer.add_documents(encoded.tokens[0], encoded.sizes[0])
+            # A wrong key would otherwise give an empty shard. A file without lines may be empty.
+            if number_bad and not writer.num_documents:
+                raise DataError(
+                    f"none of its documents is usable, such as {bad[0]}. Correct --input or "
+                    "--json-keys."
+                )
+        write_record(prefix, self._made_with["tokenizer"])
+        files = list_files(prefix)
+        return Shard(
+            path=str(Path(Path(job.folder).name, Path(final).name)),
+            input=str(source),
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            bytes=(files[0].stat().st_size, files[1].stat().st_size),
+            sha256=(compute_sha256(files[0]), compute_sha256(files[1])),
+            text_bytes=text_bytes,
+            bad_documents=number_bad,
+            first_bad_documents=tuple(bad),
+        )

@@ -1,0 +1,44 @@
+"""One task of an engine: it makes the shards of its input files, one after the other.
+
+    python -m megatron.extras.corpus.task TASKS_FILE NUMBER
+
+The file has the job and the input files of each task as JSON.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from megatron.base.plain_text import print_to_stderr
+from megatron.config.data import TokenizerConfig
+from megatron.extras.corpus.shards import CorpusJob, ShardMaker
+from megatron.extras.corpus.sources import InputFile
+
+
+def run_task(tasks_file: str, number: int) -> None:
+    """Make the shards of a task. Files that fail are recorded, so they raise no error.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded.
+        OSError: The folder of the shards cannot be written.
+    """
+    started = time.process_time()
+    # A task has one core. Threads of `tokenizers` would compete with the other tasks.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    content = json.loads(Path(tasks_file).read_bytes())
+    job = CorpusJob(
+        **{**content["job"], "tokenizer": TokenizerConfig(**content["job"]["tokenizer"])}
+    )
+    where = f"task {number} on {platform.node()}"
+    maker = ShardMaker(job, lambda line: print_to_stderr(f"{where}: {line}"))
+    for source in content["tasks"][number]:
+        maker.make(InputFile(**source))
+    # The elapsed time says little on a machine that other jobs use.
+    print_to_stderr(f"{where}: ended after {time.process_time() - started:.1f} s of CPU")
+
+
+if __name__ == "__main__":
+    run_task(sys.argv[1], int(sys.argv[2]))

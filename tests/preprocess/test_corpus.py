@@ -1,0 +1,212 @@
+"""A corpus of shards: faults, resumes, failures, the manifest, and reading it as one data set."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from preprocess.corpus_inputs import write_inputs
+from preprocess.corpus_runs import make_corpus, make_environment
+from tiny_corpus import GPT2, MERGES, REFERENCE_PREFIX, VOCAB, data_files
+
+from megatron.base.errors import ConfigError, DataError
+from megatron.commands import merge_datasets, preprocess
+from megatron.commands.parts import open_indexed
+from megatron.config.data import TokenizerConfig
+from megatron.data.indexed import IndexedDataset
+from megatron.data.registry import DatasetRegistry
+from megatron.data.tokenizer_record import check_tokenizers_of_data
+from megatron.extras.corpus.joined import JoinedDataset
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus in whose making two workers were killed, one of them twice."""
+    folder = tmp_path_factory.mktemp("corpus")
+    paths = write_inputs(folder / "in")
+    faults = folder / "faults"
+    faults.mkdir()
+    for fault in ("a kill 1", "a kill 2", "e kill 1"):
+        (faults / fault).touch()
+    result = make_corpus(
+        folder / "corpus",
+        *("--input", *map(str, paths), "--engine", "local", "--workers", "2"),
+        environment=make_environment(faults),
+    )
+    assert result.code == 0, result.output
+    assert not list(faults.iterdir())
+    assert "attempt 2 of 3" in result.output
+    return result.manifest
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    """A copy of the corpus, which a test may damage."""
+    shutil.copytree(made.with_suffix(""), tmp_path / "corpus")
+    return Path(shutil.copy(made, tmp_path / "corpus.json"))
+
+
+def change(manifest: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(manifest.read_text())
+    edit(content)
+    manifest.write_text(json.dumps(content))
+
+
+def test_shards_have_the_bytes_of_the_local_tool_whatever_was_killed(
+    made: Path, tmp_path: Path
+) -> None:
+    """Merged they are the reference, and each is what the tool makes of its file."""
+    merged = tmp_path / "merged"
+    assert merge_datasets.main(["--input", str(made), "--output-prefix", str(merged)]) == 0
+    assert data_files(merged) == data_files(REFERENCE_PREFIX)
+    assert not list(made.with_suffix("").glob(".new-*"))
+    for shard in json.loads(made.read_text())["shards"]:
+        if shard["documents"]:
+            flags = ["--input", shard["input"], "--output-prefix", str(tmp_path / "one")]
+            files = ["--vocab-file", VOCAB, "--merge-file", MERGES, "--append-eod", "--overwrite"]
+            assert preprocess.main([*flags, *files]) == 0
+            one = data_files(tmp_path / "one_text_document")
+            assert one == data_files(made.parent / shard["path"])
+
+
+def test_files_behind_urls_give_the_same_shards(made: Path, tmp_path: Path) -> None:
+    """Names in messages are those of the URLs."""
+    folder = made.parent / "in"
+    flags = ["--vocab-file", VOCAB, "--merge-file", MERGES, "--append-eod", "--engine", "local"]
+    given = ["--input", f"file://{folder}", "--output-prefix", str(tmp_path / "corpus"), *flags]
+    assert preprocess.main([*given, "--workers", "1"]) == 0
+    shards = json.loads((tmp_path / "corpus.json").read_text())["shards"]
+    assert [shard["sha256"] for shard in shards] == [
+        shard["sha256"] for shard in json.loads(made.read_text())["shards"]
+    ]
+    assert shards[0]["input"] == f"file://{folder}/a.jsonl"
+    assert sorted(path.suffix for path in (tmp_path / "corpus").iterdir() if path.is_dir()) == [""]
+
+
+def test_joined_shards_are_the_merged_data_set(made: Path) -> None:
+    joined = open_indexed(str(made))
+    merged = IndexedDataset(REFERENCE_PREFIX)
+    assert joined.compute_fingerprint() == merged.compute_fingerprint()
+    assert joined.sizes.tolist() == merged.sizes.tolist()
+    assert joined.document_offsets.tolist() == merged.document_offsets.tolist()
+    for number in range(len(merged)):
+        np.testing.assert_array_equal(joined[number], merged[number])
+    joined.check_not_truncated()
+
+
+def test_resume_makes_only_what_is_missing_or_changed(
+    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made.parent, tmp_path / "all")
+    manifest = tmp_path / "all" / "corpus.json"
+    inputs = [shard["input"] for shard in json.loads(made.read_text())["shards"]]
+    before = json.loads(manifest.read_text())["shards"]
+    first, second, *_ = sorted(manifest.with_suffix("").glob("*.bin"))
+    content = bytearray(first.read_bytes())
+    content[7] ^= 1
+    first.write_bytes(content)
+    second.unlink()
+    flags = ["--vocab-file", VOCAB, "--merge-file", MERGES, "--engine", "local", "--workers", "1"]
+    given = ["--input", *inputs, "--output-prefix", str(manifest.with_suffix("")), *flags]
+    assert preprocess.main([*given, "--append-eod"]) == 0
+    output = capfd.readouterr().err
+    assert output.count("the shard is complete") == 3
+    assert output.count("the shard has changed and is made again") == 1
+    assert json.loads(manifest.read_text())["shards"] == before
+    assert preprocess.main(given) == 2
+    assert "was made, or started, with another append_eod" in capfd.readouterr().err
+
+
+def test_failed_files_and_documents_are_listed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    write_inputs(folder)
+    (folder / "broken.parquet").write_bytes(b"PAR1")
+    (folder / "keys.jsonl").write_text('{"body": "x"}\n')
+    (folder / "lines.jsonl").write_text('{"text": "one"}\nno JSON\n{"text": 2}\n')
+    (folder / "cut.jsonl.gz").write_bytes((folder / "b.jsonl.gz").read_bytes()[:-40])
+    flags = ["--vocab-file", VOCAB, "--merge-file", MERGES, "--on-bad-line", "skip"]
+    given = ["--input", str(folder), "--output-prefix", str(tmp_path / "corpus"), *flags]
+    assert preprocess.main([*given, "--engine", "local", "--workers", "1"]) == 1
+    output = capfd.readouterr().err
+    content = json.loads((tmp_path / "corpus.json").read_text())
+    failed = {Path(name).name: reason for name, reason in content["failed_files"].items()}
+    assert sorted(failed) == ["broken.parquet", "cut.jsonl.gz", "keys.jsonl"]
+    assert "none of its documents is usable, such as line 1: no key 'text'" in failed["keys.jsonl"]
+    for name, reason in failed.items():
+        assert f"FAILED: {folder / name}: {reason}" in output
+    (lines,) = [each for each in content["shards"] if each["input"].endswith("lines.jsonl")]
+    assert (lines["documents"], lines["bad_documents"]) == (1, 2)
+    assert [bad.partition(":")[0] for bad in lines["first_bad_documents"]] == ["line 2", "line 3"]
+    for bad in lines["first_bad_documents"]:
+        assert f"bad document left out: {folder / 'lines.jsonl'}: {bad}" in output
+    assert content["bad_documents"] == 2
+    registry = DatasetRegistry(None)
+    registry.open_indexed = open_indexed
+    registry.open(str(tmp_path / "corpus.json"))
+    assert "lacks the documents of 3 input files" in registry.notes[0]
+    # With the file repaired, the same command makes its shard.
+    (folder / "keys.jsonl").write_text('{"text": "x"}\n')
+    assert preprocess.main([*given, "--engine", "local", "--workers", "1"]) == 1
+    content = json.loads((tmp_path / "corpus.json").read_text())
+    assert len(content["failed_files"]) == 2
+
+
+@pytest.mark.parametrize("path", ["../corpus/x", "/etc/x", "a/../../x", "", "a//x", 3])
+def test_manifest_leads_nowhere_else(copy: Path, path: object) -> None:
+    change(copy, lambda content: content["shards"][1].update(path=path))
+    with pytest.raises(DataError, match="no manifest of a corpus"):
+        open_indexed(str(copy))
+
+
+def test_damaged_manifests_and_shards_are_refused(copy: Path) -> None:
+    """Values, rules and fixes are in the messages."""
+    files = [copy.parent / shard["path"] for shard in json.loads(copy.read_text())["shards"]]
+    intact = copy.read_text()
+
+    def refuse(message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            open_indexed(str(copy))
+        copy.write_text(intact)
+
+    change(copy, lambda content: content.update(version=2))
+    refuse("it has version 2, and this program reads version 1")
+    change(copy, lambda content: content["shards"][0].update(documents=3))
+    refuse("has 37 documents and .* records 3 and .*Preprocess the input file again")
+    change(copy, lambda content: content["shards"][0].update(tokens=-1))
+    refuse("no integer from 0 on")
+    change(copy, lambda content: content.update(shards=[]))
+    refuse("it has no shard")
+    change(copy, lambda content: content["shards"][0].update(sha256=["0" * 64] * 2))
+    refuse("has the SHA-256 .* records 000")
+    copy.write_text("[" * 100_000)
+    refuse("no manifest of a corpus")
+    index = Path(f"{files[1]}.idx")
+    whole = index.read_bytes()
+    # A document that lies elsewhere, in a file of the same size.
+    index.write_bytes(whole[:-9] + b"\x01" + whole[-8:])
+    refuse(r"\.idx has the SHA-256")
+    index.write_bytes(whole[:-1])
+    refuse("has .* bytes, and .* records .*Copy the corpus again")
+    index.unlink()
+    refuse("cannot be read .No such file")
+
+
+def test_file_that_changes_in_use_and_another_tokenizer_are_found(copy: Path) -> None:
+    joined = open_indexed(str(copy))
+    assert isinstance(joined, JoinedDataset)
+    largest = max(joined.parts, key=lambda path: path.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.truncate(10)
+    with pytest.raises(DataError, match="was changed while it is in use"):
+        joined.check_not_truncated()
+    check_tokenizers_of_data(GPT2, [str(copy)])
+    other = copy.parent / "other.json"
+    other.write_text(Path(VOCAB).read_text() + " ")
+    config = TokenizerConfig(vocab_file=str(other), merge_file=MERGES)
+    with pytest.raises(ConfigError, match="made with another tokenizer"):
+        check_tokenizers_of_data(config, [str(copy)])
