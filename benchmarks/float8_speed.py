@@ -139,7 +139,9 @@ class Benchmark:
         self._add_row("float8 products", name=layers.name, **rates, rounding_ms=rounding)
 
 
-def build_pass(layers: Layers, recipe: Recipe | None, device: torch.device) -> Callable[[], object]:
+def build_pass(
+    layers: Layers, recipe: Recipe | None, device: torch.device
+) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return a function that runs both passes of layers. Without a recipe they are in bf16.
 
     The function returns the gradients of the input and of the weights.

@@ -23,7 +23,9 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_command_a_yaml_file_and_a_script_have_the_same_prediction(capsys, tmp_path: Path):
+def test_a_command_a_yaml_file_and_a_script_have_the_same_prediction(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     cost = as_json(capsys, *OWN, "--", *SMALL, *FLOAT8)["cost"]
     parts = cost["breakdown_seconds"]
     assert parts["float8: rounding"] > parts["float8: messages"] > 0
@@ -43,7 +45,9 @@ def test_a_command_a_yaml_file_and_a_script_have_the_same_prediction(capsys, tmp
     assert found == cost
 
 
-def test_layers_and_matrices_that_are_left_out_are_named(capsys):
+def test_layers_and_matrices_that_are_left_out_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*SMALL, *FLOAT8, "--ffn-hidden-size", "8008", "--first-last-layers-bf16"]
     assert plan.main([*OWN, "--", *words]) == 0
     text = capsys.readouterr().out
@@ -58,7 +62,9 @@ def test_layers_and_matrices_that_are_left_out_are_named(capsys):
         (["--hardware", "h100"], ["--fp8-emulate"], "emulated"),
     ],
 )
-def test_without_products_in_float8_the_prediction_is_that_of_bf16(capsys, own, more, row):
+def test_without_products_in_float8_the_prediction_is_that_of_bf16(
+    capsys: pytest.CaptureFixture[str], own: list[str], more: list[str], row: str
+) -> None:
     words = ["--world-size", "4", *own, "--", *SMALL]
     plain = as_json(capsys, *words)["cost"]
     assert as_json(capsys, *words, *FLOAT8, *more)["cost"] == plain
@@ -66,7 +72,7 @@ def test_without_products_in_float8_the_prediction_is_that_of_bf16(capsys, own, 
     assert f"float8              {row}" in capsys.readouterr().out
 
 
-def test_the_search_proposes_float8_if_it_is_allowed(capsys):
+def test_the_search_proposes_float8_if_it_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     # Long products gain more than rounding costs.
     wide = [*SMALL, "--hidden-size", "16384", "--num-attention-heads", "128", "--num-layers", "1"]
     words = [*wide, "--micro-batch-size", "2"]
@@ -94,7 +100,9 @@ def explain(capsys: pytest.CaptureFixture[str], text: str, *words: str) -> dict[
     return parts
 
 
-def test_explain_names_float8_and_the_ranks_that_send_messages(capsys):
+def test_explain_names_float8_and_the_ranks_that_send_messages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     plain = explain(capsys, "tp=2")["explained"]
     assert "tensor-parallel communication" in plain
     assert not any(name.startswith("float8") for name in plain)
