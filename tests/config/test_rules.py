@@ -522,6 +522,14 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     ),
     ({"no_rope_layers": "0"}, "--no-rope-layers 0 has no effect without --position-embedding-type"),
     (
+        {"position_embedding_type": "rotary", "rope_scaling": "yarn", "rope_low_freq_factor": 2.0},
+        "--rope-low-freq-factor 2.0 has no effect without --rope-scaling llama3.",
+    ),
+    (
+        {"position_embedding_type": "rotary", "rope_scaling": "llama3", "rope_beta_slow": 2.0},
+        "--rope-beta-slow 2.0 has no effect without --rope-scaling yarn.",
+    ),
+    (
         {"position_embedding_type": "rotary", "rope_scaling": "linear", "rope_original_length": 9},
         "--rope-original-length 9 has no effect without --rope-scaling llama3 or yarn.",
     ),
