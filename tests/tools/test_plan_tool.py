@@ -864,7 +864,8 @@ def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
     # A complete file of a user may lack the value.
     mine = tmp_path / "mine.yaml"
     known = vars(load_hardware("a100-80g"))
-    mine.write_text(yaml.safe_dump({key: known[key] for key in known if key != "fp32_tflops"}))
+    kept = {key: known[key] for key in known if key != "fp32_tflops" and known[key] is not None}
+    mine.write_text(yaml.safe_dump(kept))
     own = ["--world-size", "1", "--hardware", str(mine)]
     assert plan.main([*own, *SMALL]) == 0
     assert "no prediction: a100-80g has no fp32_tflops" in capsys.readouterr().out
