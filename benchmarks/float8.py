@@ -8,10 +8,8 @@ the file already is not repeated, so the benchmark can be stopped and continued.
 can share the work if each has other --shapes, --recipes or --seeds. At the end it prints a table of
 the runs that have all seeds, and draws FOLDER/float8.png.
 
-Two kinds of runs compute the gradients of weights in another way than the trainer does:
-
-- `tensorwise, plain`: from operands that are not rounded.
-- `rowwise, rounded`: from operands that are rounded with one scale for each tensor.
+In the runs `tensorwise, plain`, the gradients of weights are computed from operands that are not
+rounded. The trainer has no flag for this.
 """
 
 import contextlib
@@ -22,13 +20,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import tyro
 from torch import Tensor
 
@@ -58,16 +55,15 @@ SHAPES = {
     ),
 }
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate"
-ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate"
+PLAIN = "tensorwise, plain"
 BF16 = "bf16"
 RECIPES = {
     BF16: "",
     "tensorwise": TENSORWISE,
-    "tensorwise, plain": TENSORWISE,
-    "rowwise": ROWWISE,
-    "rowwise, rounded": ROWWISE,
+    PLAIN: TENSORWISE,
+    "rowwise": "--fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate",
 }
-"""Name -> flags. The names with a comma are those of `change_weight_gradients`."""
+"""Name -> flags."""
 
 
 @dataclass(frozen=True)
@@ -107,30 +103,12 @@ def _multiply_plain(gradients: Any, number: int, x: Tensor) -> Tensor:
     return gradients._rows[number].t().mm(x)
 
 
-def _multiply_rounded(gradients: Any, number: int, x: Tensor) -> Tensor:
-    """Return a weight's gradient from operands that are rounded to e4m3 with one scale each."""
-    from megatron.extras.float8.rounding import find_largest, multiply_rounded, round_to_float8
-
-    left, right = (
-        round_to_float8(each, find_largest(each, by_row=False), torch.float8_e4m3fn)
-        for each in (gradients._rows[number].t(), x)
-    )
-    return multiply_rounded(left, right, x.dtype, emulated=True, fast=False)
-
-
 @contextlib.contextmanager
-def change_weight_gradients(recipe: str) -> Iterator[None]:
-    """Compute the gradients of weights as the name of the recipe says."""
-    changes: dict[str, Callable[[Any, int, Tensor], Tensor]] = {
-        "tensorwise, plain": _multiply_plain,
-        "rowwise, rounded": _multiply_rounded,
-    }
-    if recipe not in changes:
-        yield
-        return
+def change_weight_gradients() -> Iterator[None]:
+    """Compute the gradients of weights from operands that are not rounded."""
     from megatron.extras.float8.products import _Gradients
 
-    with mock.patch.object(_Gradients, "multiply_input", changes[recipe]):
+    with mock.patch.object(_Gradients, "multiply_input", _multiply_plain):
         yield
 
 
@@ -143,7 +121,10 @@ def train(cell: Cell, arguments: Arguments) -> Curve:
             f"--save {name} --save-interval 100000"
         )
         loaded = load_config(flags.split())
-        with change_weight_gradients(cell.recipe), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.ExitStack() as changes:
+            changes.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            if cell.recipe == PLAIN:
+                changes.enter_context(change_weight_gradients())
             pretrain(loaded, parts=choose_parts(loaded.config))
         entries = read_metrics(Path(name) / "metrics.jsonl")
     return {e["iteration"]: e["validation"]["validation"] for e in entries if "validation" in e}
@@ -176,6 +157,10 @@ def train_all(arguments: Arguments, path: Path) -> None:
         begin = time.monotonic()
         curve = train(cell, arguments)
         seconds = time.monotonic() - begin
+        if ITERATIONS not in curve:
+            # A run ends early if it gets a signal.
+            print(cell, "is not complete")
+            return
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         for iteration, loss in curve.items():
