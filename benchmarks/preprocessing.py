@@ -8,8 +8,8 @@ Rates are in MB of jsonl a second of CPU time, because the elapsed time depends 
 the machine. The first table has the phases of one process. There the versions take turns after each
 block, which makes their ratio reliable also on a busy machine. The second table has complete runs
 with several processes. It subtracts the medians of a small corpus from those of a large one, so
-that the start is left out, which takes a second of CPU for each process. All runs of a corpus must
-give the same bytes.
+that the start is left out. The third table has the complete runs of the large corpus. What two free
+cores could give at most follows from the CPU time. All runs of a corpus must give the same bytes.
 
 5 % of the words are changed in each copy of the texts. Repeated text would make the encoder's cache
 look faster than it is.
@@ -53,6 +53,7 @@ _CHANGED_WORDS = 0.05
 # Runs in a process of its own. A program that is given by -c is not imported again by workers.
 RUN = """
 import hashlib, json, resource, sys, time
+started = time.perf_counter()
 from pathlib import Path
 from megatron.config.data import TokenizerConfig
 from megatron.extras.preprocess.pipeline import PreprocessJob, preprocess
@@ -70,7 +71,6 @@ job = PreprocessJob(
     workers=int(workers),
     overwrite=True,
 )
-started = time.perf_counter()
 preprocess(job, say=lambda line: None, choose=lambda *_: encoder)
 result = {
     "parent": read_cpu(resource.RUSAGE_SELF),
@@ -193,6 +193,24 @@ def measure_runs(arguments: Arguments, corpora: list[Path], folder: Path) -> Non
     for checkout in arguments.checkouts:
         cells = [f"{get_rate(count, checkout, name):.0f}" for count, name in columns]
         print(f"| {checkout} | {' | '.join(cells)} |", flush=True)
+    print(
+        f"\n| {large.stat().st_size / 1e6:.0f} MB with the start | one process, CPU s "
+        "| two workers and their parent, CPU s | speed on two free cores, at most | one, s elapsed "
+        "| two, s elapsed |\n|---|--:|--:|--:|--:|--:|"
+    )
+    for checkout in arguments.checkouts:
+        one, two = (
+            {
+                "cpu": statistics.median(run["parent"] + run["workers"] for run in runs),
+                "elapsed": statistics.median(run["elapsed"] for run in runs),
+            }
+            for runs in (results[count, checkout, large] for count in (1, 2))
+        )
+        bound = 2 * one["cpu"] / two["cpu"]
+        print(
+            f"| {checkout} | {one['cpu']:.2f} | {two['cpu']:.2f} | {bound:.2f} "
+            f"| {one['elapsed']:.1f} | {two['elapsed']:.1f} |"
+        )
 
 
 class PhaseTimes:
