@@ -96,6 +96,8 @@ def _run_on_slurm(
 
 def _run_on_ray(tasks_file: Path, count: int, _: str, log: Callable[[str], None]) -> None:
     """Run the tasks on the Ray cluster of RAY_ADDRESS, or on this machine without it."""
+    # Ray leaves out lines that are like earlier ones of other tasks, unless this is set.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         import ray
     except ImportError as error:
