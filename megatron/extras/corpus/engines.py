@@ -96,6 +96,8 @@ def _run_on_slurm(
 
 def _run_on_ray(tasks_file: Path, count: int, _: str, log: Callable[[str], None]) -> None:
     """Run the tasks on the Ray cluster of RAY_ADDRESS, or on this machine without it."""
+    # Ray leaves out lines that are like earlier ones of other tasks, unless this is set.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         import ray
     except ImportError as error:
@@ -104,7 +106,14 @@ def _run_on_ray(tasks_file: Path, count: int, _: str, log: Callable[[str], None]
         ) from error
     # A worker does not have the folder of this process, nor what Python was told about paths.
     path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
-    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True)
+    try:
+        ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True)
+    # Ray has no class of its own for most failures of a start.
+    except Exception as error:
+        raise ConfigError(
+            f"Ray does not start, or its cluster does not answer: {error}. Start one with 'ray "
+            "start --head', give its address as RAY_ADDRESS, or use another --engine."
+        ) from error
     try:
         # Ray starts the task of a lost worker or node again. Errors of Python are not retried.
         work: Any = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(run_task)

@@ -76,10 +76,14 @@ class JoinedDataset(IndexedDataset):
             DataError: A file was truncated, replaced or removed.
         """
         for path, size in zip(self.parts, self._part_bytes, strict=True):
-            if not path.is_file() or path.stat().st_size != size:
+            try:
+                found = f"{os.stat(path).st_size} bytes"
+            except OSError as error:
+                found = str(error.strerror)
+            if found != f"{size} bytes":
                 raise DataError(
-                    f"{path} was changed while it is in use: it had {size} bytes. Copy the file "
-                    "again, and start again from the last checkpoint."
+                    f"{path} was changed while it is in use: it had {size} bytes. Now: {found}. "
+                    "Copy the file again, and start again from the last checkpoint."
                 )
 
     def compute_fingerprint(self) -> str:

@@ -1,10 +1,12 @@
 """Makes a corpus: shares the files among tasks, runs the tasks, and writes the manifest."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
@@ -46,6 +48,13 @@ def prepare_corpus(
     """
     if workers < 1:
         raise ConfigError(f"--workers {workers} must be at least 1.")
+    # The tasks may have another working directory.
+    files: dict[str, Any] = {
+        name: os.path.abspath(path)
+        for name in ("vocab_file", "merge_file", "tokenizer_name_or_path")
+        if os.path.exists(path := getattr(job.tokenizer, name) or "")
+    }
+    job = replace(job, tokenizer=replace(job.tokenizer, **files))
     # A wrong tokenizer is found here, and not by each task.
     build_tokenizer(job.tokenizer)
     inputs = list_inputs(patterns, log)
