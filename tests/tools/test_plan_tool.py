@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -863,8 +864,8 @@ def test_fp32_needs_a_peak_of_its_own(tmp_path, capsys):
     assert "a100-80g is the default. Without a GPU, give --hardware cpu\n" in printed
     # A complete file of a user may lack the value.
     mine = tmp_path / "mine.yaml"
-    known = vars(load_hardware("a100-80g"))
-    mine.write_text(yaml.safe_dump({key: known[key] for key in known if key != "fp32_tflops"}))
+    known = vars(replace(load_hardware("a100-80g"), fp32_tflops=None))
+    mine.write_text(yaml.safe_dump({key: known[key] for key in known if known[key] is not None}))
     own = ["--world-size", "1", "--hardware", str(mine)]
     assert plan.main([*own, *SMALL]) == 0
     assert "no prediction: a100-80g has no fp32_tflops" in capsys.readouterr().out
