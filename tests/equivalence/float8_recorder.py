@@ -101,8 +101,10 @@ class Recorder:
         cls = products.Float8Products
         rounding, multiply, begin = products.round_to_float8, cls.multiply, cls.begin_backward
 
-        def round_and_keep(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Any:
-            rounded = rounding(x, largest, dtype)
+        def round_and_keep(
+            x: Tensor, largest: Tensor, dtype: torch.dtype, *, compiled: bool
+        ) -> Any:
+            rounded = rounding(x, largest, dtype, compiled=compiled)
             part = self._expected.pop(0) if self._expected else None
             if part is not None:
                 rows = len(part.rows)

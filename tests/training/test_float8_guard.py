@@ -88,7 +88,7 @@ def test_a_huge_weight_is_a_warning_and_an_overflow_of_one_rank_is_dropped(run: 
 def test_a_healthy_run_has_no_warning(run: Runner) -> None:
     """The gradients are in e4m3, whose range is the smaller one."""
     flags = "--fp8-format e4m3 --fp8-recipe tensorwise --log-layer-stats-interval 10"
-    log = run(f"{MODEL} {flags} --train-iters 50 --log-interval 50")
+    log = run(f"{MODEL} {flags} --train-iters 50 --log-interval 50 --global-batch-size 1")
     assert "float8 loses" not in log
     assert "float8 cuts off" not in log
     flushed = [e["layer_fp8_gradient_flushed"] for e in run.metrics() if "output_logit" in e]

@@ -54,7 +54,9 @@ class Float8Engine(NativeEngine):
     def _build(self) -> None:
         super()._build()
         precision = self._plan.config.precision
-        self._recipe = Recipe.from_config(precision)
+        self._recipe = replace(
+            Recipe.from_config(precision), compiled=self._plan.config.kernels.use_torch_compile
+        )
         _check_device(self._mesh.device, self._recipe)
         self._start = precision.fp8_start_iteration
         self._iteration = 0

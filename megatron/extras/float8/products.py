@@ -101,11 +101,11 @@ class Float8Products:
         rows = x.reshape(-1, x.shape[-1])
         largest = find_largest(rows, by_row=self.recipe.rowwise)
         _share_largest(largest, self.input_groups)
-        rounded = round_to_float8(rows, largest, FORWARD)
+        rounded = self.round(rows, largest, FORWARD)
         self._count("input", [rows], [rounded])
         outs = []
         for weight, scale, bias in zip(weights, self.scales, biases, strict=True):
-            matrix = round_to_float8(weight, scale.get_largest(), FORWARD)
+            matrix = self.round(weight, scale.get_largest(), FORWARD)
             out = multiply_rounded(
                 rounded, matrix.t(), x.dtype, emulated=self.recipe.emulated, fast=True
             )
@@ -128,11 +128,15 @@ class Float8Products:
         _share_largest(largest, self.gradient_groups)
         dtype = getattr(torch, GRADIENTS[self.recipe.format])
         rounded = [
-            round_to_float8(row, number, dtype)
+            self.round(row, number, dtype)
             for row, number in zip(rows, largest.unbind(), strict=True)
         ]
         self._count("gradient", rows, rounded)
         return _Gradients(self, rows, rounded, weights, kept)
+
+    def round(self, x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
+        """Round a matrix as the recipe says. See `round_to_float8`."""
+        return round_to_float8(x, largest, dtype, compiled=self.recipe.compiled)
 
     def _count(
         self, operand: Operand, matrices: Sequence[Tensor], rounded: Sequence[Rounded]
@@ -167,7 +171,7 @@ class _Gradients:
         products = []
         layers = zip(self._rounded, self._weights, self._products.scales, strict=True)
         for rounded, weight, scale in layers:
-            matrix = round_to_float8(weight, scale.get_largest_of_all(), FORWARD)
+            matrix = self._products.round(weight, scale.get_largest_of_all(), FORWARD)
             products.append(self._multiply(rounded, matrix, weight.dtype))
         total, *others = products
         # Each product is rounded before it is added, as in a backward pass without float8.
@@ -181,7 +185,7 @@ class _Gradients:
             return self._rows[number].t().mm(x)
         # Layers with the same input share its copy.
         if self._input is None:
-            self._input = round_to_float8(x, self._kept[0], FORWARD)
+            self._input = self._products.round(x, self._kept[0], FORWARD)
         return self._multiply(self._rounded[number].t(), self._input, x.dtype)
 
     def _multiply(self, a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,9 @@ A scale is a power of two, so multiplying by it changes no digit. The only error
 rounding to float8. Source: https://arxiv.org/abs/2209.05433. Casts and scales are those of torchao.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +48,9 @@ def find_largest(x: Tensor, *, by_row: bool) -> Tensor:
     return largest.float().nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def round_to_float8(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
+def round_to_float8(
+    x: Tensor, largest: Tensor, dtype: torch.dtype, *, compiled: bool = False
+) -> Rounded:
     """Round a matrix [m, k] to float8.
 
     With an infinity or a nan in the tensor, the scale is 0 and each product becomes nan. The step
@@ -56,9 +60,22 @@ def round_to_float8(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
         x: The matrix.
         largest: The largest absolute value of what has the same scale, a scalar or [m, 1].
         dtype: The float8 format.
+        compiled: Convert the values in one kernel that torch.compile makes, with the same result.
     """
+    # A compiler may compute the logarithm of the scale in another way, so it gets the values only.
     scale = amax_to_scale(largest, dtype, round_scales_to_power_of_2=True)
-    return Rounded(to_fp8_saturated(x.float() * scale, dtype), scale.reciprocal())
+    convert = compile_conversion() if compiled else _convert
+    return Rounded(convert(x.detach(), scale, dtype), scale.reciprocal())
+
+
+def _convert(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_fp8_saturated(x.float() * scale, dtype)
+
+
+@functools.cache
+def compile_conversion() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+    """Return `_convert` as a compiled function for matrices of any size."""
+    return torch.compile(_convert, dynamic=True)
 
 
 def multiply_rounded(
