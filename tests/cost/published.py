@@ -409,9 +409,13 @@ def compare_llama3(row: dict[str, Any]) -> Iterator[Compared]:
     yield _compare_tflops(row, f"{row['gpus']} GPUs CP {row['cp']}", best, causal=True)
 
 
-TITAN_FLOAT8 = Float8(fused=True, weights="shard", gathers_rounded=True, shares_scales=False)
+TITAN_FLOAT8 = Float8(
+    fused=True, scale_kernels=2, weights="shard", gathers_rounded=True, shares_scales=False
+)
 """torchao in torchtitan: compiled, with float8 gathers of FSDP and of tensor parallelism."""
-CORE_FLOAT8 = Float8(fused=True, weights="step", keeps_rounded=True, shares_scales=False)
+CORE_FLOAT8 = Float8(
+    fused=True, scale_kernels=2, weights="step", keeps_rounded=True, shares_scales=False
+)
 """Transformer Engine, which rounds weights once a step, and inputs and gradients to both orders."""
 
 

@@ -85,8 +85,8 @@ def test_a_layer_in_float8_has_shorter_products_and_rounds():
     assert tensorwise.forward.gemm == rowwise.forward.gemm
     assert tensorwise.backward.gemm < rowwise.backward.gemm < plain.backward.gemm
     assert rowwise.backward.rounding < tensorwise.backward.rounding
-    # A compiler makes one kernel of several.
-    assert estimate(FUSED).forward.rounding < tensorwise.forward.rounding / 4
+    # A compiler makes one kernel of two, and the kernels of the scales stay.
+    assert estimate(FUSED).forward.rounding < 0.7 * tensorwise.forward.rounding
 
 
 def test_a_layer_whose_complete_size_is_no_multiple_of_16_is_not_rounded():

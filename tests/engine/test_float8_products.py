@@ -49,6 +49,22 @@ def round_matrix(x: Tensor, dtype: torch.dtype, *, by_row: bool = False) -> Tens
     return rounded.values.float() * rounded.inverse
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_matrix_in_bf16_is_rounded_as_in_fp32(dtype: torch.dtype) -> None:
+    """This holds for every number of bf16, with the scales of all largest values."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.isfinite()]
+    for exponent in range(-133, 128, 9):
+        x = numbers[numbers.abs() < 2.0**exponent].reshape(1, -1)
+        largest = find_largest(x, by_row=False)
+        half, single = (round_to_float8(each, largest, dtype) for each in (x, x.float()))
+        assert torch.equal(half.values.view(torch.uint8), single.values.view(torch.uint8))
+        # With values that a clamp has kept in the range, nothing changes.
+        top = torch.finfo(dtype).max
+        clamped = (x.float() / single.inverse).clamp(-top, top).to(dtype)
+        assert torch.equal(half.values.view(torch.uint8), clamped.view(torch.uint8))
+
+
 @pytest.mark.parametrize(("dtype", "digits"), [(E4M3, 3), (E5M2, 2)])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_scales_are_powers_of_two(dtype: torch.dtype, digits: int, by_row: bool) -> None:

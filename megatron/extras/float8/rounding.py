@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.extras.float8.torchao_import import (
     amax_to_scale,
     pad_tensor_for_matmul,
-    to_fp8_saturated,
 )
 
 FORWARD = torch.float8_e4m3fn
@@ -69,7 +68,12 @@ def round_to_float8(
 
 
 def _convert(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return to_fp8_saturated(x.float() * scale, dtype)
+    # The largest value times its scale does not exceed the format, so nothing is clamped. bf16 has
+    # the range of fp32, so the product is exact in bf16 and needs no copy in fp32. What leaves the
+    # normal range of bf16 is zero in float8.
+    if x.dtype == torch.bfloat16:
+        return (x * scale.to(x.dtype)).to(dtype)
+    return (x.float() * scale).to(dtype)
 
 
 @functools.cache
@@ -102,8 +106,8 @@ def _multiply_on_tensor_cores(a: Rounded, b: Rounded, dtype: torch.dtype, *, fas
     columns = b.values.shape[1]
     # The kernels need sizes that are multiples of 16, the first matrix stored by rows and the
     # second by columns. Zeros change no sum.
-    left = pad_tensor_for_matmul(a.values.contiguous(), 1)
-    right = pad_tensor_for_matmul(b.values.t().contiguous(), (0, 1)).t()
+    left = _pad(a.values.contiguous(), 1)
+    right = _pad(b.values.t().contiguous(), (0, 1)).t()
     scales = a.inverse, b.inverse
     # Both must have one scale, or neither.
     if a.inverse.dim() or b.inverse.dim():
@@ -115,3 +119,11 @@ def _multiply_on_tensor_cores(a: Rounded, b: Rounded, dtype: torch.dtype, *, fas
         left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=dtype, use_fast_accum=fast
     )
     return out[:, :columns]
+
+
+def _pad(matrix: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """Pad dimensions of a matrix to multiples of 16. It is copied only if one is no multiple."""
+    chosen = (dims,) if isinstance(dims, int) else dims
+    if all(matrix.shape[dim] % 16 == 0 for dim in chosen):
+        return matrix
+    return pad_tensor_for_matmul(matrix, dims)

@@ -10,13 +10,9 @@ _levels = [logger.level for logger in _LOGGERS]
 for _logger in _LOGGERS:
     _logger.setLevel(logging.ERROR)
 try:
-    from torchao.float8.float8_utils import (
-        amax_to_scale,
-        pad_tensor_for_matmul,
-        to_fp8_saturated,
-    )
+    from torchao.float8.float8_utils import amax_to_scale, pad_tensor_for_matmul
 finally:
     for _logger, _level in zip(_LOGGERS, _levels, strict=True):
         _logger.setLevel(_level)
 
-__all__ = ["amax_to_scale", "pad_tensor_for_matmul", "to_fp8_saturated"]
+__all__ = ["amax_to_scale", "pad_tensor_for_matmul"]

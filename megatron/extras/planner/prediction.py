@@ -83,8 +83,12 @@ def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
         return None
     layers = list_float8_layers(config)
     every = len(layers) == config.model.num_layers
-    # The operators of compiled graphs round as a run without a compiler does.
-    return Float8(layers=None if every else layers, rowwise=ROWWISE[precision.fp8_recipe])
+    return Float8(
+        layers=None if every else layers,
+        rowwise=ROWWISE[precision.fp8_recipe],
+        # Within the operators of compiled graphs, a compiled function converts the values.
+        fused=config.kernels.use_torch_compile,
+    )
 
 
 def propose_float8(config: Config) -> PrecisionConfig:

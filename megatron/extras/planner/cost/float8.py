@@ -18,17 +18,14 @@ from megatron.model.shape import ModelShape
 
 _LARGEST = 2
 """Bytes that are read for each element to find the largest value."""
-_ROUNDED = 27
-"""Bytes that are moved to round an element without a compiler. Four kernels convert it to fp32,
-multiply it by the scale, clamp it and convert it to float8."""
+_ROUNDED = 7
+"""Bytes that are moved to round an element of bf16 without a compiler. Two kernels multiply it by
+the scale and convert it to float8."""
 _ROUNDED_AT_ONCE = 3
 """The same in one kernel."""
 _COPIED = 2
 """Bytes that copy an element in float8. A product needs both operands in the order of their inner
-dimension, so some are transposed. Without a compiler, the padding copies each operand once more."""
-_SCALE_KERNELS = 13
-"""Kernels on single numbers that compute a scale and its inverse without a compiler."""
-_SCALE_KERNELS_AT_ONCE = 2
+dimension, so some are transposed."""
 _SCALE_BYTES = 4
 """Bytes of a largest value."""
 _WEIGHT_KERNELS = 4
@@ -131,19 +128,17 @@ def _count_forward(linear: Linear, tokens: int, float8: Float8, microbatches: in
     entries = len(linear.columns)
     elements = tokens * linear.inner
     once = _ROUNDED_AT_ONCE if float8.fused else _ROUNDED
-    of_scale = _SCALE_KERNELS_AT_ONCE if float8.fused else _SCALE_KERNELS
-    padded = 0 if float8.fused else _COPIED
-    size = (_LARGEST + once + padded * entries) * elements
+    size = (_LARGEST + once) * elements
     if float8.keeps_rounded:
         # The transposed copy for the backward pass is written at the same time.
         size += elements
     weights = 0.0
     if float8.weights == "pass":
-        weights = once + padded
+        weights = once
     elif float8.weights == "step":
         # Both orders of a weight are written once, and used for all microbatches.
         weights = (_LARGEST + once + 1) / microbatches
-    return Rounding(size + weights * linear.weights, of_scale * (1 + entries))
+    return Rounding(size + weights * linear.weights, float8.scale_kernels * (1 + entries))
 
 
 def _count_backward(linear: Linear, of_inputs: int, of_gradients: int, float8: Float8) -> Rounding:
@@ -152,24 +147,21 @@ def _count_backward(linear: Linear, of_inputs: int, of_gradients: int, float8: F
     gradients = of_gradients * sum(linear.columns)
     inputs = of_inputs * linear.inner
     once = _ROUNDED_AT_ONCE if float8.fused else _ROUNDED
-    of_scale = _SCALE_KERNELS_AT_ONCE if float8.fused else _SCALE_KERNELS
-    padded = 0 if float8.fused else _COPIED
     if float8.keeps_rounded:
         # A kernel writes both orders of a gradient.
-        return Rounding((_LARGEST + once + 1) * gradients, of_scale * entries)
-    size = (_LARGEST + once + padded) * gradients
+        return Rounding((_LARGEST + once + 1) * gradients, float8.scale_kernels * entries)
+    size = (_LARGEST + once) * gradients
     scales = entries
     if float8.weights == "pass":
-        size += (once + padded + _COPIED) * linear.weights
+        size += (once + _COPIED) * linear.weights
         scales += entries
     else:
         size += _COPIED * linear.weights
     if not float8.rowwise:
         # The product for the weight has both of its operands transposed.
-        copied = _COPIED + padded
-        size += copied * gradients + (once + copied * entries) * inputs
+        size += _COPIED * gradients + (once + _COPIED * entries) * inputs
         scales += 1
-    return Rounding(size, of_scale * scales)
+    return Rounding(size, float8.scale_kernels * scales)
 
 
 def count_step_rounding(linears: Sequence[Linear], layers: int, shards: int) -> Rounding:

@@ -117,6 +117,8 @@ class Float8:
     is not in float8 then."""
     fused: bool = False
     """Whether one kernel rounds a tensor. A compiler makes such kernels."""
+    scale_kernels: int = 13
+    """Kernels on single numbers that compute a scale and its inverse."""
     weights: Literal["pass", "step", "shard"] = "pass"
     """When weights are rounded: for each pass of each microbatch, once a step, or before they are
     gathered, so that a rank rounds its shard only."""

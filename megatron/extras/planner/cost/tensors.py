@@ -177,6 +177,7 @@ class _Tensors:
         self._fused = software.fused_gradients
         self._in_float8 = software.float8 is not None
         self._rowwise = software.float8 is not None and software.float8.rowwise
+        self._fused_rounding = software.float8 is not None and software.float8.fused
         self._fused_loss = software.fused_loss
         self._fused_gate = software.fused_gate
         # The norms of heads are between the projection and the rotation.
@@ -457,7 +458,8 @@ class _Tensors:
         yield self.layer + self.x, 0.0
         if self._in_float8:
             # Before that, the layer's last product rounds its input.
-            yield 8 * self._f / self.value, 8 * self._f / self.value
+            rounded = self._rounding[0] * self._f / self.value
+            yield rounded, rounded
         yield from self._list_mlp_steps()
         yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
         yield from self._list_output_steps()
@@ -555,6 +557,14 @@ class _Tensors:
 
     # -- float8 -----------------------------------------------------------------------------------
 
+    @cached_property
+    def _rounding(self) -> tuple[int, int]:
+        """The bytes that an element needs while it is rounded, and those that are then freed."""
+        if self._fused_rounding:
+            return 1, 0
+        # A product of two bytes in bf16. Otherwise a copy in fp32 and a product.
+        return (8, 7) if self._fp16 else (3, 2)
+
     def _count_matrix(self, gradient: float, inner: float) -> float:
         """Return the elements of a matrix, from the bytes of its output and of its input."""
         return gradient * inner / (self.value * self._tokens) ** 2
@@ -564,8 +574,7 @@ class _Tensors:
     ) -> Iterable[tuple[float, float]]:
         """Yield the steps up to the products for the input's gradient.
 
-        An element that is rounded has two copies in fp32, and then one in float8. A product copies
-        its operands, the second one twice.
+        The product copies its second operand, to transpose it.
 
         Args:
             gradients: Bytes of the gradient of the result of each product.
@@ -575,17 +584,17 @@ class _Tensors:
         if not self._in_float8:
             yield gathered, 0.0
             return
+        allocated, freed = self._rounding
         for size in gradients:
-            yield 8 * size / self.value, 7 * size / self.value
+            yield allocated * size / self.value, freed * size / self.value
         yield gathered, 0.0
         # The results of earlier products are there, which the caller counts afterwards.
         done = 0.0
         for size in gradients:
             matrix = self._count_matrix(size, inner)
-            yield done + 8 * matrix, 7 * matrix
-            operands = size / self.value + 2 * matrix
-            yield operands, matrix
-            yield inner, operands + inner + done
+            yield done + allocated * matrix, freed * matrix
+            yield matrix, 0.0
+            yield inner, 2 * matrix + inner + done
             done += inner
 
     def _list_rounded_inputs(
@@ -597,11 +606,12 @@ class _Tensors:
         """
         if not self._in_float8 or self._rowwise:
             return
-        yield 8 * inner / self.value, 7 * inner / self.value
+        allocated, freed = self._rounding
+        yield allocated * inner / self.value, freed * inner / self.value
         for size in gradients:
+            # Both operands are transposed.
             operands = (size + inner) / self.value
-            # Both copies of the second operand exist at the same time.
-            yield operands + inner / self.value, inner / self.value
+            yield operands, 0.0
             yield self.value * self._count_matrix(size, inner), 0.0
             yield 0.0, operands + self.value * self._count_matrix(size, inner)
 
