@@ -154,12 +154,14 @@ class GigatokenEncoder:
         """
         self.name = "gigatoken"
         try:
+            import awkward
             import gigatoken
         except ImportError as error:
             raise EncoderUnavailableError("it is not installed (pip install gigatoken)") from error
         if not isinstance(tokenizer, HFTokenizer):
             raise EncoderUnavailableError("it needs a tokenizer.json")
         description = tokenizer.backend.to_str()
+        self._awkward = awkward
         self._make = lambda: gigatoken.Tokenizer.from_json(description)
         self._read_resident_bytes = read_resident_bytes
         self._start()
@@ -169,10 +171,10 @@ class GigatokenEncoder:
         if self._cache_is_large():
             self._start()
         self._chars += sum(map(len, texts))
-        # `encode_batch` would be slower. It returns arrays of the package awkward, whose import
-        # takes as long as all the others of a worker together.
-        parts = [np.empty(0, np.uint32)] + [self._tokenizer.encode(text) for text in texts]
-        return np.concatenate(parts), np.array([len(part) for part in parts[1:]], np.int64)
+        # The workers already use all cores, so the library must not start threads.
+        encoded = self._tokenizer.encode_batch(texts, parallel=False)
+        sizes = np.asarray(self._awkward.num(encoded), np.int64)
+        return np.asarray(self._awkward.flatten(encoded)), sizes
 
     def _start(self) -> None:
         """Create gigatoken's tokenizer, with an empty cache."""
