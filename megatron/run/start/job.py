@@ -259,6 +259,8 @@ def _resolve_resume(
     config = choose_curriculum(given, checkpoint)
     plan = _resolve_plan(replace(loaded, config=config), world_size, state, parts)
     _refuse_kill_switch(config.batch)
+    about_checkpoint = compare_with_checkpoint(given, plan, state, checkpoint)
+    plan = keep_saved_choices(plan, state)
     about_windows: list[str] = []
     if parts.load_guard is not None:
         plan, about_windows = parts.load_guard().add_windows(plan, state, checkpoint)
