@@ -16,7 +16,7 @@ from megatron.extras.deepspeed.kind import DEEPSPEED
 from megatron.extras.float8.kind import FLOAT8
 from megatron.extras.trackers.trackers import check_trackers_are_installed
 from megatron.extras.verify.kept_report import check_report
-from megatron.rules.declared import Forbids, OneOf
+from megatron.rules.declared import Forbids, IfGiven, OneOf
 from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS, PLAN_RULES, RESUME_RULES
 from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.run.parts import check_parts
@@ -65,6 +65,8 @@ def build_page() -> str:
 def list_messages(rule: object) -> Iterator[tuple[str, str, str]]:
     """Yield level, message and description of each finding that a rule can have."""
     match rule:
+        case IfGiven():
+            yield from list_messages(rule.rule)
         case Forbids():
             for dotted in rule.fields:
                 why = re.sub(r"\{(.+?)\}", lambda match: _show(match[1]), rule.why)

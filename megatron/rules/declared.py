@@ -3,13 +3,15 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.tree import Config
-from megatron.rules.finding import Finding, error, warning
+from megatron.rules.finding import Finding, Rule, error, warning
 
 Condition = Callable[[Config], bool]
+S = TypeVar("S", bound=ConfigWithOrigin)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,25 @@ class OneOf:
             yield error(
                 f"{settings.describe(*given)} exclude each other{self.why}; give one of them."
             )
+
+
+@dataclass(frozen=True)
+class IfGiven(Generic[S]):
+    """Applies a rule if one of the fields that it is about is not its default."""
+
+    rule: Rule[S]
+    fields: tuple[str, ...]
+    """Dotted names."""
+
+    def __call__(self, settings: S) -> Iterator[Finding]:
+        """Yield what the rule finds."""
+        if any(settings.is_changed(dotted) for dotted in self.fields):
+            yield from self.rule(settings)
+
+
+def if_given(rule: Rule[S], *fields: str) -> IfGiven[S]:
+    """Return a rule that finds nothing while these fields have their defaults."""
+    return IfGiven(rule, fields)
 
 
 def needs(dotted: str, why: str, *fields: str) -> Forbids:

@@ -3,8 +3,10 @@
 A rule is in the module of its subject, and in one list here.
 
 Invariant: a rule raises nothing and reads nothing but its context. All rules run, and all findings
-are reported together. Schedules check their own numbers when the plan builds them, so those errors
-are not reported here. Examples are the steps of a ramp-up, --min-lr above --lr, and skipped ranges.
+are reported together. A rule in `if_given` finds nothing while its fields have their defaults, so
+it runs only if one of them is given. Schedules check their own numbers when the plan builds them,
+so those errors are not reported here. Examples are the steps of a ramp-up, --min-lr above --lr, and
+skipped ranges.
 
 The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpeed.
 """
@@ -31,6 +33,7 @@ from megatron.rules.contexts import PlanContext, ResumeContext
 from megatron.rules.declared import (
     Forbids,
     OneOf,
+    if_given,
     needs,
     no_effect,
     no_effect_unless,
@@ -58,11 +61,13 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     training.check_no_empty_text,
     ranges.check_ranges,
     training.check_one_training_length,
-    training.check_times,
-    training.check_length_by_time,
-    training.check_one_wsd_decay,
-    training.check_one_unit_of_progress,
-    training.check_one_warmup,
+    if_given(training.check_times, *training.TIMES),
+    if_given(training.check_length_by_time, "batch.train_time"),
+    if_given(training.check_one_wsd_decay, "optimizer.lr_wsd_decay_fraction"),
+    if_given(training.check_one_unit_of_progress, *_list_fields("optimizer.lr_")),
+    if_given(
+        training.check_one_warmup, "optimizer.lr_warmup_fraction", "optimizer.lr_warmup_tokens"
+    ),
     training.check_lr_is_given,
     OneOf(
         (
@@ -75,24 +80,26 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         ": the schedule comes either from this configuration or from the checkpoint",
     ),
     OneOf(("precision.fp16", "precision.bf16")),
-    numbers.check_loss_scale_bounds,
+    if_given(
+        numbers.check_loss_scale_bounds, "precision.min_loss_scale", "precision.initial_loss_scale"
+    ),
     model.check_heads_divide_hidden_size,
-    model.check_rotary_dim_is_even,
-    model.check_rope_scaling,
-    model.check_layer_choices,
+    if_given(model.check_rotary_dim_is_even, "model.position_embedding_type"),
+    if_given(model.check_rope_scaling, "model.rope_scaling"),
+    if_given(model.check_layer_choices, *model.LAYER_CHOICES),
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
-    model.check_query_key_norm,
-    model.check_positions_cover_sequence,
+    if_given(model.check_query_key_norm, "model.qk_norm"),
+    if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
     data.check_split_weights,
     data.check_data_path_has_pairs,
-    data.check_one_description_of_data,
-    data.check_phases_are_the_training_data,
+    if_given(data.check_one_description_of_data, *_list_fields("weighted_split_paths")),
+    if_given(data.check_phases_are_the_training_data, "data.data_phases"),
     needs(
         *("data.dataset_format", " parquet, arrow or jsonl", "data.datasets", "data.weights"),
         *("data.bos_token", "data.eos_token", "data.strip_tokens", "data.max_document_tokens"),
         *("data.max_ngram_repetition", "data.drop_duplicates"),
     ),
-    data.check_streamed_data,
+    if_given(data.check_streamed_data, "data.dataset_format"),
     needs(_SAVE, ": the ids of the tracker's runs are stored there", "logging.tracker"),
     # --save-interval is not in this list. Published scripts that measure speed have it without
     # --save, so it gives only a warning. A run with --async-save and no folder would train to its
@@ -116,9 +123,9 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         ("batch.eval_tasks",),
     ),
     OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
-    spike_guard.check_spike_guard_can_roll_back,
+    if_given(spike_guard.check_spike_guard_can_roll_back, "guard.spike_guard"),
     spike_guard.check_spike_guard_sizes,
-    numbers.check_bf16_moments,
+    if_given(numbers.check_bf16_moments, "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
     OneOf(_DEEPSPEED_OPTIMIZERS),
     # The native engine (FSDP2) supports neither of them.
     needs(
@@ -126,26 +133,32 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         "; without it, --zero-stage shards the optimizer's states over the ranks",
         *_DEEPSPEED_OPTIMIZERS,
     ),
-    layout.check_sharding_strategy,
-    numbers.check_grad_reduction,
-    curriculum.check_curriculum_flags,
-    data.check_end_of_document_is_known,
-    layout.check_one_partition_method,
-    layout.check_recompute_fraction,
-    layout.check_kept_operators,
-    kernels.check_attention_backend,
-    kernels.check_varlen_attention,
-    kernels.check_gradient_accumulation_fusion,
-    outputs.check_profile,
-    float8.check_float8,
+    if_given(
+        layout.check_sharding_strategy, "parallel.sharding_strategy", "parallel.hsdp_shard_size"
+    ),
+    if_given(numbers.check_grad_reduction, "parallel.grad_reduce_in_bf16"),
+    if_given(curriculum.check_curriculum_flags, *_list_fields("curriculum.")),
+    if_given(data.check_end_of_document_is_known, *data.DOCUMENT_FLAGS),
+    if_given(layout.check_one_partition_method, "parallel.num_layers_per_virtual_pipeline_stage"),
+    if_given(layout.check_recompute_fraction, "recompute.checkpoint_fraction"),
+    if_given(layout.check_kept_operators, "recompute.checkpoint_keep_operators"),
+    if_given(kernels.check_attention_backend, "kernels.attention_backend"),
+    if_given(kernels.check_varlen_attention, "kernels.use_varlen_attention"),
+    if_given(kernels.check_gradient_accumulation_fusion, "kernels.gradient_accumulation_fusion"),
+    if_given(outputs.check_profile, "logging.profile_iterations", "logging.memory_snapshot"),
+    if_given(float8.check_float8, "precision.fp8_format"),
     # Warnings.
-    training.warn_ramp_by_iterations,
+    if_given(
+        training.warn_ramp_by_iterations,
+        "batch.rampup_batch_size",
+        "batch.step_batch_size_schedule",
+    ),
     no_effect(
         "with {optimizer.lr_decay_tokens}, which ends the decay",
         lambda config: config.optimizer.lr_decay_tokens is not None,
         *("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"),
     ),
-    training.warn_warmup_tokens_with_curriculum,
+    if_given(training.warn_warmup_tokens_with_curriculum, "optimizer.lr_warmup_tokens"),
     no_effect_unless("optimizer.lr_decay_style", ("WSD",), *_list_fields("optimizer.lr_wsd_decay")),
     no_effect_without("optimizer.decoupled_lr", "", "optimizer.decoupled_min_lr"),
     no_effect(
@@ -153,7 +166,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         training.has_no_warmup,
         *("optimizer.lr_warmup_init", "optimizer.lr_warmup_style", "optimizer.lr_decay_from_start"),
     ),
-    training.warn_decay_of_missing_warmup,
+    if_given(training.warn_decay_of_missing_warmup, "optimizer.lr_decay_style"),
     no_effect_unless("optimizer.optimizer", ("ademamix",), *_list_fields("optimizer.ademamix_")),
     no_effect_unless("optimizer.optimizer", ("muon",), *_list_fields("optimizer.muon_")),
     no_effect_without("precision.fp16", "", *_LOSS_SCALE),
@@ -168,7 +181,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.precision.fp16 and config.precision.loss_scale is not None,
         *_LOSS_SCALE[1:],
     ),
-    numbers.warn_loss_scale_rounds,
+    if_given(numbers.warn_loss_scale_rounds, "precision.fp16"),
     no_effect(
         "without --fp16 or --bf16: everything is in fp32",
         lambda config: not (config.precision.fp16 or config.precision.bf16),
@@ -262,30 +275,35 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("precision.first_last_layers_bf16", "", "precision.num_layers_at_start_in_bf16"),
         "precision.num_layers_at_end_in_bf16",
     ),
-    outputs.warn_layer_statistics_without_file,
-    kernels.warn_fusion_with_shared_groups,
-    float8.warn_float8_after_the_end,
+    if_given(outputs.warn_layer_statistics_without_file, "logging.log_layer_stats_interval"),
+    if_given(kernels.warn_fusion_with_shared_groups, "kernels.gradient_accumulation_fusion"),
+    if_given(float8.warn_float8_after_the_end, "precision.fp8_format"),
 )
 """Rules that need only the configuration."""
 
 PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     layout.check_grid,
-    layout.check_tensor_parallel,
-    layout.check_context_parallel,
-    layout.check_muon,
-    batch.warn_of_bare_thresholds,
-    batch.check_final_step,
+    if_given(
+        layout.check_tensor_parallel,
+        "parallel.tensor_model_parallel_size",
+        "parallel.sequence_parallel",
+        "recompute.partition_activations",
+    ),
+    if_given(layout.check_context_parallel, "parallel.context_parallel_size"),
+    if_given(layout.check_muon, "optimizer.optimizer"),
+    if_given(batch.warn_of_bare_thresholds, "batch.step_batch_size_schedule"),
+    if_given(batch.check_final_step, "batch.step_batch_size_schedule"),
     batch.check_batch_sizes,
-    batch.check_first_batch,
-    training.warn_of_skipped_end,
-    curriculum.check_curriculum,
-    curriculum.check_cut_sequences,
-    curriculum.warn_of_curriculum_end,
-    outputs.check_profiled_ranks,
-    data.warn_of_phases,
+    if_given(batch.check_first_batch, "batch.train_samples"),
+    if_given(training.warn_of_skipped_end, "batch.skip_train_iteration_range"),
+    if_given(curriculum.check_curriculum, "curriculum.curriculum_schedule_type"),
+    if_given(curriculum.check_cut_sequences, "curriculum.curriculum_schedule_type"),
+    if_given(curriculum.warn_of_curriculum_end, "curriculum.curriculum_schedule_type"),
+    if_given(outputs.check_profiled_ranks, "logging.profile_iterations", "logging.memory_snapshot"),
+    if_given(data.warn_of_phases, "data.data_phases"),
     model.warn_of_shape,
-    model.warn_of_widths,
-    layout.warn_of_pipeline,
+    if_given(model.warn_of_widths, "precision.bf16", "precision.fp16"),
+    if_given(layout.warn_of_pipeline, "parallel.pipeline_model_parallel_size"),
     data.warn_of_files,
 )
 """Rules that need the number of ranks, or what follows from it."""

@@ -11,7 +11,7 @@ from megatron.rules.contexts import PlanContext
 from megatron.rules.finding import Finding, error, warning
 from megatron.schedule.clock import parse_duration
 
-_TIMES = ("batch.train_time", "batch.eval_interval_time", "checkpoint.save_interval_time")
+TIMES = ("batch.train_time", "batch.eval_interval_time", "checkpoint.save_interval_time")
 """Fields that hold a time."""
 _BY_TIME = "the learning rate follows the time; leave it out"
 _WSD_BY_TIME = "give --lr-wsd-decay-fraction"
@@ -186,7 +186,7 @@ def warn_of_skipped_end(context: PlanContext) -> Iterator[Finding]:
 
 def check_times(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that each time is a number with its unit."""
-    for dotted in _TIMES:
+    for dotted in TIMES:
         # `check_no_empty_text` reports an empty text.
         if not settings[dotted]:
             continue

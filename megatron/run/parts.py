@@ -101,9 +101,9 @@ class GuardKind(Protocol):
         """
 
     def add_windows(
-        self, plan: Plan, state: TrainState, checkpoint: Checkpoint | None
+        self, plan: Plan, state: TrainState, checkpoint: Checkpoint
     ) -> tuple[Plan, list[str]]:
-        """Add the data that rollbacks skip to the plan and the state. Rank 0 calls it.
+        """Add the data that rollbacks skip to the plan and the state of a resume, on rank 0.
 
         Returns:
             The plan, and notes for the start.

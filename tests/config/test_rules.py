@@ -7,10 +7,14 @@ import pytest
 from config.minimal import PUBLISHED_RUNS, TRAINABLE, check_rules, config_with, published_arguments
 
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields
+from megatron.config.fields import all_fields, build_config, flatten
 from megatron.extras.translators.translator import load_config
-from megatron.rules.lists import CONFIG_RULES
+from megatron.plan.resolve import resolve
+from megatron.rules.contexts import PlanContext
+from megatron.rules.declared import IfGiven
+from megatron.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.rules.ranges import check_ranges
+from megatron.schedule.position import Progress
 
 GUARDED = {"spike_guard": "rollback", "save": "run", "load": "run", "save_interval": 5}
 """A run whose spike guard may roll back."""
@@ -676,6 +680,56 @@ def test_every_rule_has_a_case_above():
     cases = [ConfigWithOrigin(config_with(**changes), {}) for changes, _ in [*FAILURES, *UNUSUAL]]
     for rule in CONFIG_RULES:
         assert any(list(rule(case)) for case in cases), rule
+
+
+def test_a_rule_finds_nothing_while_its_fields_have_their_defaults():
+    """Otherwise `IfGiven` would leave out a finding."""
+    cases = [flatten(config_with(**changes)) for changes, _ in [*FAILURES, *UNUSUAL]]
+    for rule in CONFIG_RULES:
+        if not isinstance(rule, IfGiven):
+            continue
+        defaults = {dotted: all_fields()[dotted].default for dotted in rule.fields}
+        for values in cases:
+            settings = ConfigWithOrigin(build_config(values | defaults), {})
+            assert list(rule.rule(settings)) == [], rule
+
+
+UNUSUAL_PLANS: dict[str, dict[str, object]] = {
+    "curriculum": {
+        "curriculum_schedule_type": "fixed_discrete",
+        "curriculum_difficulties": (8, 16),
+        "curriculum_max_steps": (4,),
+        "sequence_parallel": True,
+        "context_parallel_size": 3,
+        "optimizer": "muon",
+        "num_query_groups": 1,
+        "train_tokens": 5000,
+    },
+    "layout": {
+        "tensor_model_parallel_size": 3,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "partition_activations": True,
+        "profile_iterations": "900-901",
+        "profile_ranks": (700,),
+        "fp16": True,
+        "skip_train_iteration_range": ("1-100000",),
+    },
+}
+"""Configurations in which the rules of the plan have something to find."""
+
+
+@pytest.mark.parametrize("changes", UNUSUAL_PLANS)
+def test_a_rule_of_the_plan_finds_nothing_while_its_fields_have_their_defaults(changes: str):
+    """The fields are reset, and what follows from them is planned again."""
+    config = config_with(**UNUSUAL_PLANS[changes])
+    for rule in PLAN_RULES:
+        if isinstance(rule, IfGiven):
+            defaults = {dotted: all_fields()[dotted].default for dotted in rule.fields}
+            reset = build_config(flatten(config) | defaults)
+            plan = resolve(reset, 6, consumed_samples=None, vocab_size=50000)
+            context = PlanContext(reset, {}, plan, Progress(5, 40, 400), may_read_files=False)
+            assert list(rule.rule(context)) == [], rule
 
 
 RANGED = [dotted for dotted, field in all_fields().items() if field.declared_range is not None]

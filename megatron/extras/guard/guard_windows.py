@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.load import Checkpoint
-from megatron.config.tree import Config
 from megatron.extras.guard.interventions import find_guard_windows
 from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
@@ -16,7 +15,7 @@ from megatron.schedule.skip import merge_ranges
 
 
 def add_guard_windows(
-    plan: Plan, state: TrainState, checkpoint: Checkpoint | None
+    plan: Plan, state: TrainState, checkpoint: Checkpoint
 ) -> tuple[Plan, list[str]]:
     """Add the ranges of the guard's rollbacks to those that the plan skips. Rank 0 calls it.
 
@@ -29,7 +28,7 @@ def add_guard_windows(
     Raises:
         CheckpointError: The file of interventions cannot be read.
     """
-    if checkpoint is None or not _continues_own_run(plan.config):
+    if not plan.config.checkpoint.resumes_itself or plan.config.batch.eval_only:
         return plan, []
     windows = find_guard_windows(Path(str(plan.config.checkpoint.save)), checkpoint)
     if windows is not None:
@@ -42,9 +41,3 @@ def add_guard_windows(
     return replace(plan, skip_ranges=merge_ranges([*plan.skip_ranges, *ranges])), [
         f"the iterations {' '.join(ahead)} are skipped, because the spike guard has rolled back"
     ]
-
-
-def _continues_own_run(config: Config) -> bool:
-    return config.checkpoint.resumes_itself and not (
-        config.batch.eval_only or config.checkpoint.finetune
-    )

@@ -200,7 +200,7 @@ def resolve_job(
         if checkpoint is None:
             _refuse_missing_checkpoint(plan.config.checkpoint)
         _refuse_kill_switch(plan.config.batch)
-        plan, notes = _add_windows(plan, state, checkpoint, parts)
+        notes: list[str] = []
     else:
         # The plan depends on the position, because its end is counted from there.
         state = build_starting_state(checkpoint, loaded.config)
@@ -261,17 +261,10 @@ def _resolve_resume(
     _refuse_kill_switch(config.batch)
     about_checkpoint = compare_with_checkpoint(given, plan, state, checkpoint)
     plan = keep_saved_choices(plan, state)
-    plan, about_windows = _add_windows(plan, state, checkpoint, parts)
+    about_windows: list[str] = []
+    if parts.load_guard is not None:
+        plan, about_windows = parts.load_guard().add_windows(plan, state, checkpoint)
     return plan, [*about_steps, *about_checkpoint, *about_windows]
-
-
-def _add_windows(
-    plan: Plan, state: TrainState, checkpoint: Checkpoint | None, parts: Parts
-) -> tuple[Plan, list[str]]:
-    """Add the data that rollbacks of the guard skip. See `GuardKind.add_windows`."""
-    if parts.load_guard is None:
-        return plan, []
-    return parts.load_guard().add_windows(plan, state, checkpoint)
 
 
 def _refuse_missing_checkpoint(config: CheckpointConfig) -> None:
