@@ -20,6 +20,7 @@ from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
+from megatron.extras.corpus.manifest import expand_manifests
 from megatron.extras.preprocess.flags import TokenizerFlags
 from megatron.extras.preprocess.inspection import inspect_dataset, plot_lengths, report
 from megatron.extras.preprocess.row_inspection import format_rows_report, inspect_rows
@@ -31,7 +32,8 @@ class InspectDatasetArguments:
     """The command line."""
 
     prefix: tyro.conf.Positional[str]
-    """Path of the data set without .bin and .idx. With --dataset-format: a file, folder or URL."""
+    """Path of the data set without .bin and .idx. The manifest of a corpus: all digests are
+    compared, and each shard is inspected. With --dataset-format: a file, folder or URL."""
     dataset_format: Literal["parquet", "arrow", "jsonl"] | None = None
     """Inspect files of this format, which training reads without preparation."""
     col_name: str = "text"
@@ -64,8 +66,17 @@ def _inspect(given: InspectDatasetArguments) -> int:
         tokenizer = None
     if given.dataset_format is not None:
         return _inspect_rows(given, given.dataset_format, tokenizer)
+    prefixes = expand_manifests([given.prefix])
+    if given.plot is not None and len(prefixes) > 1:
+        raise ConfigError("--plot needs one data set. Give the path of a shard, or merge them.")
+    return max(_inspect_indexed(given, prefix, tokenizer) for prefix in prefixes)
+
+
+def _inspect_indexed(
+    given: InspectDatasetArguments, prefix: str, tokenizer: Tokenizer | None
+) -> int:
     found = inspect_dataset(
-        given.prefix,
+        prefix,
         tokenizer.vocab_size if tokenizer else None,
         tokenizer.eod if tokenizer else None,
         list_special_token_ids(tokenizer) if tokenizer else (),

@@ -13,7 +13,7 @@ from preprocess.corpus_runs import make_corpus, make_environment
 from tiny_corpus import GPT2, MERGES, REFERENCE_PREFIX, VOCAB, data_files
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.commands import merge_datasets, preprocess
+from megatron.commands import inspect_dataset, merge_datasets, preprocess
 from megatron.commands.parts import open_indexed
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
@@ -154,6 +154,19 @@ def test_failed_files_and_documents_are_listed(
     assert preprocess.main([*given, "--engine", "local", "--workers", "1"]) == 1
     content = json.loads((tmp_path / "corpus.json").read_text())
     assert len(content["failed_files"]) == 2
+
+
+def test_inspection_compares_digests_and_reports_each_shard(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect_dataset.main([str(copy)]) == 0
+    assert capsys.readouterr().out.count("_text_document: ") == 5
+    largest = max(copy.with_suffix("").glob("*.bin"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[-1] ^= 1
+    largest.write_bytes(content)
+    assert inspect_dataset.main([str(copy)]) == 2
+    assert f"{largest} has the SHA-256" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["../corpus/x", "/etc/x", "a/../../x", "", "a//x", 3])
