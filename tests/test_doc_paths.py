@@ -1,5 +1,6 @@
 """The pages about the code name files and folders that exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -53,3 +54,19 @@ def test_map_has_every_package() -> None:
         for path in package.glob(pattern)
     }
     assert listed == folders - {"extras"}
+
+
+def test_docstrings_of_packages_name_modules_that_exist() -> None:
+    """Their readers have no other list of the modules."""
+    package = ROOT / "megatron"
+    wrong = []
+    named = 0
+    for path in package.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for name in re.findall(r"`([a-z][a-z0-9_]*)`", text):
+            named += 1
+            places = (path.parent / f"{name}.py", path.parent / name, package / name)
+            if not any(place.exists() for place in places):
+                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert named > 50
+    assert wrong == []

@@ -1,1 +1,4 @@
-"""Console commands. `pyproject.toml` lists them, and the files under `tools/` call them."""
+"""Console commands. `pyproject.toml` lists them, and the files under `tools/` call them.
+
+`pretrain` is the training. `parts` connects it with the extras.
+"""

@@ -1,7 +1,7 @@
 """What follows from a configuration, before anything runs.
 
-`plan` has every derived number, `resolve` derives them, `rules` has the rules that need them, and
-`record` sends a plan to other ranks.
+`run_plan` has every derived number, `resolve` derives them, and `record` sends a plan to other
+ranks. Then the package `rules` checks the plan.
 
-Invariant: a plan is always complete. All errors of a configuration are collected in it.
+Invariant: a plan is always complete, also if the configuration has errors.
 """

@@ -69,14 +69,14 @@ def check_curriculum(context: ResumeContext) -> Iterator[Finding]:
     difference = describe_curriculum_difference(context.given, context.saved, context.iteration)
     if difference is None or context.given.batch.eval_only:
         return
-    yield _find_decision(context, "the curriculum", difference) or error(
+    yield _warn_of_decision(context, "the curriculum", difference) or error(
         f"the curriculum differs from the checkpoint's: {difference}; give "
         "--override-lr-scheduler to continue with this command line's schedules, or "
         "--use-checkpoint-lr-scheduler to continue with the checkpoint's"
     )
 
 
-def _find_decision(context: ResumeContext, what: str, difference: str) -> Finding | None:
+def _warn_of_decision(context: ResumeContext, what: str, difference: str) -> Finding | None:
     """Return a warning if a flag decides between this configuration and the checkpoint."""
     if context.given.optimizer.override_lr_scheduler:
         return warning(f"--override-lr-scheduler changes {what}: {difference}")
@@ -125,7 +125,7 @@ def check_schedule(context: ResumeContext) -> Iterator[Finding]:
     differing = list_schedule_differences(context.plan.lr_schedule, context.saved_schedule)
     if differing:
         lines = "\n  ".join(differing)
-        yield _find_decision(context, "the learning rate", "; ".join(differing)) or error(
+        yield _warn_of_decision(context, "the learning rate", "; ".join(differing)) or error(
             f"the learning-rate schedule differs from the checkpoint's:\n  {lines}\ngive "
             "--override-lr-scheduler to continue with this command line's, or "
             "--use-checkpoint-lr-scheduler to continue with the checkpoint's"

@@ -6,6 +6,9 @@ also one if rank 0 decides about the next step, and if the ranks compare how fas
 
 Only rank 0 reads the clock and looks for the kill switch. Ranks whose clocks or file systems differ
 can therefore not disagree. A signal counts on whichever rank receives it.
+
+After a reason to stop, the loop ends its iteration, and `save_at_end` in `loop` saves. Then
+`pretrain` closes the files and ends the process.
 """
 
 import contextlib
@@ -32,7 +35,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import OutOfStepError
 
 _REPEATED_SECONDS = 10.0
-"""A signal repeated within this time counts as one signal.
+"""The same signal within this time counts as one. A later one ends the process.
 
 Slurm sends a signal to a job's tasks and to srun, and srun passes it on to the tasks again.
 """
@@ -132,10 +135,10 @@ class Exits:
         # The handler only records the signal. Saving here would run in the middle of a collective,
         # and the other ranks may not have received the signal.
         if number == signal.SIGINT:
-            repeated = _REPEATED_KEY_SECONDS
+            one_signal = _REPEATED_KEY_SECONDS
         else:
-            repeated = _REPEATED_SECONDS
-        if self._signal and time.monotonic() - self._signalled_at > repeated:
+            one_signal = _REPEATED_SECONDS
+        if self._signal and time.monotonic() - self._signalled_at > one_signal:
             # A later signal gets its default action. It must end a process that hangs and never
             # reaches its next iteration.
             signal.signal(number, signal.SIG_DFL)

@@ -1,9 +1,13 @@
 """Everything that one rank does, from the command line to the end of training."""
 
 import gc
+import os
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+
+import torch.distributed as dist
 
 from megatron.base.errors import MegatronError
 from megatron.config.config_with_origin import LoadedConfig
@@ -11,7 +15,9 @@ from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.ranks import build_ranks, build_roll_call
 from megatron.plan.run_plan import Plan
+from megatron.run.closing import close_within_limit
 from megatron.run.evaluate import evaluate_only
+from megatron.run.exits import ignore_stop_signals
 from megatron.run.leaving import (
     close_after_error,
     leave_after_crash,
@@ -28,7 +34,6 @@ from megatron.run.start.setup import (
     build_timers,
     divide_ranks,
     hold_folder_lease,
-    leave,
     start_run,
 )
 
@@ -47,6 +52,7 @@ def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None
     except Exception as error:
         leave_after_crash(error, closing)
     except KeyboardInterrupt:
+        # Ctrl-C during the start or an evaluation. Later, `Exits` handles it.
         close_after_error(closing)
         raise
 
@@ -131,3 +137,15 @@ def pretrain(
             assert guards is not None, "the guard has decided on the rollback"
             guards.roll_back(rollback, job.plan, mesh, lease)
             job = agree_on_job(loaded, ranks, log, parts)
+
+
+def leave(closing: ExitStack) -> None:
+    """End a run that succeeded or was stopped, on all ranks together."""
+    closed = close_within_limit(closing)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if not closed:
+        # At its normal exit, Python would wait for the threads that hang.
+        sys.stdout.flush()
+        os._exit(0)
+    ignore_stop_signals()

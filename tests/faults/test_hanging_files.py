@@ -65,8 +65,7 @@ def test_process_ends_although_a_read_of_data_hangs(tmp_path: Path) -> None:
     code = f"""
 from contextlib import ExitStack
 from megatron.data.prefetch import Prefetcher
-from megatron.run import closing
-from megatron.run.start import setup
+from megatron.run import closing, pretrain
 closing.CLOSING_SECONDS = 1.0
 def read(name):
     return open(name).read()
@@ -75,7 +74,7 @@ prefetcher.take("/dev/null", ["{pipe}"])
 stack = ExitStack()
 stack.callback(prefetcher.close)
 print("ready", flush=True)
-setup.leave(stack)
+pretrain.leave(stack)
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -2,12 +2,8 @@
 
 import contextlib
 import gc
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch.distributed as dist
 
 from megatron.base.errors import CheckpointError
 from megatron.checkpoint.folder import list_run_leftovers, mark_started
@@ -32,8 +28,7 @@ from megatron.parallel.ranks import Ranks, build_ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
-from megatron.run.closing import close_within_limit
-from megatron.run.exits import Exits, ignore_stop_signals
+from megatron.run.exits import Exits
 from megatron.run.loop import check_invariants
 from megatron.run.parts import Exporter, Guard, Profiling, RankComparison
 from megatron.run.report import Reporter
@@ -351,15 +346,3 @@ def build_saver(
         lineage=lineage,
         rollback_distance=job.plan.config.guard.rollback_distance,
     )
-
-
-def leave(closing: contextlib.ExitStack) -> None:
-    """End a run that succeeded, on all ranks together."""
-    closed = close_within_limit(closing)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if not closed:
-        # At its normal exit, Python would wait for the threads that hang.
-        sys.stdout.flush()
-        os._exit(0)
-    ignore_stop_signals()

@@ -1,5 +1,5 @@
 """The rollback of a run to one of its checkpoints.
 
-`plan` finds what must change, `cutting` removes later records, and `execution` does it in an order
-that survives a kill.
+`rollback_plan` finds what must change, `cutting` removes later records, and `execution` does it in
+an order that survives a kill.
 """

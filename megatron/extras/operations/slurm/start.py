@@ -171,7 +171,8 @@ class TrainingStarts:
             )
         hangs = [report for report in reports if report.kind == HungRanksError.__name__]
         others = [report for report in reports if report.kind != HungRanksError.__name__]
-        # Reports come before the exit code. The code does not show which host failed, or why.
+        # Reports come before the exit code. The code does not show which host failed, or why. A
+        # killed rank writes none, and neither do the ranks that lost it, so the code decides then.
         if others:
             return self._follow_errors(others, hosts)
         # Code 0 means complete, or saved and stopped. Only the log shows which of the two.

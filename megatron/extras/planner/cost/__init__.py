@@ -3,6 +3,7 @@
 Every function is pure. Nothing here imports torch, starts a process or looks at a device.
 docs/planner.md compares the predictions with published measurements.
 
-`step` predicts the time of a step from `kernels`, `layers`, `pipeline` and `collectives`. `peak`
-predicts its memory from `tensors`. `search` compares layouts. `hardware` reads files of devices.
+`step_prediction` predicts the time of a step from `kernels`, `layers`, `pipeline_simulation` and
+`collectives`. `peak` predicts its memory from `tensors`, and `float8` what is rounded. `search`
+compares layouts. `hardware` reads files of devices.
 """
