@@ -29,7 +29,7 @@ def warn_of_bare_thresholds(context: PlanContext) -> Iterator[Finding]:
 
 
 def check_final_step(context: PlanContext) -> Iterator[Finding]:
-    """Check that --global-batch-size is not another size than the schedule's last one."""
+    """Check that --global-batch-size equals the last size of the schedule, if both are given."""
     size = context.config.batch.global_batch_size
     schedule = context.plan.batch_size
     if isinstance(schedule, StepBatchSize) and size not in (None, schedule.final):
@@ -41,7 +41,7 @@ def check_final_step(context: PlanContext) -> Iterator[Finding]:
 
 
 def check_first_batch(context: PlanContext) -> Iterator[Finding]:
-    """Check that --train-samples are at least one batch."""
+    """Check that --train-samples is at least one batch."""
     # Fewer samples would end the run before its first step.
     if context.config.batch.train_samples is not None and context.plan.train_iters < 1:
         yield error(
@@ -51,13 +51,13 @@ def check_first_batch(context: PlanContext) -> Iterator[Finding]:
 
 
 def check_batch_sizes(context: PlanContext) -> Iterator[Finding]:
-    """Check that every batch size still to come fits the ranks.
+    """Check that every batch size that is left in the run fits the ranks.
 
     A size must be divisible by micro-batch size x data-parallel size.
 
-    The position may be unknown. If the very first size does not fit then, the run cannot have
-    started on this number of processes. It is assumed to be a resume. Sizes that do not fit are a
-    warning in this case, provided that the final size fits.
+    The position may be unknown. If the first size of the schedule does not fit then, the run cannot
+    have started on this number of processes, so it is assumed to be a resume. In this case, sizes
+    that do not fit give a warning and not an error, if the final size fits.
     """
     # If the layout does not fit, the data-parallel size is a placeholder. An error about batch
     # sizes would only mislead.

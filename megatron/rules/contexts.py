@@ -1,4 +1,4 @@
-"""What rules know besides the configuration."""
+"""The data that rules need besides the configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

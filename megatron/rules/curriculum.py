@@ -44,7 +44,8 @@ def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[Finding]:
 def check_curriculum(context: PlanContext) -> Iterator[Finding]:
     """Check the settings that curriculum learning needs.
 
-    These are an end and a decay by tokens, one batch size, and lengths that the model supports.
+    The end of the run and the decay must be given in tokens. The batch size must be constant. The
+    lengths must be ones that the model supports.
     """
     curriculum = context.plan.curriculum
     if curriculum is None:

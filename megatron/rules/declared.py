@@ -1,4 +1,4 @@
-"""Rules that are the same but for their fields and words."""
+"""Rules that differ only in their fields and texts."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class IfGiven(Generic[S]):
-    """Applies a rule if one of the fields that it is about is not its default."""
+    """Applies a rule if one of its fields does not have the default."""
 
     rule: Rule[S]
     fields: tuple[str, ...]
@@ -77,7 +77,7 @@ def if_given(rule: Rule[S], *fields: str) -> IfGiven[S]:
 
 
 def needs(dotted: str, why: str, *fields: str) -> Forbids:
-    """Return the rule that fields need another one, with a reason that follows its flag."""
+    """Return the rule that fields need another field. `why` follows the flag of the latter."""
     text = f"needs {all_fields()[dotted].flag}{why}"
     return Forbids(lambda config: not _is_set(config, dotted), error, text, fields)
 
@@ -88,13 +88,13 @@ def no_effect(why: str, when: Condition, *fields: str) -> Forbids:
 
 
 def no_effect_without(dotted: str, why: str, *fields: str) -> Forbids:
-    """Return the warning that fields have no effect without another one. See `needs`."""
+    """Return the warning that fields have no effect without another field. See `needs`."""
     flag = all_fields()[dotted].flag
     return no_effect(f"without {flag}{why}", lambda config: not _is_set(config, dotted), *fields)
 
 
 def no_effect_unless(dotted: str, values: tuple[str, ...], *fields: str) -> Forbids:
-    """Return the warning that fields have no effect unless another one has one of some values."""
+    """Return the warning that fields have no effect unless another field has one of `values`."""
     why = f"without {all_fields()[dotted].flag} {' or '.join(values)}"
     return no_effect(why, lambda config: _get_value(config, dotted) not in values, *fields)
 

@@ -1,7 +1,7 @@
 """What a rule finds, and how findings are collected.
 
-A rule is a function of a context. It yields a finding for each mistake. Rules differ in what their
-context knows: the configuration, the plan, a checkpoint, or the options of a command.
+A rule is a function of a context. It yields a finding for each mistake. The context has the data
+that the rule needs: the configuration, the plan, a checkpoint, or the options of a command.
 """
 
 from collections.abc import Callable, Iterable, Iterator

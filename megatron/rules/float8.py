@@ -7,7 +7,7 @@ from megatron.rules.finding import Finding, error, warning
 
 
 def check_float8(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that float8 has a recipe, results in bf16, and layers that use it."""
+    """Check that float8 has a recipe, results in bf16, and at least one layer."""
     precision = settings.config.precision
     if precision.fp8_format is None:
         return
@@ -24,7 +24,8 @@ def check_float8(settings: ConfigWithOrigin) -> Iterator[Finding]:
     if settings.config.kernels.gradient_accumulation_fusion and precision.fp8_recipe != "rowwise":
         yield error(
             f"{settings.describe('kernels.gradient_accumulation_fusion')} needs --fp8-recipe "
-            "rowwise: a float8 product has no result in fp32 to add; use it, or leave out the flag."
+            f"rowwise with {flag}: with other recipes, weights' gradients are float8 products, "
+            "which cannot be added in fp32; use rowwise, or leave out the fusion."
         )
     if settings.config.parallel.deepspeed:
         yield error(

@@ -12,7 +12,7 @@ _VARLEN_LARGEST_HEAD = 256
 
 
 def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that each kernel of --attention-backend may be used at all."""
+    """Check the list of --attention-backend, and that no other flag replaces its kernels."""
     names = settings.config.kernels.attention_backend
     asked = settings.describe("kernels.attention_backend")
     if not names:
@@ -42,7 +42,7 @@ def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that torch's kernel for documents can compute this model."""
+    """Check that the kernel of --use-varlen-attention can compute this model."""
     if not settings.config.kernels.use_varlen_attention:
         return
     flag = settings.describe("kernels.use_varlen_attention")
@@ -80,7 +80,7 @@ def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_gradient_accumulation_fusion(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that weights are in 16 bits, and that the backward pass is this trainer's own."""
+    """Check that weights are in 16 bits, and that DeepSpeed is not used."""
     if not settings.config.kernels.gradient_accumulation_fusion:
         return
     flag = settings.describe("kernels.gradient_accumulation_fusion")
@@ -97,7 +97,7 @@ def check_gradient_accumulation_fusion(settings: ConfigWithOrigin) -> Iterator[F
 
 
 def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn that one of the linear layers is left out of the fusion."""
+    """Warn if the projection to queries, keys and values is left out of the fusion."""
     config = settings.config
     groups = config.model.num_query_groups
     if (

@@ -41,7 +41,7 @@ def check_sharding_strategy(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that stages are not described by both a partition method and virtual stages."""
+    """Check that a partition method and virtual stages are not given together."""
     method = "parallel.pp_partition_method"
     virtual = "parallel.num_layers_per_virtual_pipeline_stage"
     # Virtual stages divide layers uniformly, so the method "uniform" does not contradict them.
@@ -164,7 +164,7 @@ def check_tensor_parallel(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_context_parallel(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that context-parallel ranks get equal parts, and that all can be computed."""
+    """Check that context-parallel ranks get equal parts, which the kernels can compute."""
     parallel = settings.config.parallel
     model = settings.config.model
     ranks = parallel.context_parallel_size
@@ -197,9 +197,9 @@ def check_context_parallel(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_muon(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that each tensor-parallel rank has its own rows of the fused projections.
+    """Check that with Muon, tensor-parallel ranks do not share a query group.
 
-    Muon's owners put whole matrices together from such rows.
+    The owner of a matrix puts it together from the rows of all ranks.
     """
     groups = ModelShape(settings.config.model, 0, 0).query_groups
     tensor = settings.config.parallel.tensor_model_parallel_size

@@ -5,7 +5,7 @@ A rule is in the module of its subject, and in one list here.
 Invariant: a rule raises nothing and reads nothing but its context. All rules run, and all findings
 are reported together. A rule in `if_given` finds nothing while its fields have their defaults, so
 it runs only if one of them is given. Schedules check their own numbers when the plan builds them,
-so those errors are not reported here. Examples are the steps of a ramp-up, --min-lr above --lr, and
+so there are no rules for these. Examples are the steps of a ramp-up, --min-lr above --lr, and
 skipped ranges.
 
 The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpeed.
@@ -55,6 +55,10 @@ def _list_fields(part: str) -> tuple[str, ...]:
     """Return the dotted names that contain a text, so that new fields need no entry here."""
     return tuple(dotted for dotted in all_fields() if part in dotted)
 
+
+_TENSORBOARD = tuple(
+    dotted for dotted in _list_fields("tensorboard") if dotted != "logging.tensorboard_dir"
+)
 
 CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     # Errors.
@@ -206,7 +210,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     no_effect_without(_SAVE, ": nothing is saved", *_list_fields("checkpoint.save_interval")),
     outputs.warn_incomplete_saves,
-    no_effect_without("logging.tensorboard_dir", "", *_list_fields("tensorboard")),
+    no_effect_without("logging.tensorboard_dir", "", *_TENSORBOARD),
     no_effect_unless(
         *("model.position_embedding_type", ("rotary",), "model.rotary_percent"),
         *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),

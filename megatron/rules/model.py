@@ -90,7 +90,7 @@ def check_rope_scaling(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that each choice of layers is one, and chooses layers of the model."""
+    """Check that each choice of layers can be read, and that it chooses layers of the model."""
     num_layers = settings.config.model.num_layers
     # `check_ranges` reports this value.
     if num_layers < 1:
@@ -107,7 +107,7 @@ def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that queries and keys of all heads are normalised together by RMSNorm only."""
+    """Check that --qk-norm full is used with RMSNorm."""
     model = settings.config.model
     if model.qk_norm == "full" and model.normalization != "RMSNorm":
         yield error(
@@ -128,7 +128,7 @@ def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[Findi
 
 
 def warn_of_shape(context: PlanContext) -> Iterator[Finding]:
-    """Warn of shapes that can be trained but are likely slow or a mistake."""
+    """Warn about shapes that can be trained but are probably slow or a mistake."""
     model = context.config.model
     h = model.hidden_size
     layers = model.num_layers
@@ -168,7 +168,7 @@ def warn_of_shape(context: PlanContext) -> Iterator[Finding]:
 
 
 def warn_of_widths(context: PlanContext) -> Iterator[Finding]:
-    """Warn of the widths of a tensor-parallel rank that are no multiple of 8, in bf16 and fp16."""
+    """Warn if a width on a tensor-parallel rank is no multiple of 8 in bf16 or fp16."""
     shape = context.plan.shape
     precision = context.config.precision
     if not (precision.bf16 or precision.fp16):

@@ -35,7 +35,7 @@ def check_grad_reduction(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that moments in bf16 can fall."""
+    """Check that the decay rate of a moment in bf16 is low enough for the moment to decrease."""
     optimizer = settings.config.optimizer
     rates = [("adam_beta1", "--exp-avg-dtype", optimizer.exp_avg_dtype)]
     rates.append(("adam_beta2", "--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype))

@@ -29,7 +29,7 @@ def check_profile(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def warn_layer_statistics_without_file(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn if statistics of layers are computed and no file receives them."""
+    """Warn if statistics of layers are computed but not written to a file."""
     logging = settings.config.logging
     if logging.log_layer_stats_interval is not None and not (
         logging.tensorboard_dir or logging.metrics_file or settings.config.checkpoint.save
@@ -41,7 +41,7 @@ def warn_layer_statistics_without_file(settings: ConfigWithOrigin) -> Iterator[F
 
 
 def warn_incomplete_saves(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn if a save cannot be resumed, or if only the end is saved."""
+    """Warn if the run cannot resume from its own checkpoints, or saves only at its end."""
     checkpoint = settings.config.checkpoint
     if (
         # The same command resumes only if it loads what it saves. Then it would ask for a state

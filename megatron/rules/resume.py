@@ -65,7 +65,7 @@ def check_optimizer(context: ResumeContext) -> Iterator[Finding]:
 
 
 def check_curriculum(context: ResumeContext) -> Iterator[Finding]:
-    """Check that a flag decides between different curricula."""
+    """Check that a flag selects one curriculum if the checkpoint has a different one."""
     difference = describe_curriculum_difference(context.given, context.saved, context.iteration)
     if difference is None or context.given.batch.eval_only:
         return
@@ -77,7 +77,7 @@ def check_curriculum(context: ResumeContext) -> Iterator[Finding]:
 
 
 def _warn_of_decision(context: ResumeContext, what: str, difference: str) -> Finding | None:
-    """Return a warning if a flag decides between this configuration and the checkpoint."""
+    """Return a warning if a flag selects this configuration or the checkpoint."""
     if context.given.optimizer.override_lr_scheduler:
         return warning(f"--override-lr-scheduler changes {what}: {difference}")
     if context.given.optimizer.use_checkpoint_lr_scheduler:
@@ -88,7 +88,7 @@ def _warn_of_decision(context: ResumeContext, what: str, difference: str) -> Fin
 def describe_curriculum_difference(config: Config, saved: Config, iteration: int) -> str | None:
     """Return how the lengths after an iteration differ, or None if they are the same.
 
-    A curriculum that is over need not be given any more.
+    A curriculum that has ended does not have to be given any more.
     """
     # The next iteration is the first one whose length still matters.
     first = iteration + 1
@@ -118,7 +118,7 @@ def _list_coming_lengths(config: Config, first: int) -> list[tuple[int, int | No
 
 
 def check_schedule(context: ResumeContext) -> Iterator[Finding]:
-    """Check that a flag decides between different schedules of the learning rate."""
+    """Check that a flag selects one learning-rate schedule if the checkpoint has another."""
     # An evaluation needs no schedule.
     if context.saved_schedule is None or context.given.batch.eval_only:
         return
@@ -133,7 +133,7 @@ def check_schedule(context: ResumeContext) -> Iterator[Finding]:
 
 
 def warn_of_skip_ranges(context: ResumeContext) -> Iterator[Finding]:
-    """Warn if ranges to skip are replaced, or still apply."""
+    """Warn if the skipped ranges of the checkpoint are replaced, or still apply."""
     ranges = context.plan.skip_ranges
     saved = context.saved_ranges
     # Ranges that lie in the past do not matter any more, so they cause no warning.
@@ -147,7 +147,7 @@ def warn_of_skip_ranges(context: ResumeContext) -> Iterator[Finding]:
 
 
 def warn_of_trained_range(context: ResumeContext) -> Iterator[Finding]:
-    """Warn if an earlier launch has trained a part of the range to skip.
+    """Warn if an earlier launch has trained a part of a skipped range.
 
     If the run ended inside a range that the checkpoint also has, that part was skipped and not
     trained.
@@ -221,7 +221,7 @@ def check_tokenizer(context: TokenizerContext) -> Iterator[Finding]:
 
 
 def warn_of_changes(context: ResumeContext) -> Iterator[Finding]:
-    """Warn of settings that have changed since the checkpoint was saved, in one message.
+    """Warn in one message about all settings that have changed since the checkpoint was saved.
 
     The list has only settings that can change what is trained, and that no other rule compares. All
     of them may change on resume.
@@ -262,7 +262,7 @@ def _show(value: str) -> str:
 
 
 def warn_of_new_states(context: ResumeContext) -> Iterator[Finding]:
-    """Warn if --no-load-optim leaves out states that this run could load."""
+    """Warn if --no-load-optim does not load states that fit this run."""
     config = context.plan.config
     if config.checkpoint.load_optim or config.batch.eval_only or not context.has_states:
         return

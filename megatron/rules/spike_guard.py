@@ -9,7 +9,7 @@ _ROLLBACK = "--spike-guard rollback"
 
 
 def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that a rollback has checkpoints, and that the run then starts from them."""
+    """Check that --spike-guard rollback has checkpoints from which the run can start again."""
     config = settings.config
     checkpoint = config.checkpoint
     if config.guard.spike_guard != "rollback" or config.batch.eval_only:
@@ -43,7 +43,7 @@ def check_spike_guard_can_roll_back(settings: ConfigWithOrigin) -> Iterator[Find
 
 
 def check_spike_guard_sizes(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that the first decision does not need more steps than the window has."""
+    """Check that --spike-guard-min-steps is at most --spike-guard-window."""
     guard = settings.config.guard
     if guard.spike_guard_min_steps > guard.spike_guard_window:
         both = settings.describe("guard.spike_guard_min_steps", "guard.spike_guard_window")

@@ -141,7 +141,7 @@ def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def warn_warmup_tokens_with_curriculum(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn if a warm-up in tokens is converted to samples although sequences start short."""
+    """Warn if a warm-up in tokens is converted to samples, but sequences start short."""
     curriculum = settings.config.curriculum.curriculum_schedule_type
     if settings.config.optimizer.lr_warmup_tokens and curriculum is not None:
         yield warning(
@@ -163,7 +163,7 @@ def has_no_warmup(config: Config) -> bool:
 
 
 def warn_decay_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Warn about a decay that depends on the length of the warm-up, which is not given."""
+    """Warn if the decay depends on the length of the warm-up, and no warm-up is given."""
     style = settings.config.optimizer.lr_decay_style
     if style == "inverse-square-root" and has_no_warmup(settings.config):
         yield warning(
@@ -197,7 +197,10 @@ def check_times(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_length_by_time(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that with --train-time nothing else gives the end of the run or of the decay."""
+    """Check that with --train-time no other flag gives the end of the run or of the decay.
+
+    The warm-up may be given in one unit only.
+    """
     if settings.config.batch.train_time is None:
         return
     time = settings.describe("batch.train_time")

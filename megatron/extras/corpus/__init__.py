@@ -8,5 +8,5 @@ corpus.json, lists the shards.
 
 Invariant: the bytes of a shard are a function of its input file, the key and the tokenizer. They do
 not depend on the engine, the number of tasks, their order, retries or lost workers. The manifest
-appears when all tasks have ended.
+is written when all tasks have ended.
 """

@@ -1,9 +1,10 @@
 """The engines, which run tasks until all of them have ended.
 
-An engine need not report which tasks failed. The records in the folder of the shards tell what is
-missing, and the caller runs it again.
+An engine does not have to report which tasks failed. The records in the folder of the shards show
+which shards are missing, and the caller runs these files again.
 
-Invariant: when an engine returns or raises, no task of it runs on a machine that answers.
+Invariant: when an engine returns or raises, none of its tasks is still running, except on a machine
+that does not respond.
 """
 
 import os
@@ -61,7 +62,7 @@ def _run_locally(tasks_file: Path, count: int, _: str, log: Callable[[str], None
 def _run_on_slurm(
     tasks_file: Path, count: int, slurm_args: str, log: Callable[[str], None]
 ) -> None:
-    """Run the tasks as an array of a job. Slurm starts the tasks of a lost node again."""
+    """Run the tasks as a job array. Slurm starts the tasks of a lost node again."""
     output = tasks_file.parent / "slurm-%A_%a.log"
     command = [
         *("sbatch", "--parsable", "--wait", "--requeue", "--open-mode=append"),
@@ -96,7 +97,7 @@ def _run_on_slurm(
 
 def _run_on_ray(tasks_file: Path, count: int, _: str, log: Callable[[str], None]) -> None:
     """Run the tasks on the Ray cluster of RAY_ADDRESS, or on this machine without it."""
-    # Ray leaves out lines that are like earlier ones of other tasks, unless this is set.
+    # Otherwise Ray does not print lines that resemble earlier lines of other tasks.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         import ray
@@ -104,18 +105,18 @@ def _run_on_ray(tasks_file: Path, count: int, _: str, log: Callable[[str], None]
         raise ConfigError(
             "--engine ray needs the package ray. Install it: pip install 'megatron-3d[ray]'."
         ) from error
-    # A worker does not have the folder of this process, nor what Python was told about paths.
+    # A worker has neither the working directory of this process nor its paths of Python modules.
     path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
     try:
         ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True)
-    # Ray has no class of its own for most failures of a start.
+    # Ray raises errors of many classes if it cannot start.
     except Exception as error:
         raise ConfigError(
             f"Ray does not start, or its cluster does not answer: {error}. Start one with 'ray "
             "start --head', give its address as RAY_ADDRESS, or use another --engine."
         ) from error
     try:
-        # Ray starts the task of a lost worker or node again. Errors of Python are not retried.
+        # Ray runs the task of a lost worker or node again, but not a task that raised an exception.
         work: Any = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(run_task)
         for number, task in enumerate([work.remote(str(tasks_file), i) for i in range(count)]):
             try:

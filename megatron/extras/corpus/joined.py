@@ -34,8 +34,8 @@ class JoinedDataset(IndexedDataset):
     """The concatenation of all shards of a manifest.
 
     Each process holds 20 bytes for each document in memory. The sizes of all files and the digests
-    of the .idx are compared with the manifest. Those of the .bin are compared if all of them have
-    at most 64 MiB.
+    of the .idx are compared with the manifest. Those of the .bin are compared if they have at most
+    64 MiB together.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,7 +58,7 @@ class JoinedDataset(IndexedDataset):
         self.tokens: NDArray = _map_files(self.parts, self._begins).view(self.dtype)
 
     def register(self, registry: DatasetRegistry) -> None:
-        """Tell which input files are missing, and have the bytes of all .bin compared."""
+        """Note the input files that are missing, and register all .bin files to be verified."""
         if self._corpus.failed:
             registry.notes.append(
                 f"{self.prefix} lacks the documents of {len(self._corpus.failed)} input files that "
@@ -117,7 +117,7 @@ class JoinedDataset(IndexedDataset):
         sizes, pointers, offsets = [], [], [np.zeros(1, np.int64)]
         sequences = 0
         for number, (shard, prefix) in enumerate(zip(corpus.shards, corpus.prefixes, strict=True)):
-            # It is closed at the end of the loop, so that thousands of shards need few open files.
+            # Its arrays are copied and it is closed, so thousands of shards need few open files.
             opened = IndexedDataset(prefix)
             if number == 0:
                 self.dtype = opened.dtype

@@ -1,6 +1,6 @@
 """The manifest of a corpus: its shards, their counts and digests, the tokenizer, and what failed.
 
-Invariant: nothing in a manifest is run, and no path in it leads out of its folder.
+Invariant: nothing in a manifest is executed, and no path in it leads out of its folder.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ class Corpus:
     path: Path
     """The manifest."""
     shards: tuple[Shard, ...]
-    """In the order of the input files. It is the order of the concatenation."""
+    """In the order of the input files, in which the shards are concatenated."""
     failed: dict[str, str]
     """Input file -> why it has no shard."""
 
@@ -83,7 +83,7 @@ class Corpus:
         return [str(self.path.parent / shard.path) for shard in self.shards]
 
     def count(self, name: str) -> int:
-        """Return the sum of a number of all shards."""
+        """Return the sum of a field over all shards, such as `documents`."""
         return sum(getattr(shard, name) for shard in self.shards)
 
     def write(self, made_with: dict[str, Any]) -> None:

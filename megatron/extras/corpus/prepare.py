@@ -18,7 +18,7 @@ from megatron.extras.preprocess.journal import lock_output
 from megatron.tokenizer import build_tokenizer
 
 _ROUNDS = 3
-"""How often tasks run for files whose tasks ended without a result."""
+"""How often a file is tried whose task ends without a result."""
 
 
 def prepare_corpus(
@@ -31,7 +31,7 @@ def prepare_corpus(
     slurm_args: str = "",
     overwrite: bool = False,
 ) -> Corpus:
-    """Make a corpus, or continue an interrupted run. The manifest is the folder's name + .json.
+    """Make a corpus, or continue an interrupted run. The manifest is FOLDER.json.
 
     Args:
         job: What to make of each file.
@@ -73,9 +73,9 @@ def prepare_corpus(
                 )
         folder.mkdir(exist_ok=True)
         replace_file(record, json.dumps(made_with, indent=1) + "\n")
-        # A run that is interrupted leaves no manifest that does not describe the shards.
+        # An interrupted run must not leave an old manifest beside new shards.
         manifest.unlink(missing_ok=True)
-        # Files that failed earlier may have been repaired, or a server may answer again.
+        # A file that failed earlier may have been corrected, or its server may respond again.
         for source in inputs:
             if isinstance(job.find_result(source, made_with), str):
                 job.get_record(source).unlink()
@@ -115,7 +115,7 @@ def prepare_corpus(
 
 
 def _share(inputs: Sequence[InputFile], workers: int) -> list[list[InputFile]]:
-    """Share files among tasks, the largest first, each to the task with the fewest bytes."""
+    """Assign each file, the largest first, to the task that has the fewest bytes."""
     tasks: list[list[InputFile]] = [[] for _ in range(min(workers, len(inputs)))]
     loads = [0] * len(tasks)
     for source in sorted(inputs, key=lambda each: -each.size):

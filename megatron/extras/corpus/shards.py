@@ -27,7 +27,7 @@ from megatron.extras.preprocess.workers import BlockEncoder, EncodingJob
 from megatron.tokenizer import build_tokenizer
 
 SCRATCH = ".new-"
-"""Beginning of the names of folders with shards that are not finished."""
+"""Prefix of the folders in which shards are written."""
 _LISTED = 1000
 """Largest number of bad documents of a file that are described. All are counted."""
 
@@ -46,7 +46,7 @@ class CorpusJob:
 
     @property
     def made_with(self) -> dict[str, Any]:
-        """What the bytes of a shard depend on, besides the input file, as JSON values."""
+        """The settings on which the bytes of a shard depend, as JSON values."""
         return {
             "json_key": self.key,
             "append_eod": self.append_eod,
@@ -59,7 +59,7 @@ class CorpusJob:
         return f"{self.folder}/{source.shard_name}_{self.key}_document"
 
     def get_record(self, source: InputFile) -> Path:
-        """Return the path of the record that a shard is finished, or that its file failed."""
+        """Return the path of a file's record, which has the finished shard or the failure."""
         return Path(f"{self.get_prefix(source)}.shard.json")
 
     def find_result(self, source: InputFile, made_with: dict[str, Any]) -> Shard | str | None:
@@ -122,9 +122,9 @@ class ShardMaker:
                     f"{source}: {shard.documents} documents, {shard.tokens} tokens, "
                     f"{shard.bad_documents} bad documents"
                 )
-            # Another file may still succeed, whatever is wrong with this one.
+            # Any of these errors concerns this file only, so the other files are still made.
             except (MegatronError, ArithmeticError, ValueError, LookupError, TypeError) as error:
-                # The name of the copy would mislead a reader.
+                # The message may name a temporary copy, which will not exist any more.
                 reason = f"{type(error).__name__}: {error}".replace(f"{scratch}/", "")
                 content |= {"failure": reason}
                 self._log(f"ERROR: {source} failed: {reason}")

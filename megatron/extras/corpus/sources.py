@@ -1,4 +1,4 @@
-"""The input files of a corpus, on this machine or behind a URL."""
+"""The input files of a corpus, on this machine or at a URL."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ class InputFile:
     """Absolute path, or URL."""
     size: int
     version: int
-    """Time of the last change in ns. Of a URL, see `RemoteStatus`."""
+    """Time of the last change in ns. For a URL, see `RemoteStatus`."""
 
     def __str__(self) -> str:
         """Return the path without secrets of a URL."""
@@ -42,7 +42,7 @@ class InputFile:
         return f"{self.file_name.partition('.')[0]}-{digest[:16]}"
 
     def fetch(self, folder: Path, log: Callable[[str], None]) -> str:
-        """Return the path of the file on this machine. A file behind a URL is copied to a folder.
+        """Return the path of the file on this machine. A file at a URL is copied into `folder`.
 
         Raises:
             DataError: The file cannot be read, or has changed since it was listed.
@@ -91,5 +91,5 @@ def list_inputs(patterns: Sequence[str], log: Callable[[str], None]) -> list[Inp
 
 
 def _open_folder(url: str, log: Callable[[str], None]) -> RemoteFolder:
-    """Return the folder or file behind a URL. Nothing of it is cached, because it is read once."""
+    """Return the folder or file at a URL. Nothing is cached, because each file is read once."""
     return RemoteFolder(url, BlockCache(str(Path()), 0, log), log)

@@ -12,7 +12,7 @@ from megatron.rules.finding import Finding, Rule, error
 
 
 def check_layout(plan: Plan) -> Iterator[Finding]:
-    """Check that DeepSpeed has each way to divide the model."""
+    """Check that DeepSpeed supports the layout."""
     parallel = plan.config.parallel
     pipelined = parallel.pipeline_model_parallel_size > 1
     if pipelined and parallel.zero_stage > 1:
@@ -47,7 +47,7 @@ def check_layout(plan: Plan) -> Iterator[Finding]:
 
 
 def check_settings(plan: Plan) -> Iterator[Finding]:
-    """Check that DeepSpeed runs each setting of the optimizer, the log and the guard."""
+    """Check that DeepSpeed supports the settings of the optimizer, the log and the guard."""
     config = plan.config
     parallel = plan.config.parallel
     if config.optimizer.optimizer != "adam":

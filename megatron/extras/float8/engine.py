@@ -84,7 +84,7 @@ class Float8Engine(NativeEngine):
         self._products = [(group[0].layer, self._make_products(group)) for group in used]
 
     def _list_groups(self) -> Iterator[list[_Weight]]:
-        """Yield the weights in this rank's float8 layers. Those of a list have the same input."""
+        """Yield lists of weights in this rank's float8 layers. Those of a list have one input."""
         numbers = list_float8_layers(self._plan.config)
         for stage in self._rank_stages:
             for number, block in stage.model.get_blocks().items():
@@ -191,7 +191,7 @@ def choose_loss_scale(microbatches: int, grid: Grid) -> float:
 
 
 def list_linear_paths(block: Block) -> list[tuple[str, ...]]:
-    """Return the linear layers of a block. Those of a tuple have the same input."""
+    """Return the paths of a block's linear layers. Those of a tuple have the same input."""
     first = ["mlp.up"]
     if block.mlp.gate is not None:
         first.append("mlp.gate")

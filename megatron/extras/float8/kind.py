@@ -25,7 +25,7 @@ def _load(device_type: str) -> BuildEngine:
         )
     try:
         import_module("megatron.extras.float8.torchao_import")
-    # A package that does not fit to torch fails in many ways.
+    # A package that does not match torch fails in many ways.
     except Exception as failure:
         raise ConfigError(
             f"--fp8-format: the import of torchao fails ({type(failure).__name__}: {failure}); "
@@ -38,7 +38,7 @@ def _load(device_type: str) -> BuildEngine:
 
 
 def check_settings(plan: Plan) -> Iterator[Finding]:
-    """Check that each setting runs with float8."""
+    """Check that --hidden-size is a multiple of 16."""
     hidden = plan.config.model.hidden_size
     if hidden % MULTIPLE:
         yield error(

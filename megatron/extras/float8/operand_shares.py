@@ -2,7 +2,7 @@
 
 The counts of all ranks are added up, so a share is that of the complete tensor. Values that are
 zero before they are rounded do not count. A recomputation counts the inputs of a layer again, and a
-tensor that several ranks have is counted by each of them. Both do not change the share.
+tensor that several ranks have is counted by each of them. Neither changes the share.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Rounding to float8 with scales that are powers of two, and products of rounded matrices.
 
 A scale is a power of two, so multiplying by it changes no digit. The only error is that of the
-rounding to float8. Source: https://arxiv.org/abs/2209.05433. Casts and scales are those of torchao.
+rounding to float8. Source: https://arxiv.org/abs/2209.05433. Scales and padding are torchao's.
 """
 
 import functools
@@ -61,7 +61,7 @@ def round_to_float8(
         dtype: The float8 format.
         compiled: Convert the values in one kernel that torch.compile makes, with the same result.
     """
-    # A compiler may compute the logarithm of the scale in another way, so it gets the values only.
+    # A compiler may round the scale's logarithm differently, so only the conversion is compiled.
     scale = amax_to_scale(largest, dtype, round_scales_to_power_of_2=True)
     convert = compile_conversion() if compiled else _convert
     return Rounded(convert(x.detach(), scale, dtype), scale.reciprocal())
@@ -69,8 +69,8 @@ def round_to_float8(
 
 def _convert(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     # The largest value times its scale does not exceed the format, so nothing is clamped. bf16 has
-    # the range of fp32, so the product is exact in bf16 and needs no copy in fp32. What leaves the
-    # normal range of bf16 is zero in float8.
+    # the range of fp32, so the product is exact in bf16 and needs no copy in fp32. A product below
+    # the normal range of bf16 becomes zero in float8 in any case.
     if x.dtype == torch.bfloat16:
         return (x * scale.to(x.dtype)).to(dtype)
     return (x.float() * scale).to(dtype)

@@ -1,6 +1,6 @@
 """The functions of torchao that float8 needs.
 
-The import takes seconds and logs lines about kernels that are not used here. They are left out.
+The import takes seconds. It logs lines about kernels that are not used here, which are suppressed.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Warnings about layers of which float8 loses many values."""
+"""Warnings about layers in which float8 loses many values."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ LIMIT = 0.1
 In 50 steps of small models at a usual learning rate, the largest share was 0.07.
 """
 _GROWTH = 2.0
-"""The next warning about the same operand needs a share that is larger by this factor."""
+"""The next warning about the same operand of a layer needs a share that is larger by this."""
 _NAMED = 3
-"""Layers that a warning names."""
+"""The number of layers that a warning names at most."""
 
 
 class Float8Watch:
-    """Compares the shares of each layer with a limit, and with the earlier shares of the launch."""
+    """Compares the shares of each layer with a limit, and with its last warning in the launch."""
 
     def __init__(self, recipe: Recipe) -> None:
         """Create a watch that has seen no shares."""

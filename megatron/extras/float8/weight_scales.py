@@ -1,4 +1,4 @@
-"""The largest values of all weights in float8, which ranks exchange in one message a step.
+"""The largest absolute values of all float8 weights, which ranks exchange once a step.
 
 Each rank reads them from its shards, before any weight is gathered. Rounding to 16 bits keeps the
 order of numbers. So the largest rounded weight is the largest weight, rounded.
