@@ -76,7 +76,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shared = {"logits": "*bf16", "stride": "i32", "real": "i32", "columns": "i32"}
-    shared |= {"local": "*i64", "here": "*i1"}
+    shared |= {"local": "*i64", "holds_target": "*i1"}
     constants = {"with_hits": True, "has_mask": True, "block": kernels._BLOCK}
     for kernel, further in (
         (kernels._reduce, {"results": "*fp32"}),

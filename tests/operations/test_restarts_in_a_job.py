@@ -152,7 +152,7 @@ def test_exit_code_of_a_mistake_without_a_report_is_not_repeated(slurm: Path) ->
 
 def test_job_that_ends_starts_nothing_again(slurm: Path) -> None:
     job = FakeJob(slurm, [f"echo COMPLETING > {slurm}/state; {CRASH}", COMPLETE])
-    assert job.run() == TaskOutcome.CRASHED
+    assert job.run() == TaskOutcome.ENDED_BY_SLURM
     assert len(job.steps()) == 1
 
 

@@ -128,7 +128,7 @@ def test_a_share_must_grow_for_the_next_warning() -> None:
     assert observe([0.05, 0.1]) == []
     (text,) = observe([0.12, 0.2, 0.3, 0.4, 0.5])
     assert "50.00% of the gradients of blocks.4.mlp.up" in text
-    assert "less of 2 others" in text
+    assert "smaller shares of 2 others" in text
     assert "--fp8-format hybrid" in text
     assert observe([0.2, 0.4, 0.6, 0.8, 1.0]) == []
     (text,) = observe([0.25, 0.4])

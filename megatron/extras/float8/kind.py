@@ -29,7 +29,7 @@ def _load(device_type: str) -> BuildEngine:
     except Exception as failure:
         raise ConfigError(
             f"--fp8-format: the import of torchao fails ({type(failure).__name__}: {failure}); "
-            'install a version that fits to torch with pip install --upgrade "megatron-3d[fp8]", '
+            "install a version that fits your torch with pip install --upgrade torchao, "
             "or leave out --fp8-format"
         ) from failure
     from megatron.extras.float8.engine import Float8Engine

@@ -76,5 +76,5 @@ def _name(shares: Sequence[Share], what: str) -> str:
         for share in shares[:_NAMED]
     ]
     if len(shares) > _NAMED:
-        named.append(f"less of {len(shares) - _NAMED} others")
+        named.append(f"smaller shares of {len(shares) - _NAMED} others")
     return ", ".join(named)

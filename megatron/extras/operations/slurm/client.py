@@ -68,7 +68,8 @@ def is_ending() -> bool:
     """
     # One failed query must not look like a job that still runs, because it is then requeued.
     described = try_repeatedly("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
-    return described is not None and "JobState=RUNNING" not in described
+    state = re.search(r"\bJobState=(\w+)", described or "")
+    return state is not None and state[1] != "RUNNING"
 
 
 def is_running() -> bool:
