@@ -29,11 +29,12 @@ from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run.loop import check_nan_iterations, train_iteration, works_on_save
+from megatron.run.pretrain import leave
 from megatron.run.report import StepRecord
 from megatron.run.run import Run
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.join import join_ranks
-from megatron.run.start.setup import build_timers, divide_ranks, leave, start_run
+from megatron.run.start.setup import build_timers, divide_ranks, start_run
 from megatron.run.state import TrainState
 from megatron.schedule.batch_size import ConstantBatchSize
 
