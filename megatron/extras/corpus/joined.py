@@ -63,7 +63,8 @@ class JoinedDataset(IndexedDataset):
         if self._corpus.failed:
             registry.notes.append(
                 f"{self.prefix} lacks the documents of "
-                f"{format_count(len(self._corpus.failed), 'input file')} that failed when it was made, such as {next(iter(self._corpus.failed))}"
+                f"{format_count(len(self._corpus.failed), 'input file')} that failed when it was "
+                f"made, such as {next(iter(self._corpus.failed))}"
             )
         # A digest of several files must not be compared with that of one merged file.
         key = f"joined-{self.compute_fingerprint()}"
