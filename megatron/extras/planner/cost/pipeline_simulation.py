@@ -57,10 +57,6 @@ class SimulatedPipeline:
         """Time from the first start to the last end."""
         return max(events[-1].end for events in self.events)
 
-    def measure_busy(self, rank: int) -> float:
-        """Return the seconds that a rank computes or sends."""
-        return sum(event.end - event.start for event in self.events[rank])
-
 
 @lru_cache(maxsize=512)
 def list_visits(schedule: PipelineSchedule, rank: int) -> tuple[Visit, ...]:
