@@ -71,6 +71,8 @@ DECLARATIONS = frozenset(["export", "declare", "typeset", "local", "readonly"])
 DEPTH_LIMIT = 20
 SECONDS_LIMIT = 10.0
 """Time in which a script must be read as text."""
+SECONDS_BETWEEN_ENDS = 0.5
+"""Time after which a reading that goes on in spite of its limit is ended again."""
 BYTES_LIMIT = 4 * 2**20
 """Size of a script. The longest published ones have some 10 kB."""
 
@@ -234,16 +236,19 @@ def _limit_reading(path: Path) -> Iterator[None]:
     Raises:
         ConfigError: A limit is exceeded.
     """
+    is_over = False
 
     def expire(number: int, frame: object) -> None:
-        raise LimitExceededError(f"reading it takes more than {SECONDS_LIMIT:g} s")
+        if not is_over:
+            raise LimitExceededError(f"reading it takes more than {SECONDS_LIMIT:g} s")
 
+    # Python drops an exception that is raised while it destroys an object. So the timer repeats.
     # Only the main thread receives signals. One also interrupts a search by a regular expression.
     in_main = threading.current_thread() is threading.main_thread()
     try:
         if in_main:
             before = signal.signal(signal.SIGALRM, expire)
-            signal.setitimer(signal.ITIMER_REAL, SECONDS_LIMIT)
+            signal.setitimer(signal.ITIMER_REAL, SECONDS_LIMIT, SECONDS_BETWEEN_ENDS)
         yield
     except RecursionError:
         raise ConfigError(f"{path}: its commands or expansions are nested too deeply.") from None
@@ -252,6 +257,7 @@ def _limit_reading(path: Path) -> Iterator[None]:
             f"{path} cannot be read as a script: {error}. Plan the command line that it starts."
         ) from None
     finally:
+        is_over = True
         if in_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
