@@ -4,6 +4,9 @@ Invariant: every choice is one that its schedule in `torch.distributed.pipelinin
 hold for stages of equal duration and free communication. They are counted in visits. A visit is one
 microbatch's forward and backward pass through one stage.
 
+A new schedule also needs the class of torch in `engine/pipeline_runner.py`. `model/partition.py`
+expects the embedding and the head on different ranks.
+
 Sources:
 
 - GPipe: https://arxiv.org/abs/1811.06965.
