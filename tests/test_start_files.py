@@ -27,9 +27,9 @@ def test_the_environment_of_a_large_run(path: Path, tmp_path: Path) -> None:
     scripts = [file.read_text() for file in path.parent.glob("*.slurm")]
     limits = [re.findall(r"--hang-timeout (\d+)", text) for text in scripts if "--save" in text]
     assert limits
-    for found in limits:
+    for limit in limits:
         # The watchdog names the rank that hangs, and NCCL's monitor does not.
-        assert int(values["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > int(*found)
+        assert int(values["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > int("".join(limit))
     # The records of a time-out need a folder that exists.
     assert Path(values["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent.is_dir()
     assert int(values["TORCH_FR_BUFFER_SIZE"]) > 0
