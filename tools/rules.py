@@ -30,9 +30,11 @@ trained. After a warning, it trains.
 
 VALUE stands for the value of a flag, with its origin if it came from a file or a preset. FLAG
 stands for one of several flags, and `…` for any other text that depends on the values. A part in
-brackets, as in `[ or 2]`, is only in some messages. The last column describes the rule, once for
-all of its messages. It is empty if the message has the complete rule. For the range of a number, it
-has the flags with this range.
+brackets, as in `[ or 2]`, is only in some messages. The messages are read from the code without
+running it, so a few rows combine parts that never occur together.
+
+The last column describes the rule, once for all of its messages. It is empty if the message has the
+complete rule. For the range of a number, it has the flags with this range.
 
 Some errors are not on this page: those of files that cannot be read, and those of numbers that
 cannot be computed from the flags, such as the stages of a pipeline or the steps of a ramp-up.
