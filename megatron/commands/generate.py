@@ -202,7 +202,7 @@ class TextGenerator:
         show(0, prompt)
         (result,) = generate(self._model, self._tokenizer, [ids], self._options, show)
         show(0, "\n")
-        self._warn_of_context(1, result)
+        self._warn_about_context(1, result)
 
     def _print_result(self, number: int, prompt: str, result: Continuation) -> None:
         """Print the text of one of several prompts, or its JSON object."""
@@ -218,9 +218,9 @@ class TextGenerator:
             if number > 1:
                 print_line(_BETWEEN_TEXTS)
             print(prompt + result.text, flush=True)
-        self._warn_of_context(number, result)
+        self._warn_about_context(number, result)
 
-    def _warn_of_context(self, number: int, result: Continuation) -> None:
+    def _warn_about_context(self, number: int, result: Continuation) -> None:
         if result.reason == CONTEXT_LENGTH:
             self._print_error(
                 f"{self._name_prompt(number)}: the text ends after {len(result.ids)} new tokens, "

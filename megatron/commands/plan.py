@@ -60,7 +60,7 @@ from megatron.commands.plan_source import (
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.run_tool import run_tool
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
+from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.step_prediction import StepPrediction
@@ -296,7 +296,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     uses = find_training_data(plan)
     # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.
-    warnings = [*warnings, *plan.warnings, *warn_of_many_epochs(uses)]
+    warnings = [*warnings, *plan.warnings, *warn_about_many_epochs(uses)]
     warnings = list(dict.fromkeys(map(show, warnings)))
     plan = replace(plan, errors=tuple(explain_errors(source, list(map(show, plan.errors)))))
     if plan.errors:

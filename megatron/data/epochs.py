@@ -122,7 +122,7 @@ def describe_epochs(uses: Sequence[DatasetUse]) -> str:
     return f"{epochs}: {asked:,.0f} tokens asked for, {there:,} available"
 
 
-def warn_of_many_epochs(uses: Sequence[DatasetUse]) -> list[str]:
+def warn_about_many_epochs(uses: Sequence[DatasetUse]) -> list[str]:
     """Return a warning for each data set that is read more than a few times."""
     return [
         f"{use.prefix} has {use.tokens:,} tokens for training, and the run reads {use.asked:,.0f} "

@@ -274,7 +274,7 @@ def _build_batch_size(
     if batch.step_batch_size_schedule is not None:
         entries = batch.step_batch_size_schedule
         # Without the position it is not known whether the run resumes a checkpoint whose bare
-        # thresholds were samples. The plan assumes so, and `warn_of_bare_thresholds` says it.
+        # thresholds were samples. The plan assumes so, and `warn_about_bare_thresholds` says it.
         if not at_known_position:
             entries = bare_thresholds_as_samples(entries)
         return parse_step_schedule(entries, settings.config.model.seq_length)

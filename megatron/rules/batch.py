@@ -13,7 +13,7 @@ from megatron.schedule.batch_size import (
 )
 
 
-def warn_of_bare_thresholds(context: PlanContext) -> Iterator[Finding]:
+def warn_about_bare_thresholds(context: PlanContext) -> Iterator[Finding]:
     """Warn about thresholds without a unit if it is not known whether the run is a resume."""
     # The plan assumes that it resumes a checkpoint whose bare thresholds were samples.
     entries = context.config.batch.step_batch_size_schedule

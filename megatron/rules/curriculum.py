@@ -11,7 +11,7 @@ from megatron.schedule.batch_size import ConstantBatchSize
 
 
 def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that the curriculum's fields fit its type of schedule.
+    """Check that each flag that begins with --curriculum- fits --curriculum-schedule-type.
 
     A field that has no effect is an error here. If --curriculum-schedule-type was forgotten, the
     run would train with other sequence lengths than intended.
@@ -101,7 +101,7 @@ def check_cut_sequences(context: PlanContext) -> Iterator[Finding]:
         return
 
 
-def warn_of_curriculum_end(context: PlanContext) -> Iterator[Finding]:
+def warn_about_curriculum_end(context: PlanContext) -> Iterator[Finding]:
     """Warn if tokens do not end the run, or if it ends before the full length."""
     batch = context.config.batch
     curriculum = context.plan.curriculum

@@ -172,8 +172,8 @@ def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-def warn_of_phases(context: PlanContext) -> Iterator[Finding]:
-    """Warn of phases that begin after the end of training."""
+def warn_about_phases(context: PlanContext) -> Iterator[Finding]:
+    """Warn about phases of --data-phases that begin after the end of training."""
     train_iters = context.plan.train_iters
     for planned in context.plan.data_phases[1:]:
         if planned.first_iteration > train_iters > 0:
@@ -184,8 +184,8 @@ def warn_of_phases(context: PlanContext) -> Iterator[Finding]:
             )
 
 
-def warn_of_files(context: PlanContext) -> Iterator[Finding]:
-    """Warn of files that are not on this machine. Only the training machine needs them."""
+def warn_about_files(context: PlanContext) -> Iterator[Finding]:
+    """Warn about files that are not on this machine. Only the training machine needs them."""
     if not context.may_read_files:
         return
     parallel = context.config.parallel

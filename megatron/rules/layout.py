@@ -211,8 +211,8 @@ def check_muon(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-def warn_of_pipeline(context: PlanContext) -> Iterator[Finding]:
-    """Warn of pipelines that are slow.
+def warn_about_pipeline(context: PlanContext) -> Iterator[Finding]:
+    """Warn about pipelines that are slow.
 
     Stages may be uneven, and microbatches too few to fill the pipeline. Their number may not suit
     interleaving. ZeRO stages 2 and 3 communicate for every microbatch.
@@ -242,7 +242,7 @@ def warn_of_pipeline(context: PlanContext) -> Iterator[Finding]:
         for size in context.plan.batch_size.iterate_upcoming(0, 0, context.config.model.seq_length)
         if size % share == 0
     ]
-    yield from _warn_of_schedules(
+    yield from _warn_about_schedules(
         context,
         [(size, choose_schedule(size // share, ranks, len(stages) // ranks)) for size in sizes],
     )
@@ -261,10 +261,10 @@ def warn_of_pipeline(context: PlanContext) -> Iterator[Finding]:
         )
 
 
-def _warn_of_schedules(
+def _warn_about_schedules(
     context: PlanContext, by_size: list[tuple[int, PipelineSchedule]]
 ) -> Iterator[Finding]:
-    """Warn of schedules that idle for long or need much memory.
+    """Warn about schedules that idle for long or need much memory.
 
     Args:
         context: The context of the rule.

@@ -127,7 +127,7 @@ def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[Findi
         )
 
 
-def warn_of_shape(context: PlanContext) -> Iterator[Finding]:
+def warn_about_shape(context: PlanContext) -> Iterator[Finding]:
     """Warn about shapes that can be trained but are probably slow or a mistake."""
     model = context.config.model
     h = model.hidden_size
@@ -167,7 +167,7 @@ def warn_of_shape(context: PlanContext) -> Iterator[Finding]:
         )
 
 
-def warn_of_widths(context: PlanContext) -> Iterator[Finding]:
+def warn_about_widths(context: PlanContext) -> Iterator[Finding]:
     """Warn if a width on a tensor-parallel rank is no multiple of 8 in bf16 or fp16."""
     shape = context.plan.shape
     precision = context.config.precision

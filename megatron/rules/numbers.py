@@ -37,11 +37,13 @@ def check_grad_reduction(settings: ConfigWithOrigin) -> Iterator[Finding]:
 def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the decay rate of a moment in bf16 is low enough for the moment to decrease."""
     optimizer = settings.config.optimizer
-    rates = [("adam_beta1", "--exp-avg-dtype", optimizer.exp_avg_dtype)]
-    rates.append(("adam_beta2", "--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype))
-    if optimizer.optimizer == "muon":
-        rates.append(("muon_momentum", "--exp-avg-dtype", optimizer.exp_avg_dtype))
-    for name, flag, dtype in rates:
+    for name, flag, dtype in (
+        ("adam_beta1", "--exp-avg-dtype", optimizer.exp_avg_dtype),
+        ("adam_beta2", "--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
+        ("muon_momentum", "--exp-avg-dtype", optimizer.exp_avg_dtype),
+    ):
+        if name == "muon_momentum" and optimizer.optimizer != "muon":
+            continue
         if dtype == "bf16" and getattr(optimizer, name) > _LARGEST_BF16_DECAY:
             yield error(
                 f"{settings.describe(f'optimizer.{name}')} with {flag} bf16: a step would change "

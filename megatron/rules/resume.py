@@ -69,14 +69,14 @@ def check_curriculum(context: ResumeContext) -> Iterator[Finding]:
     difference = describe_curriculum_difference(context.given, context.saved, context.iteration)
     if difference is None or context.given.batch.eval_only:
         return
-    yield _warn_of_decision(context, "the curriculum", difference) or error(
+    yield _warn_about_decision(context, "the curriculum", difference) or error(
         f"the curriculum differs from the checkpoint's: {difference}; give "
         "--override-lr-scheduler to continue with this command line's schedules, or "
         "--use-checkpoint-lr-scheduler to continue with the checkpoint's"
     )
 
 
-def _warn_of_decision(context: ResumeContext, what: str, difference: str) -> Finding | None:
+def _warn_about_decision(context: ResumeContext, what: str, difference: str) -> Finding | None:
     """Return a warning if a flag selects this configuration or the checkpoint."""
     if context.given.optimizer.override_lr_scheduler:
         return warning(f"--override-lr-scheduler changes {what}: {difference}")
@@ -125,14 +125,14 @@ def check_schedule(context: ResumeContext) -> Iterator[Finding]:
     differing = list_schedule_differences(context.plan.lr_schedule, context.saved_schedule)
     if differing:
         lines = "\n  ".join(differing)
-        yield _warn_of_decision(context, "the learning rate", "; ".join(differing)) or error(
+        yield _warn_about_decision(context, "the learning rate", "; ".join(differing)) or error(
             f"the learning-rate schedule differs from the checkpoint's:\n  {lines}\ngive "
             "--override-lr-scheduler to continue with this command line's, or "
             "--use-checkpoint-lr-scheduler to continue with the checkpoint's"
         )
 
 
-def warn_of_skip_ranges(context: ResumeContext) -> Iterator[Finding]:
+def warn_about_skip_ranges(context: ResumeContext) -> Iterator[Finding]:
     """Warn if the skipped ranges of the checkpoint are replaced, or still apply."""
     ranges = context.plan.skip_ranges
     saved = context.saved_ranges
@@ -146,7 +146,7 @@ def warn_of_skip_ranges(context: ResumeContext) -> Iterator[Finding]:
         yield warning(f"the checkpoint's --skip-train-iteration-range {ahead} still applies")
 
 
-def warn_of_trained_range(context: ResumeContext) -> Iterator[Finding]:
+def warn_about_trained_range(context: ResumeContext) -> Iterator[Finding]:
     """Warn if an earlier launch has trained a part of a skipped range.
 
     If the run ended inside a range that the checkpoint also has, that part was skipped and not
@@ -220,7 +220,7 @@ def check_tokenizer(context: TokenizerContext) -> Iterator[Finding]:
         yield warning(f"{names}: not compared with the checkpoint's, because it is not given here")
 
 
-def warn_of_changes(context: ResumeContext) -> Iterator[Finding]:
+def warn_about_changes(context: ResumeContext) -> Iterator[Finding]:
     """Warn in one message about all settings that have changed since the checkpoint was saved.
 
     The list has only settings that can change what is trained, and that no other rule compares. All
@@ -247,7 +247,7 @@ def warn_of_changes(context: ResumeContext) -> Iterator[Finding]:
 
 
 def _is_listed(field: Field) -> bool:
-    """Return whether `warn_of_changes` lists a field."""
+    """Return whether `warn_about_changes` lists a field."""
     if field.dotted in _LISTED:
         return True
     # `check_schedule` compares the schedule of the learning rate.
@@ -261,7 +261,7 @@ def _show(value: str) -> str:
     return {"null": "not set", "true": "on", "false": "off", "[]": "not set"}.get(value, value)
 
 
-def warn_of_new_states(context: ResumeContext) -> Iterator[Finding]:
+def warn_about_new_states(context: ResumeContext) -> Iterator[Finding]:
     """Warn if --no-load-optim does not load states that fit this run."""
     config = context.plan.config
     if config.checkpoint.load_optim or config.batch.eval_only or not context.has_states:

@@ -173,7 +173,7 @@ def warn_decay_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[Finding
         )
 
 
-def warn_of_skipped_end(context: PlanContext) -> Iterator[Finding]:
+def warn_about_skipped_end(context: PlanContext) -> Iterator[Finding]:
     """Warn about skipped iterations that reach the end of training."""
     ranges = context.plan.skip_ranges
     train_iters = context.plan.train_iters

@@ -1,6 +1,6 @@
 """What a run by time is expected to see, and the report at its end."""
 
-from megatron.data.epochs import describe_epochs, measure_training_data, warn_of_many_epochs
+from megatron.data.epochs import describe_epochs, measure_training_data, warn_about_many_epochs
 from megatron.observe.log_line import compute_perplexity
 from megatron.observe.report import EvaluationResult
 from megatron.run.run import Run
@@ -27,7 +27,7 @@ def report_forecast(run: Run) -> None:
     )
     if uses:
         lines.append(f"training data: {describe_epochs(uses)}")
-    for warning in warn_of_many_epochs(uses):
+    for warning in warn_about_many_epochs(uses):
         lines.append(f"warning: {warning}")
     for line in lines:
         run.reporter.log(line)

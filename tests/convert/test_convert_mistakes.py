@@ -269,6 +269,6 @@ class WrongIds(SpecialIds):
 def test_a_dropout_that_the_class_lacks_is_a_warning(family: str, warnings: int) -> None:
     said: list[str] = []
     config = Config(model=tiny_config(hidden_dropout=0.1), batch=BatchConfig(micro_batch_size=1))
-    export._warn_of_dropout(find_architecture(family), config, said.append)
+    export._warn_about_dropout(find_architecture(family), config, said.append)
     assert len(said) == warnings
     assert all("no field for --hidden-dropout 0.1" in line for line in said)

@@ -1,6 +1,6 @@
 """Published measurements of training steps, and what the cost model predicts for them.
 
-`python tests/cost/published.py performance.json` prints the tables of docs/planner.md.
+`python tests/cost/published.py performance.json` prints the tables of docs/planner_errors.md.
 """
 
 import json
@@ -509,7 +509,7 @@ def compare_all(rows: Sequence[dict[str, Any]]) -> list[Compared]:
 
 
 def format_table(compared: Sequence[Compared]) -> str:
-    """Return the Markdown table of docs/planner.md. Fitted rows are marked."""
+    """Return the Markdown table of docs/planner_errors.md. Fitted rows are marked."""
     lines = [
         "| table | row | layout | published | predicted | error |",
         "|---|---|---|---|---|---|",

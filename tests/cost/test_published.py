@@ -1,4 +1,4 @@
-"""Published measurements are predicted within the errors that docs/planner.md prints."""
+"""Published measurements are predicted within the errors that docs/planner_errors.md prints."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from megatron.extras.planner.cost.goodput import estimate_mean_hours_to_failure
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.layout import RankLayout, Recompute
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner_errors.md"
 TIMES = ("s", "TFLOPs", "tokens/s")
 
 
@@ -157,7 +157,7 @@ def test_the_page_has_the_runs_with_float8(float8: list[Compared]) -> None:
 
 
 def test_errors_of_runs_with_float8(float8: list[Compared]) -> None:
-    """docs/planner.md names a cause for each of the others."""
+    """docs/planner_errors.md names a cause for each of the others."""
     for each in float8:
         if (each.key, each.quantity) not in MISSED:
             assert abs(each.error) < (0.10 if each.quantity == "tokens/s" else 0.05), each

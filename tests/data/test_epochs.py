@@ -4,7 +4,7 @@ import pytest
 
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
-from megatron.data.epochs import describe_epochs, measure_training_data, warn_of_many_epochs
+from megatron.data.epochs import describe_epochs, measure_training_data, warn_about_many_epochs
 from megatron.data.indexed import IndexedDataset
 
 
@@ -14,7 +14,7 @@ def test_epochs_are_tokens_asked_by_tokens_there(corpus: str) -> None:
     assert use.tokens == everything
     assert use.epochs == 2
     assert describe_epochs([use]).startswith("2 epochs")
-    assert warn_of_many_epochs([use]) == []
+    assert warn_about_many_epochs([use]) == []
 
 
 def test_only_the_training_part_counts(corpus: str) -> None:
@@ -34,7 +34,7 @@ def test_each_data_set_of_a_mixture_has_its_own_epochs(corpus: str) -> None:
     # The second one has no document, so the weights of the others are 3/4 and 1/4.
     assert [use.epochs for use in uses] == [6, 2]
     assert describe_epochs(uses).startswith("2 to 6 epochs of 2 data sets")
-    (warning,) = warn_of_many_epochs(uses)
+    (warning,) = warn_about_many_epochs(uses)
     assert "6.0 epochs" in warning
 
 

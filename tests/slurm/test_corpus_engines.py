@@ -1,6 +1,6 @@
 """Each engine gives the same bytes, whatever is killed or lost. Slurm is a real one.
 
-With CORPUS_MB=1000 it measures as in docs/benchmarks.md. `pytest -s` shows the numbers.
+With CORPUS_MB=1000 it measures as in docs/benchmarks_data.md. `pytest -s` shows the numbers.
 """
 
 import importlib.util

@@ -107,7 +107,7 @@ def export_checkpoint(
             hf_config = read_config(unfinished)
             _compare_description(architecture, config, hf_config)
             _compare_ids(hf_config, ids)
-            _warn_of_dropout(architecture, config, log)
+            _warn_about_dropout(architecture, config, log)
             names = {name: name for pair in pairs for name in pair.hf_names}
             model = normalise_model(config.model)
             comparison = compare_models(
@@ -293,7 +293,7 @@ def _compare_ids(hf_config: Any, special_ids: SpecialIds) -> None:
             )
 
 
-def _warn_of_dropout(
+def _warn_about_dropout(
     architecture: Architecture, config: Config, log: Callable[[str], None]
 ) -> None:
     """Print a warning if the class has no field for the dropout of the run."""

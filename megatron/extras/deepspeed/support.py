@@ -12,7 +12,10 @@ from megatron.rules.finding import Finding, Rule, error
 
 
 def check_layout(plan: Plan) -> Iterator[Finding]:
-    """Check that DeepSpeed supports the layout."""
+    """Check that DeepSpeed supports the layout.
+
+    It does not support --hsdp-shard-size, --sharding-strategy hsdp, or ZeRO 2 with a pipeline.
+    """
     parallel = plan.config.parallel
     pipelined = parallel.pipeline_model_parallel_size > 1
     if pipelined and parallel.zero_stage > 1:

@@ -1,6 +1,6 @@
 """The prediction of a plan's step by the model of cost.
 
-Nothing here looks at a device. docs/planner.md has the errors of the predictions.
+Nothing here looks at a device. docs/planner_errors.md has the errors of the predictions.
 """
 
 from collections.abc import Callable

@@ -135,7 +135,7 @@ def read_neox_files(paths: Sequence[str]) -> CommandLine | None:
     _read_words(line, _write_biases(given, line))
     for part in ("train", "valid", "test"):
         _read_words(line, _write_data(given, part, line))
-    _warn_of_linear_floor(line, given)
+    _warn_about_linear_floor(line, given)
     return line
 
 
@@ -158,7 +158,7 @@ def _merge_files(paths: Sequence[str], errors: list[str]) -> dict[str, _Key]:
     return keys
 
 
-def _warn_of_linear_floor(line: CommandLine, keys: Mapping[str, _Key]) -> None:
+def _warn_about_linear_floor(line: CommandLine, keys: Mapping[str, _Key]) -> None:
     """Warn if the rate falls on another line than in GPT-NeoX."""
     decay = keys.get("lr-decay-style")
     floor = keys.get("min-lr")

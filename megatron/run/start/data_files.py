@@ -68,7 +68,7 @@ class DataFiles:
         self._first_of: dict[str, tuple[int, str, str]] = {}
         # The state of a run from scratch has no data.
         if state.data:
-            self._warn_of_unknown_digests()
+            self._warn_about_unknown_digests()
         problem = None
         try:
             self._request_own()
@@ -178,8 +178,8 @@ class DataFiles:
             f"{way_out}"
         )
 
-    def _warn_of_unknown_digests(self) -> None:
-        """Warn of data sets whose digest the checkpoint lacks."""
+    def _warn_about_unknown_digests(self) -> None:
+        """Warn about data sets whose digest the checkpoint lacks."""
         missing = [
             place
             for place, fingerprint in self._list_fingerprints().items()

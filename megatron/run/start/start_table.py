@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.checkpoint.save import Saver
-from megatron.data.epochs import DatasetUse, describe_epochs, warn_of_many_epochs
+from megatron.data.epochs import DatasetUse, describe_epochs, warn_about_many_epochs
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
@@ -70,7 +70,7 @@ def print_start(
         reporter.log(format_from_scratch_line())
     for note in sources.take_notes():
         reporter.log(note)
-    warnings = warn_of_many_epochs(uses)
+    warnings = warn_about_many_epochs(uses)
     # Most CPUs are faster in fp32.
     for name in ("bf16", "fp16"):
         if mesh.device.type == "cpu" and getattr(config.precision, name):

@@ -1,7 +1,7 @@
 """Memory and time of a training step, predicted from shapes alone.
 
 Every function is pure. Nothing here imports torch, starts a process or looks at a device.
-docs/planner.md compares the predictions with published measurements.
+docs/planner_errors.md compares the predictions with published measurements.
 
 `step_prediction` predicts the time of a step from `kernels`, `layers`, `pipeline_simulation` and
 `collectives`. `peak` predicts its memory from `tensors`, and `float8` what is rounded. `search`

@@ -1,7 +1,7 @@
 """The devices and links of a cluster, as the cost model sees them.
 
 Nominal values are those of data sheets. A share is the part of a nominal value that a large kernel
-reaches. Shares are fitted on the runs that docs/planner.md names, or by tools/calibrate.py.
+reaches. Shares are fitted on the runs that docs/planner_errors.md names, or by tools/calibrate.py.
 """
 
 from dataclasses import MISSING, dataclass, fields, replace
