@@ -156,6 +156,33 @@ def test_failed_files_and_documents_are_listed(
     assert len(content["failed_files"]) == 2
 
 
+def test_bad_lines_may_be_left_out_later_but_not_the_other_way_round(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The shards that were made with "stop" are kept. Those with fewer documents are not silent."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "good.jsonl").write_text('{"text": "one"}\n')
+    (folder / "lines.jsonl").write_text('{"text": "two"}\nno JSON\n')
+    flags = ["--vocab-file", VOCAB, "--merge-file", MERGES, "--engine", "local", "--workers", "1"]
+    given = ["--input", str(folder), "--output-prefix", str(tmp_path / "corpus"), *flags]
+    assert preprocess.main(given) == 1
+    assert "or add --on-bad-line skip, which leaves such lines out" in capfd.readouterr().err
+    assert preprocess.main([*given, "--on-bad-line", "skip"]) == 0
+    assert f"{folder / 'good.jsonl'}: the shard is complete" in capfd.readouterr().err
+    content = json.loads((tmp_path / "corpus.json").read_text())
+    assert [shard["documents"] for shard in content["shards"]] == [1, 1]
+    assert (content["failed_files"], content["bad_documents"]) == ({}, 1)
+    assert preprocess.main(given) == 2
+    assert "was made, or started, with another on_bad_line" in capfd.readouterr().err
+    assert json.loads((tmp_path / "corpus.json").read_text()) == content
+    # The shard of the file with a bad line is made again, and the good one is kept.
+    assert preprocess.main([*given, "--overwrite"]) == 1
+    assert f"{folder / 'good.jsonl'}: the shard is complete" in capfd.readouterr().err
+    (failed,) = json.loads((tmp_path / "corpus.json").read_text())["failed_files"]
+    assert failed == str(folder / "lines.jsonl")
+
+
 def test_inspection_compares_digests_and_reports_each_shard(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
