@@ -32,6 +32,7 @@ from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.plan.run_plan import Plan
+from megatron.run.host_memory import count_checkpoint_bytes
 
 FLOAT8_ROUNDING = "float8: rounding"
 FLOAT8_SCALES = "float8: messages"
@@ -40,8 +41,6 @@ _BAR = 50
 """Characters of the bar that shows where the time goes."""
 _MOST_DRAWN = 20_000
 """Visits of a pipeline that a picture or a trace may have."""
-_STATE_BYTES = 14
-"""Bytes of a parameter in a checkpoint: a half-precision weight, the master weight, two moments."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def predict_goodput(plan: Plan, hardware: Hardware, options: CostOptions) -> Pla
     )
     # All nodes write their shards at the same time.
     nodes = -(-plan.world_size // hardware.ranks_per_node)
-    save = _STATE_BYTES * plan.parameters / (nodes * options.save_gb_per_second * 1e9)
+    save = count_checkpoint_bytes(plan) / (nodes * options.save_gb_per_second * 1e9)
     return estimate_goodput(Reliability(hours, 60 * options.restart_minutes, save))
 
 

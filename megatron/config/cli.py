@@ -43,7 +43,8 @@ def _complete_words(argv: Sequence[str]) -> list[str]:
     """
     if not argv:
         raise ConfigError(_EXAMPLE)
-    if argv[0].endswith((".yaml", ".yml")):
+    # The first word may also be --config=FILE.
+    if argv[0].endswith((".yaml", ".yml")) and not argv[0].startswith("-"):
         return ["--config", *argv]
     return list(argv)
 

@@ -171,6 +171,7 @@ def resolve(
         warnings=(),
         train_seconds=train_seconds,
         shard_size=shard_size,
+        start_iteration=iteration,
         loss_mean_origin=settings.origin.get(LOSS_MEAN, "default"),
     )
     context = PlanContext(

@@ -51,6 +51,8 @@ class Plan:
     train_seconds: float | None = None
     shard_size: int = 1
     """Data x context ranks that share one copy of the model. See `choose_shard_size`."""
+    start_iteration: int = 0
+    """Iterations before this launch. 0 with --finetune."""
     loss_mean_origin: str = "default"
     """Where --loss-mean came from. See `LoadedConfig.origin`."""
 

@@ -28,7 +28,7 @@ def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
         # DeepSpeed may keep states on a disk, or in 8 bits. An evaluation needs none.
         return
     share = ranks_on_host / plan.world_size
-    needed = share * count_least_bytes(plan)
+    needed = share * _count_state_bytes(plan)
     memory = read_total_memory()
     if memory is None or needed <= memory:
         return
@@ -40,7 +40,19 @@ def require_host_memory(plan: Plan, ranks_on_host: int) -> None:
     )
 
 
-def count_least_bytes(plan: Plan) -> int:
+def count_checkpoint_bytes(plan: Plan) -> int:
+    """Return the bytes of the tensors of a checkpoint, over all of its files.
+
+    A checkpoint has the fp32 weights and no half-precision copy of them. It has the optimizer's
+    states, unless --no-save-optim is given. Rows that pad the vocabulary are not saved. They count
+    here, because they are few.
+    """
+    if plan.config.checkpoint.save_optim:
+        return _count_state_bytes(plan)
+    return _MASTER_BYTES * plan.parameters
+
+
+def _count_state_bytes(plan: Plan) -> int:
     """Return the bytes of the fp32 weights and of the optimizer's states, each of them once."""
     matrices = plan.config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape)
     states = flops.count_state_bytes(plan.config.optimizer, plan.parameters, matrices)

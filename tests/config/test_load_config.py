@@ -321,6 +321,8 @@ def test_a_file_that_comes_first_needs_no_config_flag(tmp_path: Path):
     flags = ["--num-attention-heads", "4", "--seq-length", "16", "--micro-batch-size", "1"]
     first = load_config([str(path), *flags])
     assert first == load_config(["--config", str(path), *flags])
+    assert first == load_config([f"--config={path}", *flags])
+    assert first == load_config([*flags, f"--config={path}"])
     assert first.config.model.hidden_size == 32
     with pytest.raises(ConfigError, match="belongs to no flag"):
         load_config([*flags, str(path)])

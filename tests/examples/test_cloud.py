@@ -27,6 +27,7 @@ MODELS = {
     "JobSet": "JobsetV1alpha2JobSet",
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
     "TrainJob": "TrainerV1alpha1TrainJob",
+    "PersistentVolumeClaim": "IoK8sApiCoreV1PersistentVolumeClaim",
 }
 TINY = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1
@@ -57,7 +58,7 @@ def read_flags(name: str) -> list[str]:
     return words[words.index("megatron.commands.pretrain") + 1 :]
 
 
-@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+@pytest.mark.parametrize("name", ["claims.yaml", "jobset.yaml", "trainjob.yaml"])
 def test_kubernetes_files_fit_the_published_models(name: str) -> None:
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
@@ -105,6 +106,15 @@ def test_the_ranks_end_before_their_pod(name: str) -> None:
     assert timeout < pod["terminationGracePeriodSeconds"]
     mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_the_claims_of_the_pods_are_shared_by_nodes(name: str) -> None:
+    claims = {each["metadata"]["name"]: each["spec"] for each in read_documents("claims.yaml")}
+    volumes = find_pod(read_documents(name)[0])["volumes"]
+    used = [each["persistentVolumeClaim"] for each in volumes if "persistentVolumeClaim" in each]
+    assert {each["claimName"] for each in used} == set(claims)
+    assert all(claim["accessModes"] == ["ReadWriteMany"] for claim in claims.values())
 
 
 @pytest.mark.full

@@ -2,15 +2,18 @@
 
 import json
 import shutil
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from preprocess.corpus_inputs import write_inputs
 from preprocess.corpus_runs import make_corpus, make_environment
-from tiny_corpus import GPT2, MERGES, REFERENCE_PREFIX, VOCAB, data_files
+from tiny_corpus import GPT2, MERGES, REFERENCE_PREFIX, ROOT, VOCAB, data_files
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.commands import inspect_dataset, merge_datasets, preprocess
@@ -20,6 +23,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.registry import DatasetRegistry
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.extras.corpus.joined import JoinedDataset
+from megatron.extras.corpus.sources import list_inputs
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,42 @@ def test_files_behind_urls_give_the_same_shards(made: Path, tmp_path: Path) -> N
     ]
     assert shards[0]["input"] == f"file://{folder}/a.jsonl"
     assert sorted(path.suffix for path in (tmp_path / "corpus").iterdir() if path.is_dir()) == [""]
+
+
+def test_files_of_other_file_systems_are_copied(tmp_path: Path) -> None:
+    """Tasks are other processes, which do not see this one's memory, so none is started."""
+    system = fsspec.filesystem("memory")
+    for name in ("b.jsonl", "deep/a.jsonl.gz", ".hidden.jsonl", "picture.png"):
+        system.pipe(f"/corpus-test/{name}", name.encode())
+    inputs = list_inputs(["memory://corpus-test", "memory://corpus-test/b.jsonl"], print)
+    names = [f"memory://corpus-test/{name}" for name in ("b.jsonl", "deep/a.jsonl.gz", "b.jsonl")]
+    assert [each.path for each in inputs] == names
+    for each in inputs[:2]:
+        copied = Path(each.fetch(tmp_path, print))
+        assert each.path.endswith(f"/{copied.name}")
+        assert copied.read_text() == each.path.removeprefix("memory://corpus-test/")
+    system.pipe("/corpus-test/b.jsonl", b"longer than before")
+    with pytest.raises(DataError, match="has changed since it was listed"):
+        inputs[0].fetch(tmp_path, print)
+
+
+def test_missing_packages_and_engines_of_urls_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, protocol, extra in (("s3fs", "s3", "s3"), ("gcsfs", "gs", "gs")):
+        monkeypatch.setitem(sys.modules, package, None)
+        url = f"{protocol}://bucket/folder"
+        files = ["--vocab-file", VOCAB, "--merge-file", MERGES]
+        given = ["--input", url, "--output-prefix", str(tmp_path / "corpus"), *files]
+        assert preprocess.main([*given, "--engine", "local"]) == 2
+        error = capfd.readouterr().err
+        assert f"{url} cannot be opened" in error
+        assert f"pip install 'megatron-3d[remote,{extra}]'" in error
+        (needed,) = extras["optional-dependencies"][extra]
+        assert needed.startswith(package)
+        assert preprocess.main(given) == 2
+        assert f"--input {url} is a URL. Only" in capfd.readouterr().err
 
 
 def test_joined_shards_are_the_merged_data_set(made: Path) -> None:
@@ -154,6 +194,33 @@ def test_failed_files_and_documents_are_listed(
     assert preprocess.main([*given, "--engine", "local", "--workers", "1"]) == 1
     content = json.loads((tmp_path / "corpus.json").read_text())
     assert len(content["failed_files"]) == 2
+
+
+def test_bad_lines_may_be_left_out_later_but_not_the_other_way_round(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The shards that were made with "stop" are kept. Those with fewer documents are not silent."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "good.jsonl").write_text('{"text": "one"}\n')
+    (folder / "lines.jsonl").write_text('{"text": "two"}\nno JSON\n')
+    flags = ["--vocab-file", VOCAB, "--merge-file", MERGES, "--engine", "local", "--workers", "1"]
+    given = ["--input", str(folder), "--output-prefix", str(tmp_path / "corpus"), *flags]
+    assert preprocess.main(given) == 1
+    assert "or add --on-bad-line skip, which leaves such lines out" in capfd.readouterr().err
+    assert preprocess.main([*given, "--on-bad-line", "skip"]) == 0
+    assert f"{folder / 'good.jsonl'}: the shard is complete" in capfd.readouterr().err
+    content = json.loads((tmp_path / "corpus.json").read_text())
+    assert [shard["documents"] for shard in content["shards"]] == [1, 1]
+    assert (content["failed_files"], content["bad_documents"]) == ({}, 1)
+    assert preprocess.main(given) == 2
+    assert "was made, or started, with another on_bad_line" in capfd.readouterr().err
+    assert json.loads((tmp_path / "corpus.json").read_text()) == content
+    # The shard of the file with a bad line is made again, and the good one is kept.
+    assert preprocess.main([*given, "--overwrite"]) == 1
+    assert f"{folder / 'good.jsonl'}: the shard is complete" in capfd.readouterr().err
+    (failed,) = json.loads((tmp_path / "corpus.json").read_text())["failed_files"]
+    assert failed == str(folder / "lines.jsonl")
 
 
 def test_inspection_compares_digests_and_reports_each_shard(

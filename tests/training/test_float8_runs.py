@@ -3,6 +3,8 @@
 import pytest
 from training.runs import Runner
 
+from megatron.observe.log_line import parse_validation_log_line
+
 MODEL = (
     "--num-layers 3 --num-query-groups 1 --position-embedding-type rotary --glu-activation swiglu "
     "--ffn-hidden-size 72 --bf16 --micro-batch-size 1"
@@ -71,3 +73,29 @@ def test_fused_gradients_are_those_of_operands_in_bf16(run: Runner, other: Runne
     assert numbers(other)[0][0] == numbers(run)[0][0]
     assert numbers(other)[0] != numbers(run)[0]
     assert numbers(other) == [pytest.approx(each, rel=1e-2) for each in numbers(run)]
+
+
+def evaluate(run: Runner, flags: str) -> tuple[str, float]:
+    """Return the log and the loss of an evaluation of the run's checkpoint by two stages."""
+    flags = f"{MODEL} --pipeline-model-parallel-size 2 --num-layers 4 {flags}"
+    log = run(f"{flags} --eval-only --eval-iters 1 --split 80,20,0", ranks=2)
+    (found,) = [entry for entry in map(parse_validation_log_line, log.splitlines()) if entry]
+    return log, float(found["lm_loss"])
+
+
+def test_an_evaluation_uses_the_format_of_the_checkpoints_iteration(run: Runner) -> None:
+    run(f"{MODEL} {FLOAT8} --num-layers 4 --train-iters 3 --clip-grad 0.5")
+    _, without = evaluate(run, "")
+    _, with_state = evaluate(run, FLOAT8)
+    assert with_state != without
+    for flags in ("--no-load-optim", "--no-load-optim --fp8-start-iteration 3", "--finetune"):
+        log, loss = evaluate(run, f"{FLOAT8} {flags}")
+        assert loss == with_state, flags
+        assert "is without float8" not in log
+    # A new run would begin without float8.
+    log, loss = evaluate(run, f"{FLOAT8} --finetune --fp8-start-iteration 2")
+    assert loss == without
+    assert "this evaluation, at iteration 1, is without float8" in " ".join(log.split())
+    log, loss = evaluate(run, f"{FLOAT8} --no-load-optim --fp8-start-iteration 4")
+    assert loss == without
+    assert "this evaluation, at iteration 3, is without float8" in " ".join(log.split())

@@ -12,7 +12,7 @@ from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
 from megatron.extras.corpus.engines import EngineName, run_tasks
 from megatron.extras.corpus.manifest import Corpus, Shard
-from megatron.extras.corpus.shards import SCRATCH, CorpusJob
+from megatron.extras.corpus.shards import SCRATCH, CorpusJob, list_changes
 from megatron.extras.corpus.sources import InputFile, list_inputs
 from megatron.extras.preprocess.journal import lock_output
 from megatron.tokenizer import build_tokenizer
@@ -65,8 +65,7 @@ def prepare_corpus(
         record = folder / "made_with.json"
         if record.exists() and not overwrite:
             before = json.loads(record.read_bytes())
-            changed = [name for name in made_with if before.get(name) != made_with[name]]
-            if changed:
+            if changed := list_changes(before, made_with):
                 raise ConfigError(
                     f"{manifest} was made, or started, with another {', '.join(changed)}. Give "
                     "another --output-prefix, or replace the corpus with --overwrite."

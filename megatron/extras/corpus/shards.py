@@ -69,7 +69,7 @@ class CorpusJob:
         """
         try:
             record = json.loads(self.get_record(source).read_bytes())
-            if record["made_with"] != made_with or record["input"] != asdict(source):
+            if list_changes(record["made_with"], made_with) or record["input"] != asdict(source):
                 return None
             if record["failure"] is not None:
                 return str(record["failure"])
@@ -79,6 +79,21 @@ class CorpusJob:
             # A record that is damaged counts as missing, and the shard is made again.
             return None
         return shard if sizes == shard.bytes else None
+
+
+def list_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names of the settings that may give a finished shard other bytes.
+
+    With --on-bad-line stop, a file with a bad line gives no shard. So all shards that were made
+    with it are the same with skip, but not the other way round.
+
+    Args:
+        before: `CorpusJob.made_with` of the shard.
+        now: That of this job.
+    """
+    changed = [name for name in now if before.get(name) != now[name]]
+    stopped = before.get("on_bad_line") == "stop"
+    return [name for name in changed if name != "on_bad_line" or not stopped]
 
 
 class ShardMaker:
@@ -173,8 +188,8 @@ class ShardMaker:
                 for line in encoded.bad:
                     if job.on_bad_line == "stop":
                         raise DataError(
-                            f"line {line.line}: {line.reason}. Correct the file, or leave such "
-                            "lines out with --on-bad-line skip."
+                            f"line {line.line}: {line.reason}. Correct the file and run the same "
+                            "command again, or add --on-bad-line skip, which leaves such lines out."
                         )
                     if len(bad) < _LISTED:
                         bad.append(f"line {line.line}: {line.reason}")

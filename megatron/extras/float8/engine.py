@@ -59,8 +59,8 @@ class Float8Engine(NativeEngine):
         )
         _check_device(self._mesh.device, self._recipe)
         self._start = precision.fp8_start_iteration
-        self._iteration = 0
-        """The latest iteration of this launch."""
+        self._iteration = max(1, self._plan.start_iteration)
+        """The latest iteration of the run. Before the first step of a new run, it is 1."""
         self._scale = 1.0
         self._num_layers = self._plan.config.model.num_layers
         self._counter = OperandCounter(self._num_layers, self._mesh.device)
@@ -126,12 +126,9 @@ class Float8Engine(NativeEngine):
         return self._scale
 
     def _prepare_step(self, iteration: int | None, microbatches: int) -> None:
-        if iteration is None:
-            # Before the first step of a launch, the number of updates is the latest iteration that
-            # is known.
-            iteration = max(self._iteration, self._get_step_count())
-        self._iteration = iteration
-        on = iteration >= self._start
+        if iteration is not None:
+            self._iteration = iteration
+        on = self._iteration >= self._start
         for layer, products in self._products:
             layer.products = None
             if on:
@@ -169,6 +166,8 @@ class Float8Engine(NativeEngine):
         why = f"transformer layers {numbers.start + 1} to {numbers.stop}"
         if self._start > 1:
             why += f", from iteration {self._start} on"
+            if self._plan.config.batch.eval_only and self._iteration < self._start:
+                why += f", so this evaluation, at iteration {self._iteration}, is without float8"
         if self._skipped:
             names = ", ".join(f"{path} {list(shape)}" for path, shape in self._skipped.items())
             why += f"; not in float8, because a size is no multiple of {MULTIPLE}: {names}"

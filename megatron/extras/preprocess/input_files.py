@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plural import format_count
+from megatron.config.url import is_url, redact
 
 _COMPRESSED = (".gz", ".zst")
 _TABLES = (".parquet", ".arrow")
@@ -85,9 +86,11 @@ def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[s
         if not found:
             if glob.has_magic(pattern):
                 what = "matches no file"
+            elif is_url(pattern):
+                what = "is a URL. Only tools/preprocess_data.py with --engine reads URLs"
             else:
                 what = "does not exist"
-            raise ConfigError(f"--input {pattern} {what}.")
+            raise ConfigError(f"--input {redact(pattern)} {what}.")
         for path in found:
             if Path(path).is_dir():
                 files += _list_folder(path, say)

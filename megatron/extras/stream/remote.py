@@ -30,6 +30,8 @@ _TRIES = 5
 # Each wait is twice as long as the one before it.
 _FIRST_WAIT_SECONDS = 1.0
 _THREADS = 16
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hub"}
+"""Protocol of a URL -> the extra of this package with its file system."""
 # What file systems call the identity of a content, the most exact ones first.
 _VERSION_KEYS = (
     "ETag",
@@ -78,7 +80,7 @@ class RemoteFolder:
             import fsspec.core
         except ImportError as error:
             raise DataError(
-                f"{redact(url)} needs the package fsspec. Install it: pip install fsspec aiohttp."
+                f"{redact(url)} needs the package fsspec. Install it: {_name_packages(url)}."
             ) from error
         self.url = url.rstrip("/")
         self._cache = cache
@@ -86,10 +88,14 @@ class RemoteFolder:
         try:
             # A listing that fsspec keeps would hide that a file has changed.
             self._system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
+        except ImportError as error:
             raise DataError(
-                f"{redact(url)} cannot be opened: {redact(str(error))}. Install the package for "
-                "these URLs, or correct --data-path."
+                f"{redact(url)} cannot be opened: {redact(str(error))}. Install what these URLs "
+                f"need: {_name_packages(url)}."
+            ) from None
+        except ValueError as error:
+            raise DataError(
+                f"{redact(url)} cannot be opened: {redact(str(error))}. Correct the URL."
             ) from None
         self._root = str(root).rstrip("/")
 
@@ -216,8 +222,8 @@ class RemoteFolder:
                 cause = error.__cause__
                 if cause is None or getattr(cause, "status", None) == 404:
                     raise DataError(
-                        f"{shown} does not exist. Correct --data-path or --datasets, or restore "
-                        "the file."
+                        f"{shown} does not exist. Correct --data-path, --datasets or --input, or "
+                        "restore the file."
                     ) from None
                 reason = redact(f"{type(cause).__name__}: {cause}")
             except PermissionError as error:
@@ -237,8 +243,16 @@ class RemoteFolder:
                 wait *= 2
         raise DataError(
             f"cannot {verb} {shown} after {_TRIES} tries: {reason}. Check the network and the "
-            "server, and start again from the last checkpoint."
+            "server, and run the same command again."
         )
+
+
+def _name_packages(url: str) -> str:
+    """Return the command that installs what a kind of URL needs."""
+    extra = _EXTRAS.get(url.partition("://")[0])
+    if extra is None:
+        return "pip install 'megatron-3d[remote]', and the package that fsspec names"
+    return f"pip install 'megatron-3d[remote,{extra}]'"
 
 
 def _make_status(name: str, facts: dict[str, Any]) -> RemoteStatus:
