@@ -95,6 +95,17 @@ def find_evaluation_mixtures(
     return _read_mixtures(data, which, 1 if which == "valid" else 2)
 
 
+def parse_shares(split: str) -> list[float] | None:
+    """Return the proportions of a --split, or None if they are not one to three valid numbers."""
+    try:
+        # Slashes separate numbers too, as in Megatron-LM.
+        shares = [float(share) for share in split.replace("/", ",").split(",")]
+    except ValueError:
+        return None
+    valid = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+    return shares if valid and len(shares) <= 3 else None
+
+
 def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     """Return the bounds of the training, validation and test documents for a --split.
 
@@ -108,17 +119,8 @@ def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     Raises:
         ConfigError: `split` is anything else.
     """
-    try:
-        shares = [float(share) for share in split.replace("/", ",").split(",")]
-    except ValueError:
-        # Not numbers. The check below reports every kind of mistake.
-        shares = []
-    valid = (
-        1 <= len(shares) <= 3
-        and all(math.isfinite(share) and share >= 0 for share in shares)
-        and sum(shares) > 0
-    )
-    if not valid:
+    shares = parse_shares(split)
+    if shares is None:
         raise ConfigError(
             f"--split {split!r} must be up to three numbers, as in 949,50,1, none negative and not "
             "all 0."
