@@ -424,7 +424,8 @@ def take_start(
             for trouble in remove_interrupted_leftovers(Path(str(config.load))):
                 log(f"warning: {trouble}")
         start = find_start(config, known_damage)
-        _report(start, config, holds_lease=holds_lease, log=log)
+        if start.notes or start.damaged:
+            _report(start, config, holds_lease=holds_lease, log=log)
     except OSError as error:
         raise CheckpointError(f"{config.load} cannot be read or written: {error}") from error
     return start

@@ -82,14 +82,15 @@ class EngineBase(ABC):
         self._dtype = self._execution.dtype or torch.float32
         if self._execution.pack_documents:
             require_packed_attention(mesh.device)
-        require_attention_kernels(
-            self._execution.attention_kernels,
-            plan.shape,
-            tensor_parallel_size=mesh.grid.tensor,
-            dtype=self._dtype,
-            device=mesh.device,
-            by_document=plan.config.data.reset_attention_mask,
-        )
+        if self._execution.attention_kernels:
+            require_attention_kernels(
+                self._execution.attention_kernels,
+                plan.shape,
+                tensor_parallel_size=mesh.grid.tensor,
+                dtype=self._dtype,
+                device=mesh.device,
+                by_document=plan.config.data.reset_attention_mask,
+            )
         self._counted_tokens: Tensor | None = None
         """Tokens that count in the latest batch, on all ranks. None if they were not counted."""
         self._loss_scale: LossScale | None = None
@@ -294,6 +295,8 @@ class EngineBase(ABC):
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         """Compare replicated state over the ranks. See `Engine.check_invariants`."""
+        if self._mesh.grid.world_size == 1:
+            return []
         # A repair changes weights that a save may still be copying.
         if repair:
             self._before_update()
