@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError
+from megatron.base.file_lock import read_process_space
 
 FILE = "lease.json"
 BEAT_SECONDS = 10.0
@@ -74,7 +75,7 @@ def _make_own_holder() -> LeaseHolder:
     pid = os.getpid()
     return LeaseHolder(
         os.uname().nodename,
-        _read_boot_id(),
+        read_process_space(),
         pid,
         _read_own_start_time(),
         _find_job(),
@@ -102,19 +103,6 @@ def _read_count(name: str) -> int:
     if text.isdecimal():
         return int(text)
     return 0
-
-
-def _read_boot_id() -> str:
-    """Return the ID of the boot and the PID namespace. Empty if it cannot be read."""
-    # Containers on one host share the boot ID, but each has its own PIDs. Hence the namespace.
-    try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            + "/"
-            + os.readlink("/proc/self/ns/pid")
-        )
-    except OSError:
-        return ""
 
 
 def _read_start_time(pid: int) -> str | None:

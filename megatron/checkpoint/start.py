@@ -21,6 +21,7 @@ from megatron.checkpoint.folder import (
     list_saved_iterations,
     parse_iteration,
     point_to,
+    read_pointed_iteration,
     read_pointer,
     remove_interrupted_leftovers,
     set_aside,
@@ -116,12 +117,8 @@ def find_start(
 def _read_pointed(config: CheckpointConfig) -> int | None:
     """Return the iteration that the pointers of `--load` name. None if there is no pointer."""
     if config.load is None:
-        pointer = None
-    else:
-        pointer = read_pointer(Path(config.load))
-    if pointer is None:
         return None
-    return pointer.iteration
+    return read_pointed_iteration(Path(config.load))
 
 
 def _find_once(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> StartPoint:

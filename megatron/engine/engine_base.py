@@ -101,7 +101,6 @@ class EngineBase(ABC):
         )
         self.stages: Sequence[GPT] = [stage.model for stage in self._rank_stages]
         self._build()
-        self._invariants = InvariantChecker(self._list_replicas(), mesh)
         # It needs the shards, so it comes last.
         self._initialise_weights()
 
@@ -300,7 +299,7 @@ class EngineBase(ABC):
         # A repair changes weights that a save may still be copying.
         if repair:
             self._before_update()
-        repaired = self._invariants.check(
+        repaired = InvariantChecker(self._list_replicas(), self._mesh).check(
             self.get_scalars(), repair=repair, iteration=iteration, last_good=last_good
         )
         if repaired:
