@@ -227,25 +227,11 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
 
 def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixture, ...]:
     """Return the mixtures of one kind, from whichever flag gives them."""
-    flag = f"--{which}-weighted-split-paths"
     given: tuple[str, ...] = getattr(data, f"{which}_weighted_split_paths")
     path: str | None = getattr(data, f"{which}_weighted_split_paths_path")
-    if given and path is not None:
-        raise ConfigError(f"{flag} and {flag}-path {path} are both given; keep one.")
-    # A file keeps long mixtures out of the command line.
-    if path is not None:
-        given = read_weighted_split_paths(path)
-    if given:
-        if data.data_path:
-            raise ConfigError(f"{flag} and --data-path are both given; keep one.")
-        mixtures = tuple(parse_weighted_split_paths(text) for text in given)
-        names = [mixture.name for mixture in mixtures]
-        # The name identifies a set in logs and in the recorded state.
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                f"{flag} uses a name twice ({', '.join(names)}); each set needs a name of its own."
-            )
-        return mixtures
+    # A file may be empty.
+    if (given or path is not None) and (weighted := _read_weighted(data, which, given, path)):
+        return weighted
     if not data.data_path:
         return ()
     name = ("train", "validation", "test")[piece]
@@ -258,6 +244,28 @@ def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixtu
             ),
         ),
     )
+
+
+def _read_weighted(
+    data: DataConfig, which: str, given: tuple[str, ...], path: str | None
+) -> tuple[NamedMixture, ...]:
+    """Return the mixtures of --*-weighted-split-paths, or of the file of its -path."""
+    flag = f"--{which}-weighted-split-paths"
+    if given and path is not None:
+        raise ConfigError(f"{flag} and {flag}-path {path} are both given; keep one.")
+    # A file keeps long mixtures out of the command line.
+    if path is not None:
+        given = read_weighted_split_paths(path)
+    if given and data.data_path:
+        raise ConfigError(f"{flag} and --data-path are both given; keep one.")
+    mixtures = tuple(parse_weighted_split_paths(text) for text in given)
+    names = [mixture.name for mixture in mixtures]
+    # The name identifies a set in logs and in the recorded state.
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{flag} uses a name twice ({', '.join(names)}); each set needs a name of its own."
+        )
+    return mixtures
 
 
 def _parse_weight(text: str, where: str) -> float:

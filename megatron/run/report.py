@@ -206,7 +206,7 @@ class Reporter:
         return self._chronicle is not None
 
     def record(self, kind: str, details: Mapping[str, Any], iteration: int | None = None) -> None:
-        """Record an event in the chronicle. See `Event`.
+        """Record an event in the chronicle. See `Chronicle.record`.
 
         Args:
             kind: Kind of the event.
