@@ -18,6 +18,7 @@ from megatron.checkpoint.start import (
     restore_checkpoint,
     take_start,
 )
+from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
@@ -200,8 +201,7 @@ def resolve_job(
         plan = early or _resolve_plan(loaded, world_size, state, parts)
         if checkpoint is None:
             _refuse_missing_checkpoint(plan.config.checkpoint)
-        if plan.config.batch.kill_switch_path:
-            _refuse_kill_switch(plan.config.batch.kill_switch_path)
+        _refuse_kill_switch(plan.config.batch)
         notes: list[str] = []
     else:
         # The plan depends on the position, because its end is counted from there.
@@ -317,7 +317,7 @@ def _warn_if_nothing_is_kept(config: Config) -> list[str]:
     return ["without --save nothing is kept: the weights are lost when this run ends"]
 
 
-def _refuse_kill_switch(switch: str) -> None:
+def _refuse_kill_switch(batch: BatchConfig) -> None:
     """Raise an error if the kill switch exists already, or cannot be looked for.
 
     One that is left over from the last stop would end the run after its first iteration.
@@ -325,6 +325,9 @@ def _refuse_kill_switch(switch: str) -> None:
     Raises:
         ConfigError: The file exists, or its folder cannot be read.
     """
+    switch = batch.kill_switch_path
+    if not switch:
+        return
     try:
         found = Path(switch).exists()
     except OSError as error:
