@@ -294,11 +294,11 @@ class EngineBase(ABC):
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         """Compare replicated state over the ranks. See `Engine.check_invariants`."""
-        if self._mesh.grid.world_size == 1:
-            return []
         # A repair changes weights that a save may still be copying.
         if repair:
             self._before_update()
+        if self._mesh.grid.world_size == 1:
+            return []
         repaired = InvariantChecker(self._list_replicas(), self._mesh).check(
             self.get_scalars(), repair=repair, iteration=iteration, last_good=last_good
         )
