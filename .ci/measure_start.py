@@ -2,9 +2,10 @@
 
 Run `python .ci/measure_start.py` from the repository's root. It trains four steps of a tiny model
 in this process, on the indexed data of the tests, and prints three rows of a table: the start, the
-first step, and one later step. Each row has the files and functions of the package that were
-entered, and the code lines of these functions. The code of modules, which runs at their import,
-is not counted. A function is counted once, however often it is called.
+first step, and one later step. Each row has the functions of the package that were entered, the
+files that they are in, and the code lines of these functions. The code of modules and the bodies
+of classes run at an import and are not counted. A file of which nothing else ran is not counted
+either. A function is counted once, however often it is called.
 
 With `--times` it also prints CPU times: of the package's imports after those of torch, and of eight
 ranks until their first step. Beside them are eight ranks that import torch, meet by gloo and end
@@ -117,14 +118,18 @@ def measure_functions(codes: set[CodeType]) -> tuple[int, int, int]:
     for code in codes:
         if code.co_name != "<module>":
             starts.setdefault(code.co_filename, set()).add(code.co_firstlineno)
+    files = 0
     functions = 0
     lines = 0
     for name, entered in starts.items():
         text = Path(name).read_text()
-        for first, last in _find_functions(ast.parse(text), entered):
-            functions += 1
+        found = list(_find_functions(ast.parse(text), entered))
+        # None is found if only the body of a class ran.
+        files += bool(found)
+        functions += len(found)
+        for first, last in found:
             lines += count_code_lines(_dedent("\n".join(text.splitlines()[first - 1 : last])))
-    return len(starts), functions, lines
+    return files, functions, lines
 
 
 def _find_functions(tree: ast.AST, entered: set[int]) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A lock on an open file, which the kernel releases when the process ends."""
+"""A lock on an open file, which the kernel releases when the process ends, and its processes."""
 
 import errno
 import fcntl
@@ -19,6 +19,19 @@ class LockResult(Enum):
     """Another process holds it."""
     REMOVED = "removed"
     """The last holder has removed the file since it was opened. Open it again."""
+
+
+def read_process_space() -> str:
+    """Return what is equal for processes that see each other. It is empty if it cannot be read.
+
+    These are the processes of one boot of a kernel in one namespace of process ids. Containers on
+    one host share the boot, but each has its own ids.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def try_lock(descriptor: int, path: Path) -> LockResult:

@@ -122,24 +122,26 @@ def read_pointer(root: Path) -> Pointer | None:
         CheckpointError: If the deciding pointer holds anything else, or names a checkpoint that
             does not exist.
     """
-    latest = root / LATEST
-    number = root / LATEST_ITERATION
-    by_number = _read_pointer_text(number)
-    if by_number is None:
-        number_iteration = None
-    else:
+    by_number = _read_pointer_text(root / LATEST_ITERATION)
+    text = _read_pointer_text(root / LATEST)
+    if text is None and by_number is None:
+        return None
+    return _parse_pointers(root, text, by_number)
+
+
+def _parse_pointers(root: Path, text: str | None, by_number: str | None) -> Pointer:
+    """Return what the texts of the two files name. `text` decides if it is not None."""
+    number_iteration = None
+    if by_number is not None:
         number_iteration = parse_iteration(f"global_step{by_number}")
-    text = _read_pointer_text(latest)
     if text is not None:
-        pointer = latest
-        held = text
+        pointer = root / LATEST
+        held: str | None = text
         iteration = parse_iteration(text)
-    elif by_number is not None:
-        pointer = number
+    else:
+        pointer = root / LATEST_ITERATION
         held = by_number
         iteration = number_iteration
-    else:
-        return None
     saved = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
     if iteration is None:
         raise CheckpointError(

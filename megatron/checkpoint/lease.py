@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError
+from megatron.base.file_lock import read_process_space
 
 FILE = "lease.json"
 BEAT_SECONDS = 10.0
@@ -74,7 +75,7 @@ def _make_own_holder() -> LeaseHolder:
     pid = os.getpid()
     return LeaseHolder(
         os.uname().nodename,
-        _read_boot_id(),
+        read_process_space(),
         pid,
         _read_own_start_time(),
         _find_job(),
@@ -102,19 +103,6 @@ def _read_count(name: str) -> int:
     if text.isdecimal():
         return int(text)
     return 0
-
-
-def _read_boot_id() -> str:
-    """Return the ID of the boot and the PID namespace. Empty if it cannot be read."""
-    # Containers on one host share the boot ID, but each has its own PIDs. Hence the namespace.
-    try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            + "/"
-            + os.readlink("/proc/self/ns/pid")
-        )
-    except OSError:
-        return ""
 
 
 def _read_start_time(pid: int) -> str | None:
@@ -176,32 +164,7 @@ class Lease:
         # A loop, because several runs may try to take over the same folder. Only creating the file
         # decides which of them gets it.
         while not _create(path, me):
-            other = _read(path)
-            alive = None
-            if other is None:
-                if not path.exists():
-                    # Another process removed it after `_create` failed.
-                    continue
-                who = "an unknown process"
-            else:
-                who = other.describe()
-                alive = _is_alive(other, me)
-            if alive is None:
-                log(
-                    f"{path} names {who}; waiting up to {STALE_SECONDS:g} s for its "
-                    "heartbeat. If there is none, this run takes the folder over"
-                )
-                alive = _watch_heartbeat(path, other)
-                if other is None and _read(path) is not None:
-                    # Its writer has finished the file in the meantime, so the holder is known now.
-                    continue
-            if alive:
-                raise CheckpointError(
-                    f"{root} is being written to by {who}; two runs in one folder "
-                    "would destroy each other's checkpoints: end that one, or give another --save"
-                )
-            log(f"{path} was left by {who}, which is gone; this run takes the folder over")
-            _take_over(path, other)
+            _end_other_lease(path, me, log)
         _remove_leftovers(root, me)
         return cls(path, me)
 
@@ -276,6 +239,41 @@ def get_heartbeat_age(root: Path) -> float:
     The file server's clock gives the first time and this host's clock the second. They may differ.
     """
     return time.time() - _read_change_time(root / FILE) / 1e9
+
+
+def _end_other_lease(path: Path, me: LeaseHolder, log: Callable[[str], None]) -> None:
+    """Remove the file of a process that is gone. Nothing is done if the file has changed meanwhile.
+
+    Raises:
+        CheckpointError: If the other process is alive.
+        OSError: If the file cannot be read or removed.
+    """
+    other = _read(path)
+    alive = None
+    if other is None:
+        if not path.exists():
+            # Another process removed it after `_create` failed.
+            return
+        who = "an unknown process"
+    else:
+        who = other.describe()
+        alive = _is_alive(other, me)
+    if alive is None:
+        log(
+            f"{path} names {who}; waiting up to {STALE_SECONDS:g} s for its "
+            "heartbeat. If there is none, this run takes the folder over"
+        )
+        alive = _watch_heartbeat(path, other)
+        if other is None and _read(path) is not None:
+            # Its writer has finished the file in the meantime, so the holder is known now.
+            return
+    if alive:
+        raise CheckpointError(
+            f"{path.parent} is being written to by {who}; two runs in one folder "
+            "would destroy each other's checkpoints: end that one, or give another --save"
+        )
+    log(f"{path} was left by {who}, which is gone; this run takes the folder over")
+    _take_over(path, other)
 
 
 def _create(path: Path, holder: LeaseHolder) -> bool:

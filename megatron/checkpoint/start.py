@@ -21,6 +21,7 @@ from megatron.checkpoint.folder import (
     list_saved_iterations,
     parse_iteration,
     point_to,
+    read_pointed_iteration,
     read_pointer,
     remove_interrupted_leftovers,
     set_aside,
@@ -116,12 +117,8 @@ def find_start(
 def _read_pointed(config: CheckpointConfig) -> int | None:
     """Return the iteration that the pointers of `--load` name. None if there is no pointer."""
     if config.load is None:
-        pointer = None
-    else:
-        pointer = read_pointer(Path(config.load))
-    if pointer is None:
         return None
-    return pointer.iteration
+    return read_pointed_iteration(Path(config.load))
 
 
 def _find_once(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> StartPoint:
@@ -424,7 +421,8 @@ def take_start(
             for trouble in remove_interrupted_leftovers(Path(str(config.load))):
                 log(f"warning: {trouble}")
         start = find_start(config, known_damage)
-        _report(start, config, holds_lease=holds_lease, log=log)
+        if start.notes or start.damaged:
+            _report(start, config, holds_lease=holds_lease, log=log)
     except OSError as error:
         raise CheckpointError(f"{config.load} cannot be read or written: {error}") from error
     return start

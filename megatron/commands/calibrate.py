@@ -31,6 +31,7 @@ from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.plan_source import read_source
 from megatron.commands.run_tool import run_tool
+from megatron.extras.operations.chronicle.records import iterate_objects
 from megatron.extras.planner.cost.calibration import (
     Measured,
     build_measured_hardware,
@@ -39,7 +40,6 @@ from megatron.extras.planner.cost.calibration import (
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.prediction import describe_software, predict_plan
 from megatron.extras.translators.translator import load_config
-from megatron.observe.chronicle import iterate_objects
 from megatron.plan.resolve import resolve
 
 _SKIPPED = 10

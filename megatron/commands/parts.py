@@ -7,7 +7,7 @@ nothing here imports torch.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,10 +191,12 @@ def _start_emissions(folder: str, country_iso_code: str, log: Printer) -> Emissi
     return emissions.Emissions(folder, country_iso_code, log=log)
 
 
-def _start_goodput(folder: Path, metrics: Path) -> GoodputReport:
+def _start_goodput(
+    folder: Path, metrics: Path, first_start: Mapping[str, Any] | None
+) -> GoodputReport:
     from megatron.extras.operations.chronicle import goodput_meter
 
-    return goodput_meter.GoodputMeter(folder, metrics)
+    return goodput_meter.GoodputMeter(folder, metrics, first_start)
 
 
 def _predict(plan: Plan, device_name: str) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from collections.abc import MutableMapping
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts, load_command_line
-from megatron.commands.preset_table import format_preset_table, wants_preset_list
+from megatron.commands.preset_table import format_preset_table
 from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
 from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.normalise import normalise_flag
 from megatron.parallel.launcher import read_launcher_world
 from megatron.plan.run_plan import Plan
 from megatron.run.leaving import leave_with_error
@@ -42,8 +43,12 @@ def main(argv: list[str] | None = None) -> None:
     die_with_launcher()
     words = sys.argv[1:] if argv is None else argv
     try:
-        if {"-h", "--help", "--list-presets"} & set(words):
+        asked = {"-h", "--help", "--list-presets"} & set(map(normalise_flag, words))
+        if asked:
             with end_without_reader():
+                if "--list-presets" in asked:
+                    print_line(format_preset_table())
+                    return
                 _load(words)
         _train(words)
     except MegatronError as error:
@@ -88,14 +93,11 @@ def _choose_allocator(environment: MutableMapping[str, str]) -> None:
 def _load(argv: list[str]) -> tuple[LoadedConfig, Plan | None]:
     """Return the configuration and the early plan, after all checks that need no torch.
 
-    --help and --list-presets print their text and exit.
+    --help prints its text and exits.
 
     Raises:
         MegatronError: The configuration is wrong, or a file that it names cannot be read.
     """
-    if wants_preset_list(argv):
-        print_line(format_preset_table())
-        raise SystemExit(0)
     try:
         loaded = load_command_line(argv, "pretrain_gpt.py")
         world = read_launcher_world(loaded.config.parallel.local_rank)

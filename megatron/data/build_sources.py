@@ -67,16 +67,24 @@ def build_sources(
         return _build_mock_sources(request, registry)
     if data.dataset_format is not None:
         assert other is not None, "`check_parts` refuses --dataset-format without its part"
-        sources = other.build(request, registry)
-        if sources.train is None and request.train_samples != 0:
-            asked = "" if request.train_samples is None else f"{request.train_samples:,} "
-            raise DataError(
-                f"--dataset-format {data.dataset_format} leaves no sample for training in "
-                f"{', '.join(data.data_path)}, and the run needs {asked}training samples. Give "
-                "more data, or a --split with a larger first share."
-            )
-        return sources
+        return _build_other_sources(request, other, registry)
     return _build_indexed_sources(request, registry)
+
+
+def _build_other_sources(
+    request: SourceRequest, other: SourceKind, registry: DatasetRegistry
+) -> Sources:
+    """Return the sources of the data of --dataset-format."""
+    data = request.data
+    sources = other.build(request, registry)
+    if sources.train is None and request.train_samples != 0:
+        asked = "" if request.train_samples is None else f"{request.train_samples:,} "
+        raise DataError(
+            f"--dataset-format {data.dataset_format} leaves no sample for training in "
+            f"{', '.join(data.data_path)}, and the run needs {asked}training samples. Give "
+            "more data, or a --split with a larger first share."
+        )
+    return sources
 
 
 def _build_indexed_sources(request: SourceRequest, registry: DatasetRegistry) -> Sources:
@@ -169,13 +177,20 @@ def _list_train_mixtures(
     Raises:
         ConfigError: no training data are given, or a value cannot be parsed.
     """
-    if not phases:
-        mixture = find_train_mixture(data)
-        if mixture is None:
-            raise ConfigError(
-                "no training data is given; use --data-path or --train-weighted-split-paths."
-            )
-        return [(mixture, seed, train_samples, 0)]
+    if phases:
+        return _list_phase_mixtures(data, seed, train_samples, phases)
+    mixture = find_train_mixture(data)
+    if mixture is None:
+        raise ConfigError(
+            "no training data is given; use --data-path or --train-weighted-split-paths."
+        )
+    return [(mixture, seed, train_samples, 0)]
+
+
+def _list_phase_mixtures(
+    data: DataConfig, seed: int, train_samples: int | None, phases: Sequence[PlannedPhase]
+) -> list[tuple[NamedMixture, int, int | None, int]]:
+    """Return what `_list_train_mixtures` does, with --data-phases."""
     ahead = select_phases(phases, train_samples)
     ends = [*(planned.start_sample for planned in ahead[1:]), train_samples]
     return [

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.base.errors import DataError
-from megatron.base.file_lock import LockResult, is_at, try_lock
+from megatron.base.file_lock import LockResult, is_at, read_process_space, try_lock
 
 Say = Callable[[str], None]
 """Receives a line of text for the user."""
@@ -150,12 +150,8 @@ def _process_space() -> str:
     Two processes have the same one if they run in the same process-id namespace of the same boot of
     a kernel.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        seen = boot + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        # A random value is never equal to another one, so no process counts as ended.
-        seen = uuid.uuid4().hex
+    # A random value is never equal to another one, so no process counts as ended.
+    seen = read_process_space() or uuid.uuid4().hex
     return hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
 
 

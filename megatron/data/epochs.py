@@ -61,11 +61,22 @@ def measure_training_data(
     # Streamed data are described by their source.
     if data.mock_data or data.dataset_format is not None:
         return []
-    if not phases:
-        mixture = find_train_mixture(data)
-        if mixture is None:
-            return []
-        return _measure_mixture(mixture, tokens, open_dataset)
+    if phases:
+        return _measure_phases(data, tokens, open_dataset, phases, samples)
+    mixture = find_train_mixture(data)
+    if mixture is None:
+        return []
+    return _measure_mixture(mixture, tokens, open_dataset)
+
+
+def _measure_phases(
+    data: DataConfig,
+    tokens: int,
+    open_dataset: Callable[[str], IndexedDataset],
+    phases: Sequence[PlannedPhase],
+    samples: int,
+) -> list[DatasetUse]:
+    """Return the data sets of all phases. See `measure_training_data`."""
     found: dict[tuple[str, int], DatasetUse] = {}
     ends = [*(planned.start_sample for planned in phases[1:]), samples]
     present = sum(planned.started for planned in phases) - 1

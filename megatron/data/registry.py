@@ -80,6 +80,10 @@ class DatasetRegistry:
         for opened in self.opened.values():
             if opened.compute_fingerprint() == fingerprint:
                 return opened
+        return self._open_recorded(prefix, fingerprint)
+
+    def _open_recorded(self, prefix: str, fingerprint: str) -> IndexedDataset:
+        """Open a data set that the run does not ask for any more. See `find`."""
         needed = (
             f"The checkpoint records an order of samples from {prefix}. Restore these data, "
             "or start a new run from its weights with --finetune and another --save."

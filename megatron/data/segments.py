@@ -346,6 +346,8 @@ class History:
         """
         first, *later = phases
         history, notes = cls([make_first_segment(first)], registry).extend(first, first.num_samples)
+        if not later:
+            return history, notes
         history, further = history._append_phases(later, [])
         return history, notes + further
 

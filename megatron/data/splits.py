@@ -95,6 +95,17 @@ def find_evaluation_mixtures(
     return _read_mixtures(data, which, 1 if which == "valid" else 2)
 
 
+def parse_shares(split: str) -> list[float] | None:
+    """Return the proportions of a --split, or None if they are not one to three valid numbers."""
+    try:
+        # Slashes separate numbers too, as in Megatron-LM.
+        shares = [float(share) for share in split.replace("/", ",").split(",")]
+    except ValueError:
+        return None
+    valid = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+    return shares if valid and len(shares) <= 3 else None
+
+
 def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     """Return the bounds of the training, validation and test documents for a --split.
 
@@ -108,17 +119,8 @@ def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     Raises:
         ConfigError: `split` is anything else.
     """
-    try:
-        shares = [float(share) for share in split.replace("/", ",").split(",")]
-    except ValueError:
-        # Not numbers. The check below reports every kind of mistake.
-        shares = []
-    valid = (
-        1 <= len(shares) <= 3
-        and all(math.isfinite(share) and share >= 0 for share in shares)
-        and sum(shares) > 0
-    )
-    if not valid:
+    shares = parse_shares(split)
+    if shares is None:
         raise ConfigError(
             f"--split {split!r} must be up to three numbers, as in 949,50,1, none negative and not "
             "all 0."
@@ -225,25 +227,11 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
 
 def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixture, ...]:
     """Return the mixtures of one kind, from whichever flag gives them."""
-    flag = f"--{which}-weighted-split-paths"
     given: tuple[str, ...] = getattr(data, f"{which}_weighted_split_paths")
     path: str | None = getattr(data, f"{which}_weighted_split_paths_path")
-    if given and path is not None:
-        raise ConfigError(f"{flag} and {flag}-path {path} are both given; keep one.")
-    # A file keeps long mixtures out of the command line.
-    if path is not None:
-        given = read_weighted_split_paths(path)
-    if given:
-        if data.data_path:
-            raise ConfigError(f"{flag} and --data-path are both given; keep one.")
-        mixtures = tuple(parse_weighted_split_paths(text) for text in given)
-        names = [mixture.name for mixture in mixtures]
-        # The name identifies a set in logs and in the recorded state.
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                f"{flag} uses a name twice ({', '.join(names)}); each set needs a name of its own."
-            )
-        return mixtures
+    # A file may be empty.
+    if (given or path is not None) and (weighted := _read_weighted(data, which, given, path)):
+        return weighted
     if not data.data_path:
         return ()
     name = ("train", "validation", "test")[piece]
@@ -256,6 +244,28 @@ def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixtu
             ),
         ),
     )
+
+
+def _read_weighted(
+    data: DataConfig, which: str, given: tuple[str, ...], path: str | None
+) -> tuple[NamedMixture, ...]:
+    """Return the mixtures of --*-weighted-split-paths, or of the file of its -path."""
+    flag = f"--{which}-weighted-split-paths"
+    if given and path is not None:
+        raise ConfigError(f"{flag} and {flag}-path {path} are both given; keep one.")
+    # A file keeps long mixtures out of the command line.
+    if path is not None:
+        given = read_weighted_split_paths(path)
+    if given and data.data_path:
+        raise ConfigError(f"{flag} and --data-path are both given; keep one.")
+    mixtures = tuple(parse_weighted_split_paths(text) for text in given)
+    names = [mixture.name for mixture in mixtures]
+    # The name identifies a set in logs and in the recorded state.
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{flag} uses a name twice ({', '.join(names)}); each set needs a name of its own."
+        )
+    return mixtures
 
 
 def _parse_weight(text: str, where: str) -> float:

@@ -44,10 +44,7 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, dict[str, str]]:
     Raises:
         ConfigError: a file cannot be read.
     """
-    try:
-        digests = compute_tokenizer_digests(config)
-    except OSError as error:
-        raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
+    digests = compute_tokenizer_digests(config)
     names = {part: path.name for part, path in find_tokenizer_files(config).items()}
     # A part without a file, such as the end-of-document token, has no name.
     parts = {
@@ -85,6 +82,10 @@ def read_record(prefix: str) -> dict[str, dict[str, str]] | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}; fix it or delete it") from error
+    return _parse_record(prefix, path, text)
+
+
+def _parse_record(prefix: str, path: Path, text: str) -> dict[str, dict[str, str]] | None:
     try:
         content: dict[str, Any] = json.loads(text)
         tokenizer = {
@@ -136,12 +137,19 @@ def check_tokenizers_of_data(config: TokenizerConfig, prefixes: Iterable[str]) -
         ConfigError: data were made with another tokenizer, or a file of it cannot be read.
         DataError: a record cannot be read.
     """
-    here = describe_tokenizer(config)
-    if not here:
-        return
+    found = ((prefix, read_record(prefix)) for prefix in prefixes)
+    records = [(prefix, record) for prefix, record in found if record]
+    if records:
+        _compare_with_run(records, describe_tokenizer(config))
+
+
+def _compare_with_run(
+    records: list[tuple[str, dict[str, dict[str, str]]]], here: dict[str, dict[str, str]]
+) -> None:
+    """Compare the recorded tokenizers with that of the run. See `check_tokenizers_of_data`."""
     problems = []
-    for prefix in prefixes:
-        differing = _compare(read_record(prefix) or {}, here)
+    for prefix, record in records:
+        differing = _compare(record, here)
         if differing:
             problems.append(f"{prefix}: {'; '.join(differing)}")
     if not problems:

@@ -43,8 +43,8 @@ def list_kernels(
         rows.append(("sequence", *_describe_context(plan, mesh)))
     if mesh.grid.pipeline > 1:
         rows.append(("pipeline", *_describe_pipeline(plan, mesh, pipelined)))
-    if recomputation := _describe_recomputation(execution):
-        rows.append(("recomputation", *recomputation))
+    if execution.recomputed_part or execution.recompute_attention_core:
+        rows.append(("recomputation", *_describe_recomputation(execution)))
     if execution.compile:
         if execution.dynamic_shapes:
             graphs = "any sequence length"
@@ -147,8 +147,8 @@ def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str
     return f"{ranks} ranks{virtual}, {pipelined}", f"layers of the stages: {layers}"
 
 
-def _describe_recomputation(execution: Execution) -> tuple[str, str] | None:
-    """Return the row of activation recomputation, or None if nothing is recomputed."""
+def _describe_recomputation(execution: Execution) -> tuple[str, str]:
+    """Return the row of activation recomputation, if something is recomputed."""
     part = execution.recomputed_part
     core = execution.recompute_attention_core
     if part == 1:
@@ -162,9 +162,4 @@ def _describe_recomputation(execution: Execution) -> tuple[str, str] | None:
         )
     if part:
         return layers, "keeps their inputs only"
-    if core:
-        return (
-            "attention core",
-            "keeps queries, keys and values, and no intermediate results",
-        )
-    return None
+    return "attention core", "keeps queries, keys and values, and no intermediate results"

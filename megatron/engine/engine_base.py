@@ -82,14 +82,15 @@ class EngineBase(ABC):
         self._dtype = self._execution.dtype or torch.float32
         if self._execution.pack_documents:
             require_packed_attention(mesh.device)
-        require_attention_kernels(
-            self._execution.attention_kernels,
-            plan.shape,
-            tensor_parallel_size=mesh.grid.tensor,
-            dtype=self._dtype,
-            device=mesh.device,
-            by_document=plan.config.data.reset_attention_mask,
-        )
+        if self._execution.attention_kernels:
+            require_attention_kernels(
+                self._execution.attention_kernels,
+                plan.shape,
+                tensor_parallel_size=mesh.grid.tensor,
+                dtype=self._dtype,
+                device=mesh.device,
+                by_document=plan.config.data.reset_attention_mask,
+            )
         self._counted_tokens: Tensor | None = None
         """Tokens that count in the latest batch, on all ranks. None if they were not counted."""
         self._loss_scale: LossScale | None = None
@@ -100,7 +101,6 @@ class EngineBase(ABC):
         )
         self.stages: Sequence[GPT] = [stage.model for stage in self._rank_stages]
         self._build()
-        self._invariants = InvariantChecker(self._list_replicas(), mesh)
         # It needs the shards, so it comes last.
         self._initialise_weights()
 
@@ -297,7 +297,9 @@ class EngineBase(ABC):
         # A repair changes weights that a save may still be copying.
         if repair:
             self._before_update()
-        repaired = self._invariants.check(
+        if self._mesh.grid.world_size == 1:
+            return []
+        repaired = InvariantChecker(self._list_replicas(), self._mesh).check(
             self.get_scalars(), repair=repair, iteration=iteration, last_good=last_good
         )
         if repaired:

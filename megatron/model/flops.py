@@ -176,22 +176,8 @@ def count_parameters(shape: ModelShape) -> int:
     The vocabulary is counted with its padding, as in published numbers (tr11: 176,247,271,424). The
     padding has (padded - real) x h parameters, and twice that if the output projection is untied.
     """
-    words = count_word_embedding_parameters(shape) * (
-        2 if shape.config.untie_embeddings_and_output_weights else 1
-    )
-    return (
-        words
-        + count_first_stage_extra_parameters(shape)
-        + count_parameters_without_embeddings(shape)
-    )
-
-
-def count_parameters_without_embeddings(shape: ModelShape) -> int:
-    """Return the parameters of the layers and the final norm.
-
-    6 x these x tokens are TensorBoard's "gigaflos (without embeddings)".
-    """
-    return shape.config.num_layers * count_layer_parameters(shape) + count_norm_parameters(shape)
+    # One stage on one rank has all of them, and no replica of the word embedding.
+    return count_stage_parameters(shape, 1, (shape.config.num_layers,))[0]
 
 
 def count_stage_parameters(
@@ -237,14 +223,11 @@ def count_forward_flops_per_token(
     # the attention and those of the MLP.
     matrices = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h)
     layers = (shape.describe_layer(index) for index in range(shape.config.num_layers))
-    keys = sum(min(s, layer.window or s) for layer in layers)
+    windows = [min(s, layer.window or s) for layer in layers]
+    pairs = s * sum(windows)
     if causal:
-        layers = (shape.describe_layer(index) for index in range(shape.config.num_layers))
-        pairs = sum(_count_causal_pairs(s, min(s, layer.window or s)) for layer in layers)
-        attention = 4 * pairs * w.q // s
-    else:
-        attention = 4 * keys * w.q
-    all_layers = shape.config.num_layers * matrices + attention
+        pairs = sum(_count_causal_pairs(s, window) for window in windows)
+    all_layers = shape.config.num_layers * matrices + 4 * pairs * w.q // s
     return all_layers, 2 * w.h * shape.padded_vocab_size
 
 

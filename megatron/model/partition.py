@@ -55,11 +55,10 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
             "stage needs a layer."
         )
     if per_virtual is None:
-        return _make_stages(
-            _choose_even_boundaries(
-                layers, ranks, _weigh_ends(shape, parallel.pp_partition_method or "uniform")
-            )
-        )
+        ends = 0.0
+        if parallel.pp_partition_method is not None:
+            ends = _weigh_ends(shape, parallel.pp_partition_method)
+        return _make_stages(_choose_even_boundaries(layers, ranks, ends))
     if ranks == 1:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {per_virtual} interleaves the stages of a "

@@ -65,10 +65,19 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         ValueError: The value contains a float that is not finite, or a message is not JSON text.
         OutOfStepError: Ranks send from different functions.
     """
+    if group is None:
+        return [_convert(value)]
+    return _gather(value, group)
+
+
+def _convert(value: Any) -> Any:
+    """Return a value as another rank would receive it."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     # A value that JSON refuses raises here, before the first collective.
     text = json.dumps([_find_sender(), value], allow_nan=False).encode()
-    if group is None:
-        return [json.loads(text)[1]]
     # All tensors of an all-gather must have one shape. So the ranks exchange lengths first, and pad
     # the texts to the longest one.
     size = dist.get_world_size(group)
@@ -151,7 +160,11 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
         OutOfStepError: Rank 0 sends from another function than this rank.
     """
     if group is None:
-        return json.loads(json.dumps(value, allow_nan=False))
+        return _convert(value)
+    return _broadcast(value, group)
+
+
+def _broadcast(value: Any, group: dist.ProcessGroup) -> Any:
     own = _find_sender()
     text = bytearray()
     if dist.get_rank(group) == 0:

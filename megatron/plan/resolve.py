@@ -7,7 +7,7 @@ collected in `Plan.errors` and none is raised.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar, assert_never
+from typing import TypeVar
 
 from megatron.base.errors import ConfigError, MegatronError
 from megatron.base.plural import format_alternatives, format_count
@@ -143,7 +143,9 @@ def resolve(
     )
     no_ranges: tuple[SkipRange, ...] = ()
     skip_ranges = attempt(lambda: parse_ranges(usable.batch.skip_train_iteration_range), no_ranges)
-    curriculum = attempt(lambda: build_curriculum(usable), None)
+    curriculum = None
+    if usable.curriculum.curriculum_schedule_type is not None:
+        curriculum = attempt(lambda: build_curriculum(usable), None)
     data_phases: tuple[PlannedPhase, ...] = ()
     if vocab_size is None:
         steps = Steps(batch_size, usable.model.seq_length, curriculum)
@@ -209,27 +211,32 @@ def _choose_shard_size(
     # DeepSpeed runs stage 0 as stage 1.
     if parallel.zero_stage == 0 and not parallel.deepspeed:
         return 1
+    if parallel.hsdp_shard_size is None and parallel.sharding_strategy != "hsdp":
+        return data_parallel_size
+    return _choose_hsdp_size(settings, data_parallel_size, ranks_per_node)
+
+
+def _choose_hsdp_size(
+    settings: ConfigWithOrigin, data_parallel_size: int, ranks_per_node: int
+) -> int:
+    """Return the size of the groups of HSDP. See `_choose_shard_size`."""
+    parallel = settings.config.parallel
     size = parallel.hsdp_shard_size
-    match parallel.sharding_strategy:
-        case _ if size is not None:
-            asked = settings.describe("parallel.hsdp_shard_size")
-        case None | "ddp" | "fsdp":
-            return data_parallel_size
-        case "hsdp":
-            tensor = parallel.tensor_model_parallel_size
-            asked = (
-                f"{settings.describe('parallel.sharding_strategy')} on nodes of {ranks_per_node} "
-                f"ranks with --tensor-model-parallel-size {tensor}"
+    if size is not None:
+        asked = settings.describe("parallel.hsdp_shard_size")
+    else:
+        tensor = parallel.tensor_model_parallel_size
+        asked = (
+            f"{settings.describe('parallel.sharding_strategy')} on nodes of {ranks_per_node} "
+            f"ranks with --tensor-model-parallel-size {tensor}"
+        )
+        if ranks_per_node % tensor or ranks_per_node == tensor > 1:
+            raise ConfigError(
+                f"{asked}: a node has no whole group of data-parallel ranks to shard over. "
+                "Give --hsdp-shard-size, or use --sharding-strategy fsdp."
             )
-            if ranks_per_node % tensor or ranks_per_node == tensor > 1:
-                raise ConfigError(
-                    f"{asked}: a node has no whole group of data-parallel ranks to shard over. "
-                    "Give --hsdp-shard-size, or use --sharding-strategy fsdp."
-                )
-            # A run on a part of a node has one copy of the model.
-            size = min(ranks_per_node // tensor, data_parallel_size)
-        case _:
-            assert_never(parallel.sharding_strategy)
+        # A run on a part of a node has one copy of the model.
+        size = min(ranks_per_node // tensor, data_parallel_size)
     if data_parallel_size % size:
         fits = [n for n in range(2, data_parallel_size + 1) if data_parallel_size % n == 0]
         raise ConfigError(

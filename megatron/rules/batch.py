@@ -63,22 +63,27 @@ def check_batch_sizes(context: PlanContext) -> Iterator[Finding]:
     # sizes would only mislead.
     if not context.config.parallel.divides(context.plan.world_size):
         return
-    schedule = context.plan.batch_size
-    data_parallel_size = context.plan.data_parallel_size
-    config = context.config
     # Every data-parallel rank must get the same number of complete microbatches.
-    share = config.batch.micro_batch_size * data_parallel_size
-    seq_length = config.model.seq_length
+    share = context.config.batch.micro_batch_size * context.plan.data_parallel_size
+    seq_length = context.config.model.seq_length
     start = context.start.samples
-    sizes = list(schedule.iterate_upcoming(start, start * seq_length, seq_length))
+    sizes = list(context.plan.batch_size.iterate_upcoming(start, start * seq_length, seq_length))
     bad = [size for size in sizes if size % share]
-    if not bad:
-        return
+    if bad:
+        yield from _explain_batch_sizes(context, share, bad, is_first=bad[0] == sizes[0])
+
+
+def _explain_batch_sizes(
+    context: PlanContext, share: int, bad: list[int], *, is_first: bool
+) -> Iterator[Finding]:
+    """Yield the finding about sizes that `share` does not divide."""
+    config = context.config
+    schedule = context.plan.batch_size
     is_unknown = context.position is None
-    resumed = is_unknown and bad[0] == sizes[0] and schedule.final % share == 0
+    resumed = is_unknown and is_first and schedule.final % share == 0
     rule = (
         f"must be divisible by {context.describe('batch.micro_batch_size')} x data-parallel "
-        f"size {data_parallel_size} = {share}"
+        f"size {context.plan.data_parallel_size} = {share}"
     )
     if isinstance(schedule, ConstantBatchSize):
         # The largest size below and the smallest size above that fit.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron.base.errors import ConfigError
 from megatron.config.compare import find_config_differences
 from megatron.config.fields import Field, all_fields
 from megatron.config.tree import Config
@@ -176,8 +177,8 @@ def check_tokenizer(context: TokenizerContext) -> Iterator[Finding]:
         return
     try:
         here = compute_tokenizer_digests(context.tokenizer)
-    except OSError as failure:
-        yield error(f"a file of the tokenizer cannot be read: {failure}")
+    except ConfigError as failure:
+        yield error(str(failure))
         return
     there = context.saved_digests
     if not here or not there:

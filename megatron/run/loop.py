@@ -43,7 +43,6 @@ def train(run: Run) -> StopReason:
         DataError: A data file or an index has changed since the start, or a batch cannot be read.
         CheckpointError: A checkpoint could not be written.
     """
-    plan = run.plan
     state = run.state
     first = run.state.iteration
     try:
@@ -62,11 +61,26 @@ def train(run: Run) -> StopReason:
             run.reporter.log(f"{error}\nthe run ends when the save in progress is complete")
             run.saver.complete()
         raise
-    if stop != StopReason.NONE:
+    if stop == StopReason.NONE:
+        complete(run, first)
+    else:
         run.reporter.log(run.exits.format_stop_line(stop, state.iteration))
-        if is_finished(plan, state):
+        if is_finished(run.plan, state):
             run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
-        return stop
+    return stop
+
+
+def complete(run: Run, first: int) -> None:
+    """Evaluate and export the model at the end of training.
+
+    Args:
+        run: The run.
+        first: The iteration after which this launch began.
+
+    Raises:
+        MegatronError: See `train`.
+    """
+    state = run.state
     if state.validated_at == state.iteration == first:
         # Another validation would read other samples, and its result would replace the first one.
         run.reporter.log(
@@ -85,7 +99,6 @@ def train(run: Run) -> StopReason:
             run.exporter.finish()
     run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
     report_end(run)
-    return stop
 
 
 def train_until_stop(run: Run) -> StopReason:

@@ -90,8 +90,8 @@ class Guard(Protocol):
 class GuardKind(Protocol):
     """Builds a guard, and carries out its rollbacks while the training loop does not run."""
 
-    def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Guard | None:
-        """Return the guard of a run, or None if it has none."""
+    def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Guard:
+        """Return the guard of a run with --spike-guard."""
 
     def finish_interrupted_rollback(self, config: Config, ranks: Ranks, log: Printer) -> None:
         """Complete a rollback that an earlier launch did not finish. All ranks call it.
@@ -268,8 +268,11 @@ class Parts:
     """Builds a tracker from its name, project, the --save folder and the metrics file."""
     start_emissions: Callable[[str, str, Printer], EmissionsMeter] | None = None
     """Starts the measurement of --codecarbon-dir, with the folder and the country."""
-    start_goodput: Callable[[Path, Path], GoodputReport] | None = None
-    """Starts the goodput of a run with --save, from that folder and the metrics file."""
+    start_goodput: Callable[[Path, Path, Mapping[str, Any] | None], GoodputReport] | None = None
+    """Starts the goodput of a run with --save, from that folder and the metrics file.
+
+    The last argument has the details of the event "start", if the run has no earlier launch.
+    """
     predict: Callable[[Plan, str], dict[str, Any]] | None = None
     """Predicts the step of a plan on a device, for the chronicle."""
     keep_verification: Callable[[Plan, Printer], dict[str, Any]] | None = None

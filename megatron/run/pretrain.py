@@ -90,12 +90,12 @@ def pretrain(
         folder=None if saving is None else Path(saving),
         report=report_hang,
     ) as roll_call:
-        check_agreement(config, ranks, parts.engine or NATIVE)
+        if ranks.size > 1:
+            check_agreement(config, ranks, parts.engine or NATIVE)
         log = make_printer(ranks.rank)
         guards = None
         if parts.load_guard is not None:
             guards = parts.load_guard()
-        if guards is not None:
             # First, because no run starts from a folder that is half rolled back.
             guards.finish_interrupted_rollback(config, ranks, log)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.

@@ -112,6 +112,9 @@ class Reporter:
         self._chronicle: Chronicle | None = None
         self._metrics_path: Path | None = None
         self._goodput: GoodputReport | None = None
+        self._is_first_launch = False
+        self._first_start: Mapping[str, Any] | None = None
+        """The details of the start of this launch, if it is the first one of the run."""
         self._last_event: tuple[str, Mapping[str, Any]] | None = None
         self._iteration: int | None = None
         self._emissions: EmissionsMeter | None = None
@@ -155,7 +158,9 @@ class Reporter:
                 tracker = build(name, project, Path(str(save)), Path(str(path)), self.log)
                 self._trackers.append(tracker)
             if save and not self._plan.config.batch.eval_only:
-                self._chronicle = Chronicle(Path(save) / CHRONICLE, log=self._bar.log)
+                chronicle = Path(save) / CHRONICLE
+                self._is_first_launch = not (chronicle.exists() or Path(str(path)).exists())
+                self._chronicle = Chronicle(chronicle, log=self._bar.log)
             start_emissions = self._parts.start_emissions
             if logging.codecarbon_dir is not None and start_emissions is not None:
                 self._emissions = start_emissions(
@@ -201,7 +206,7 @@ class Reporter:
         return self._chronicle is not None
 
     def record(self, kind: str, details: Mapping[str, Any], iteration: int | None = None) -> None:
-        """Record an event in the chronicle. See `Event`.
+        """Record an event in the chronicle. See `Chronicle.record`.
 
         Args:
             kind: Kind of the event.
@@ -212,6 +217,12 @@ class Reporter:
             self._chronicle.record(
                 kind, self._iteration if iteration is None else iteration, details
             )
+
+    def record_start(self, details: Mapping[str, Any], iteration: int) -> None:
+        """Record the start of the launch, after `iteration`."""
+        if self._is_first_launch:
+            self._first_start = details
+        self.record("start", details, iteration)
 
     def record_at_close(self, kind: str, details: Mapping[str, Any]) -> None:
         """Record an event when the outputs are closed."""
@@ -228,15 +239,19 @@ class Reporter:
         # The chronicle and the metrics file have the start of this launch now.
         start_goodput = self._parts.start_goodput
         if self._chronicle is not None and self._metrics_path is not None and start_goodput:
-            self._goodput = start_goodput(self._chronicle.folder, self._metrics_path)
+            self._goodput = start_goodput(
+                self._chronicle.folder, self._metrics_path, self._first_start
+            )
 
     def report_pipeline_schedule(self, batch_size: int) -> None:
         """Print the pipeline schedule of a step of `batch_size` samples, and how long ranks idle.
 
         Each schedule is printed once, when the run first uses it or changes to it.
         """
+        if self._plan.pipeline_size == 1:
+            return
         schedule = self._plan.choose_pipeline_schedule(batch_size)
-        if self._plan.pipeline_size > 1 and schedule.name != self._pipeline_schedule:
+        if schedule.name != self._pipeline_schedule:
             self._pipeline_schedule = schedule.name
             self.log(schedule.describe(batch_size))
 

@@ -11,6 +11,7 @@ from typing import assert_never
 
 import xxhash
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer.build import (
     find_sentencepiece_model,
@@ -70,13 +71,15 @@ def compute_tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
     is given or none is on this machine.
 
     Raises:
-        ConfigError: a file that names the end of a document cannot be read.
-        OSError: another file cannot be read.
+        ConfigError: a file cannot be read.
     """
     files = find_tokenizer_files(config)
-    digests = {
-        part: str(xxhash.xxh3_128_hexdigest(path.read_bytes())) for part, path in files.items()
-    }
+    try:
+        digests = {
+            part: str(xxhash.xxh3_128_hexdigest(path.read_bytes())) for part, path in files.items()
+        }
+    except OSError as error:
+        raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
     # Two folders may have the same vocabulary and end documents with different tokens.
     if files and config.tokenizer_type == "PretrainedFromHF":
         # All of these files are in one folder, and the token is named by another file there.

@@ -72,6 +72,14 @@ def compute_padded_vocab_size(
         multiple = make_divisible_by * tensor_model_parallel_size
         # -(-a // b) is the division rounded up, in exact integers.
         return -(-vocab_size // multiple) * multiple
+    _check_padding(vocab_size, make_divisible_by, tensor_model_parallel_size, pad_to)
+    return pad_to
+
+
+def _check_padding(
+    vocab_size: int, make_divisible_by: int, tensor_model_parallel_size: int, pad_to: int
+) -> None:
+    """Check --pad-vocab-size-to. See `compute_padded_vocab_size`."""
     if pad_to < vocab_size:
         raise ConfigError(
             f"--pad-vocab-size-to {pad_to} must not be smaller than the vocabulary, {vocab_size}. "
@@ -91,7 +99,6 @@ def compute_padded_vocab_size(
             f"--pad-vocab-size-to {pad_to} must be divisible by --tensor-model-parallel-size "
             f"{tensor_model_parallel_size}. Use {fitting}."
         )
-    return pad_to
 
 
 def describe_lack(config: TokenizerConfig) -> str:
@@ -138,6 +145,11 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     size = count_token_ids(config)
     if size is not None:
         return size, None
+    return _assume_vocab_size(config)
+
+
+def _assume_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
+    """Return the number of ids of a tokenizer that is not on this machine, and a warning."""
     if config.has_two_files:
         if config.vocab_file:
             absent = f"--vocab-file {config.vocab_file} does not exist"

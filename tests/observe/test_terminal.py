@@ -5,9 +5,9 @@ import io
 
 import pytest
 
-from megatron.observe import startup
 from megatron.observe.progress_bar import ProgressBar
-from megatron.observe.startup import format_start_table
+from megatron.run.start import start_table
+from megatron.run.start.start_table import format_start_table
 
 
 class Terminal(io.StringIO):
@@ -25,7 +25,7 @@ def test_start_table_is_aligned_and_complete() -> None:
     assert len({line.rindex("|") for line in lines}) == 1
     cells = [tuple(part.strip() for part in line.split("|")) for line in lines[1:]]
     assert cells == rows
-    assert doctest.testmod(startup).failed == 0
+    assert doctest.testmod(start_table).failed == 0
 
 
 def test_bar_is_drawn_on_a_terminal_that_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:

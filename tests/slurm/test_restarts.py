@@ -15,7 +15,8 @@ import pytest
 from slurm.test_array_task import SAVED, TinyRun, tiny  # noqa: F401
 
 from megatron.extras.operations.chronicle.history import read_history
-from megatron.observe.chronicle import CHRONICLE, Event, read_events
+from megatron.extras.operations.chronicle.records import Event, read_events
+from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.full

@@ -28,8 +28,9 @@ from megatron.extras.operations.chronicle.goodput import (
     compute_goodput,
 )
 from megatron.extras.operations.chronicle.history import read_history
+from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
-from megatron.observe.chronicle import CHRONICLE, append_event, read_events
+from megatron.observe.chronicle import CHRONICLE, append_event
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NOTE = '<script>document.title="owned"</script><img src="http://example.com/x.png">'

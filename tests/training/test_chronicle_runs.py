@@ -6,7 +6,8 @@ import pytest
 from training.runs import Runner
 
 from megatron.commands import rollback
-from megatron.observe.chronicle import CHRONICLE, Chronicle, append_event, read_events
+from megatron.extras.operations.chronicle.records import read_events
+from megatron.observe.chronicle import CHRONICLE, Chronicle, append_event
 
 
 def test_launches_record_their_start_saves_and_stop(run: Runner) -> None:

@@ -14,7 +14,8 @@ from megatron.extras.float8.operand_shares import LAYERS, OperandCounter, Share
 from megatron.extras.float8.recipe import Recipe
 from megatron.extras.float8.rounding import FORWARD, round_to_float8
 from megatron.extras.float8.watch import Float8Watch
-from megatron.observe.chronicle import CHRONICLE, read_events
+from megatron.extras.operations.chronicle.records import read_events
+from megatron.observe.chronicle import CHRONICLE
 from megatron.parallel.grid import Grid
 
 MODEL = (

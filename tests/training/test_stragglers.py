@@ -11,10 +11,11 @@ import torch
 from process_pool import ProcessPool, pretrain, succeed
 from training.runs import Runner
 
+from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.stragglers.stragglers import compare_times
 from megatron.model.block import Block
 from megatron.observe.block_timer import BlockTimer
-from megatron.observe.chronicle import CHRONICLE, read_events
+from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import parse_slow_ranks_line
 from megatron.observe.timers import COMMUNICATION, Timers
 

@@ -269,7 +269,10 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str
 
     def finish() -> None:
         try:
-            record = find_pending_rollback(root)
+            record = None
+            # Most runs have no such file.
+            if (root / INTERVENTIONS).is_file():
+                record = find_pending_rollback(root)
             if record is not None:
                 log(
                     f"the spike guard of an earlier launch decided at iteration "

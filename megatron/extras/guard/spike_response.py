@@ -33,10 +33,8 @@ class SpikeGuardKind:
 
     def build(
         self, plan: Plan, state: TrainState, mesh: Mesh, log: Callable[[str], None]
-    ) -> "RunGuard | None":
+    ) -> "RunGuard":
         """See `GuardKind`."""
-        if not plan.config.guard.is_on or plan.config.batch.eval_only:
-            return None
         return RunGuard(plan, state, mesh, log)
 
     def roll_back(

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.plain_text import make_plain
+from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.trackers.records import flatten_record, parse_record, read_backlog
 from megatron.extras.trackers.state import FeedState
 from megatron.extras.trackers.trackers import TRACKERS, Tracker
-from megatron.observe.chronicle import CHRONICLE, read_events
+from megatron.observe.chronicle import CHRONICLE
 
 WORKS_AGAIN = "works again"
 """The message after a failure has ended. All others report a problem."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.observe.chronicle import parse_object
+from megatron.extras.operations.chronicle.records import parse_object
 
 
 def flatten_record(record: dict[str, Any]) -> dict[str, float]:

@@ -34,8 +34,6 @@ def check_agreement(config: Config, ranks: Ranks, kind: EngineKind) -> None:
         LayoutError: A rank differs from rank 0. The error is raised on every rank. It names the
             first such rank, its host, and what differs.
     """
-    if ranks.size == 1:
-        return
     # A digest is enough to find a difference. Gathering every rank's YAML file here would send
     # megabytes over the control group in a large job.
     # The version is the commit. A file of a checkout may have been edited since.

@@ -160,8 +160,13 @@ class DataFiles:
                 path, first_path = first_path, path
                 digest, expected = expected, digest
             source = f"{first_path} on {first_who}"
-        if digest == expected:
-            return
+        if digest != expected:
+            self._refuse_change(who, path, digest, source, expected, fingerprint)
+
+    def _refuse_change(
+        self, who: str, path: str, digest: str, source: str, expected: str, fingerprint: str
+    ) -> None:
+        """Refuse a file that has changed, unless --allow-changed-data accepts it."""
         what = (
             f"{who}: {path} has changed: its xxh3_128 is {digest}, and that of {source} "
             f"is {expected}, although the sampled fingerprint {fingerprint} is the same"

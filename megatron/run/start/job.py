@@ -111,6 +111,8 @@ def _share_job(
     find: Callable[[], Job | None], ranks: Ranks, log: Callable[[str], None], parts: Parts
 ) -> Job | None:
     """Call a function on rank 0, and return its job, or None, on every rank."""
+    if ranks.size == 1:
+        return find()
     own: Job | None = None
 
     def find_and_record() -> dict[str, Any] | None:

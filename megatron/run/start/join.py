@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from megatron.base.plain_text import print_line
@@ -32,6 +33,10 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
     host = os.uname().nodename
     if world.size == 1:
         return Ranks(names=(f"rank 0 on {host}",))
+    return _meet(loaded, world, device, host)
+
+
+def _meet(loaded: LoadedConfig, world: LaunchedWorld, device: torch.device, host: str) -> Ranks:
     # The time limit is used below. Rank 0 checks everything else together, once the ranks have met.
     refuse_errors(check_ranges(ConfigWithOrigin(loaded.config, loaded.origin)))
     parallel = loaded.config.parallel

@@ -39,7 +39,7 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
         verification = run.plan.config.logging.verification
         if verification is not None and parts.keep_verification is not None:
             details |= parts.keep_verification(run.plan, run.reporter.log)
-        run.reporter.record("start", details, run.state.iteration)
+        run.reporter.record_start(details, run.state.iteration)
     try:
         stop = train(run)
     except BaseException as error:

@@ -142,7 +142,7 @@ def open_data(
     if other is not None and not config.data.mock_data:
         # The other ranks then find the row groups in the cache, and do not open all files as well.
         ranks.call_on_rank_0(lambda: other.list_files(ask(), log), "listing the data files", log)
-    sources = open_same(build, ranks, mesh.describe(), log)
+    sources = build() if ranks.size == 1 else open_same(build, ranks, mesh.describe(), log)
     prefixes = list(sources.registry.opened)
     ranks.call_on_rank_0(
         lambda: check_tokenizers_of_data(config.tokenizer, prefixes),
@@ -238,8 +238,7 @@ def open_same(
         if other["failure"] is not None:
             sources.close()
             raise DataError(f"{other['who']}: {other['failure']}\n{_SAME_FILES}")
-    if ranks.size > 1:
-        _require_same(everyone)
+    _require_same(everyone)
     return sources
 
 

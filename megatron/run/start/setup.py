@@ -167,7 +167,11 @@ def start_run(
         if saver is not None:
             before_update = saver.wait_for_copy
         kind = job.parts.engine or NATIVE
-        plan = choose_attention_order(job.plan, job.state, ranks, mesh.device, log)
+        plan = job.plan
+        if plan.config.kernels.attention_backend == ("by-gpu",):
+            plan = choose_attention_order(plan, job.state, ranks, mesh.device, log)
+        else:
+            job.state.attention = {}
         engine = build_engine(plan, mesh, timers, before_update, kind)
         if job.checkpoint is None:
             wrong = None
@@ -280,7 +284,8 @@ def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> Exporter | None:
 
 def build_guard(job: Job, mesh: Mesh, reporter: Reporter) -> Guard | None:
     """Build the guard of --spike-guard, or return None without one."""
-    if job.parts.load_guard is None:
+    config = job.plan.config
+    if job.parts.load_guard is None or not config.guard.is_on or config.batch.eval_only:
         return None
     return job.parts.load_guard().build(job.plan, job.state, mesh, reporter.log)
 

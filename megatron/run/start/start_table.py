@@ -4,7 +4,7 @@ The table lists the device, the data, the kernels, the conventions and the check
 """
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -19,7 +19,6 @@ from megatron.observe.log_line import (
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
 )
-from megatron.observe.startup import format_start_table
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.rank_progress import LONG_FACTOR
 from megatron.plan.run_plan import Plan
@@ -80,6 +79,24 @@ def print_start(
             )
     for warning in warnings:
         reporter.log(f"warning: {warning}")
+
+
+def format_start_table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Format (what, choice, why) rows as one aligned block of lines.
+
+    Each row gives its reason, so that a user sees why a slow implementation was chosen.
+
+    >>> rows = [("attention", "sdpa", "torch's flash kernel"), ("norm", "torch", "no apex")]
+    >>> print(format_start_table(rows))
+     in use    | choice | why
+     attention | sdpa   | torch's flash kernel
+     norm      | torch  | no apex
+    """
+    table = [("in use", "choice", "why"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in (0, 1)]
+    return "\n".join(
+        f" {what:<{widths[0]}} | {choice:<{widths[1]}} | {why}" for what, choice, why in table
+    )
 
 
 def get_device_name(device: torch.device) -> str:

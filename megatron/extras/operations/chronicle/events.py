@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.history import RunHistory
-from megatron.observe.chronicle import Event
+from megatron.extras.operations.chronicle.records import Event
 from megatron.schedule.clock import format_duration
 
 CONTINUED = "continued"

@@ -116,6 +116,20 @@ def add_up(history: RunHistory) -> Totals:
     return Totals(launches[0].begin, launches[-1].end, found)
 
 
+def count_first_start(loop_start: float, details: Mapping[str, Any]) -> Totals:
+    """Return the totals of a run whose first launch has just reached its loop.
+
+    Args:
+        loop_start: The time now, in seconds since the epoch.
+        details: The details of the event "start" of the launch.
+    """
+    began = loop_start - _read_seconds(details.get("seconds"))
+    begin = _find_begin(began, details, earlier_end=-np.inf)
+    seconds = dict.fromkeys(_CAUSES, 0.0)
+    seconds[STARTS] = loop_start - begin
+    return Totals(begin, loop_start, seconds)
+
+
 def format_goodput(goodput: Goodput) -> str:
     """Return the goodput and what the rest was lost to, as a line of the log."""
     lost = {
@@ -168,19 +182,23 @@ def list_launches(history: RunHistory) -> list[_Launch]:
         loops = loop_starts[(loop_starts >= at) & (loop_starts < following)]
         # A launch that never reached its loop has only a start.
         loop_start = float(loops.min(initial=end))
-        begin = begins[number]
-        # The first launch of a Slurm job began with the job. The time before that is the queue.
-        job = _read_seconds(described.get("job_started"))
-        if earlier_end <= job < begin and job > 0:
-            begin = job
-        # The clocks of two hosts may differ, and launches cannot overlap.
-        begin = max(begin, earlier_end)
+        begin = _find_begin(begins[number], described, earlier_end)
         # The ranks that hang write nothing, so the verdict is the only sign of their time.
         verdicts = [time for time in history.hang_verdicts if end <= time < following]
         hang_seconds = min(verdicts, default=end) - end
         launches.append(_Launch(begin, loop_start, end + hang_seconds, hang_seconds))
         earlier_end = end + hang_seconds
     return launches
+
+
+def _find_begin(begin: float, details: Mapping[str, Any], earlier_end: float) -> float:
+    """Return when a launch began, from the begin of its process and the end of the one before."""
+    # The first launch of a Slurm job began with the job. The time before that is the queue.
+    job = _read_seconds(details.get("job_started"))
+    if earlier_end <= job < begin and job > 0:
+        return job
+    # The clocks of two hosts may differ, and launches cannot overlap.
+    return max(begin, earlier_end)
 
 
 def _read_seconds(value: object) -> float:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.base.errors import MegatronError
 from megatron.extras.operations.chronicle.goodput import (
@@ -14,6 +15,7 @@ from megatron.extras.operations.chronicle.goodput import (
     Goodput,
     Totals,
     add_up,
+    count_first_start,
     format_goodput,
 )
 from megatron.extras.operations.chronicle.history import read_history
@@ -28,27 +30,37 @@ _READ_SECONDS = 5.0
 class GoodputMeter:
     """Measures one launch. Use it from one rank only."""
 
-    def __init__(self, folder: Path, metrics: Path) -> None:
+    def __init__(
+        self, folder: Path, metrics: Path, first_start: Mapping[str, Any] | None = None
+    ) -> None:
         """Start to read the files of the run in a thread. A long run has millions of lines.
 
         Args:
             folder: The --save folder. Its chronicle has the start of this launch.
             metrics: The metrics file, which has that start too, but no iteration of this launch.
+            first_start: The details of that start, if this is the first launch of the run. Its
+                files have nothing else, so they are not read.
         """
         self._folder = folder
-        self._metrics_bytes = _find_size(metrics)
         self._totals: Totals | None = None
         """The totals of the files. None until they are read."""
         self._failure: str | None = None
         self._own = dict.fromkeys((KEPT, DROPPED, SAVES, EVALUATIONS), 0.0)
         """Seconds by cause of this launch."""
         self._line_at = time.monotonic()
-        self._thread = threading.Thread(target=self._read, name="goodput", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if first_start is not None:
+            self._totals = count_first_start(time.time(), first_start)
+        else:
+            size = _find_size(metrics)
+            self._thread = threading.Thread(
+                target=self._read, args=(size,), name="goodput", daemon=True
+            )
+            self._thread.start()
 
-    def _read(self) -> None:
+    def _read(self, metrics_bytes: int) -> None:
         try:
-            history = read_history(self._folder, metrics_bytes=self._metrics_bytes)
+            history = read_history(self._folder, metrics_bytes=metrics_bytes)
             self._totals = add_up(history)
         except (MegatronError, OSError, ValueError) as error:
             self._failure = str(error)
@@ -93,7 +105,8 @@ class GoodputMeter:
 
     def report_end(self, log: Callable[[str], None]) -> None:
         """Print the goodput at the end of a launch."""
-        self._thread.join(_READ_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_READ_SECONDS)
         if self._failure is not None:
             log(f"warning: the goodput is not known: {self._failure}")
         self._report(log)

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.extras.operations.chronicle.energy import EnergyUse, read_energy
-from megatron.extras.operations.rollback.execution import INTERVENTIONS
-from megatron.extras.operations.rollback.rollback_plan import ROLLED_BACK
-from megatron.observe.chronicle import (
-    CHRONICLE,
+from megatron.extras.operations.chronicle.records import (
     Event,
     iterate_objects,
     parse_time,
     read_events,
 )
+from megatron.extras.operations.rollback.execution import INTERVENTIONS
+from megatron.extras.operations.rollback.rollback_plan import ROLLED_BACK
+from megatron.observe.chronicle import CHRONICLE
 
 FIELDS = (
     "iteration",

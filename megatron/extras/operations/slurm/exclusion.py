@@ -13,10 +13,11 @@ from typing import Any
 
 from megatron.base.error_report import ErrorReport
 from megatron.base.plain_text import print_line
+from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.operations.slurm import client
 from megatron.extras.operations.slurm.attempts import read_reached_iteration
 from megatron.extras.operations.slurm.node_report import find_slurm_name
-from megatron.observe.chronicle import CHRONICLE, append_event, read_events
+from megatron.observe.chronicle import CHRONICLE, append_event
 
 HANGS_BEFORE_EXCLUSION = 2
 """Hangs of a run that name a host, after which the host is excluded.

@@ -1,0 +1,123 @@
+"""The events of a run, read from its chronicle. `megatron.observe.chronicle` writes them."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run."""
+
+    time: datetime
+    """When it happened. It has a time zone."""
+    kind: str
+    """One of start, stop, save, skip, alert, recovered, restart, hang, exclusion and note.
+    `read_history` adds further kinds."""
+    iteration: int | None
+    """The run's last iteration at that time. None if it is not known, as for a note."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known, by name. The names depend on the kind."""
+
+
+def read_events(path: Path, damaged: list[str] | None = None) -> list[Event]:
+    """Read a chronicle in the order of the file. Lines that are no event are left out.
+
+    The list is empty if the file does not exist. `damaged` receives messages, as in
+    `iterate_objects`.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        found = [parse_event(record) for record in iterate_objects(path, file, damaged)]
+    return [event for event in found if event is not None]
+
+
+def iterate_objects(
+    path: Path, lines: Iterable[bytes], damaged: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object of each line, or an empty one where there is none.
+
+    Args:
+        path: The file, for messages.
+        lines: Its lines.
+        damaged: Receives a message for each line that is no such object.
+    """
+    for number, line in enumerate(lines, 1):
+        record = parse_object(line)
+        if damaged is not None and not record and line.strip():
+            damaged.append(
+                f"{path}:{number} is left out: it is no JSON object, or it has a number that is "
+                "too large; correct or remove the line"
+            )
+        yield record
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line, or an empty one if the line is torn or something else.
+
+    An object with a whole number that is too large for a float is something else, too. No program
+    of this package writes one, and each calculation with it would fail.
+    """
+    try:
+        # The check of each number is slow, and few lines have so many digits in a row.
+        if _LONG_NUMBER.search(line):
+            record = json.loads(line, parse_int=_parse_int)
+        else:
+            record = json.loads(line)
+    except (ValueError, OverflowError, RecursionError):
+        return {}
+    if isinstance(record, dict):
+        return record
+    return {}
+
+
+_LONG_NUMBER = re.compile(rb"\d{300}")
+
+
+def _parse_int(digits: str) -> int:
+    """Return a whole number.
+
+    Raises:
+        OverflowError: It is too large for a float.
+    """
+    number = int(digits)
+    float(number)
+    return number
+
+
+def parse_time(text: Any) -> datetime | None:
+    """Return a time with its time zone, or None if the text is no such time."""
+    try:
+        moment = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        # Times without a zone could not be compared with the others.
+        return moment.replace(tzinfo=UTC)
+    return moment
+
+
+def parse_event(record: Mapping[str, Any]) -> Event | None:
+    """Return the event of a record, or None without a time or a kind."""
+    time = parse_time(record.get("time"))
+    kind = record.get("kind")
+    iteration = record.get("iteration")
+    if time is None or not isinstance(kind, str):
+        return None
+    details = record.get("details")
+    if not isinstance(details, dict):
+        # Another program may have written the event. Nothing of it is lost.
+        known = ("time", "kind", "iteration")
+        details = {name: value for name, value in record.items() if name not in known}
+    # A boolean is an integer in Python.
+    if type(iteration) is not int:
+        iteration = None
+    return Event(time, kind, iteration, details)
