@@ -1,0 +1,84 @@
+"""Record how long tests take, for `bash tests/run.sh --changed`. This is a plugin of pytest.
+
+    PYTHONPATH=.ci python -m pytest -p measure_tests -p no:cacheprovider -m "not full" tests/model
+
+It replaces the rows of `tests/durations.csv` whose files have run, and removes those whose files
+are gone. Without xdist, one test runs at a time. Run it again if the selection takes longer than it
+predicts. Other work on the machine matters little: the recorded number is the CPU time of all
+processes of a test, or if that is longer, the elapsed time without the time in which a process
+waited for a core.
+"""
+
+import csv
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+RECORD = Path("tests/durations.csv")
+SLOW_SECONDS = 1.0
+"""A test that takes longer has a row. The others of its file are added up in one row."""
+
+seconds: dict[str, float] = {}
+"""The time of each test that has run, by its node id."""
+
+
+def read_record() -> dict[str, float]:
+    """Return the recorded seconds, by file or by test."""
+    with open(RECORD, newline="") as file:
+        return {name: float(value) for name, value in csv.reader(file)}
+
+
+def read_clocks() -> tuple[float, float]:
+    """Return the CPU time of this process and its children, and their time without a core."""
+    own = psutil.Process()
+    used = 0.0
+    waited = 0.0
+    for process in [own, *own.children(recursive=True)]:
+        try:
+            used += sum(process.cpu_times()[:4])
+            # Nanoseconds in the second field. The file exists on Linux.
+            waited += int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1]) / 1e9
+        except (psutil.Error, OSError):
+            continue
+    return used, waited
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Measure a test with its fixtures."""
+    start = time.perf_counter()
+    used, waited = read_clocks()
+    result = yield
+    elapsed = time.perf_counter() - start
+    used_after, waited_after = read_clocks()
+    # The times of processes that have ended are missing in the second sums.
+    waiting = max(0.0, waited_after - waited)
+    seconds[item.nodeid] = min(elapsed, max(used_after - used, elapsed - waiting))
+    return result
+
+
+def merge(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
+    """Return the record after a run: rows of the files that ran are replaced."""
+    files = {name.split("::")[0] for name in new}
+    kept = {
+        name: value
+        for name, value in old.items()
+        if name.split("::")[0] not in files and Path(name.split("::")[0]).exists()
+    }
+    rows = dict.fromkeys(files, 0.0)
+    for name, value in new.items():
+        row = name if value >= SLOW_SECONDS else name.split("::")[0]
+        rows[row] = rows.get(row, 0.0) + value
+    return dict(sorted({**kept, **rows}.items()))
+
+
+def pytest_sessionfinish() -> None:
+    """Write the record."""
+    record = merge(read_record() if RECORD.exists() else {}, seconds)
+    with open(RECORD, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(
+            (name, f"{value:.1f}") for name, value in record.items()
+        )
