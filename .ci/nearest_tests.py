@@ -32,11 +32,11 @@ from measure_tests import read_record
 
 LIMIT_SECONDS = 60.0
 START_SECONDS = 12.0
-"""Of two pytest workers, with the script that chooses, until the first test begins."""
+"""The time until the first test begins: this script, pytest and its two workers."""
 FILE_SECONDS = 0.1
-"""For the collection of a test file."""
+"""The time to collect a test file."""
 UNKNOWN_SECONDS = 20.0
-"""For a test file without a recorded time."""
+"""The time of a test file that has no row in the record."""
 ALWAYS = "tests/test_start_imports.py"
 """A change of any module may import too much."""
 _LAYOUTS = "tests/equivalence/test_layouts.py::test_"
