@@ -9,10 +9,14 @@ processes of a test, or if that is longer, the elapsed time without the time in 
 waited for a core.
 """
 
+import contextlib
 import csv
+import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,8 +25,16 @@ RECORD = Path("tests/durations.csv")
 SLOW_SECONDS = 1.0
 """A test that takes longer has a row. The others of its file are added up in one row."""
 
-seconds: dict[str, float] = {}
-"""The time of each test that has run, by its node id."""
+BRIEF_SECONDS = 0.1
+"""A test that is shorter starts no processes that matter."""
+
+seconds: Counter[str] = Counter()
+"""The time of each test that has run, and that of the shared fixtures of each file."""
+
+
+def find_file(name: str) -> str:
+    """Return the file of a test, or a file itself."""
+    return name.split("::")[0]
 
 
 def read_record() -> dict[str, float]:
@@ -46,31 +58,56 @@ def read_clocks() -> tuple[float, float]:
     return used, waited
 
 
+@contextlib.contextmanager
+def measure(name: str) -> Iterator[None]:
+    """Add the time of a block to the seconds of a test or a file."""
+    used, waited = read_clocks()
+    start = time.perf_counter()
+    own = time.process_time()
+    yield
+    elapsed = time.perf_counter() - start
+    value = time.process_time() - own
+    if elapsed > BRIEF_SECONDS:
+        used_after, waited_after = read_clocks()
+        # The times of processes that have ended are missing in the second sums.
+        waiting = max(0.0, waited_after - waited)
+        value = min(elapsed, max(used_after - used, elapsed - waiting))
+    seconds[name] += value
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Measure a test with its fixtures."""
-    start = time.perf_counter()
-    used, waited = read_clocks()
-    result = yield
-    elapsed = time.perf_counter() - start
-    used_after, waited_after = read_clocks()
-    # The times of processes that have ended are missing in the second sums.
-    waiting = max(0.0, waited_after - waited)
-    seconds[item.nodeid] = min(elapsed, max(used_after - used, elapsed - waiting))
+    """Measure a test with its own fixtures."""
+    file = find_file(item.nodeid)
+    shared = seconds[file]
+    with measure(item.nodeid):
+        result = yield
+    seconds[item.nodeid] -= seconds[file] - shared
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """Measure a shared fixture as a part of its file, because its first test may be left out."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with measure(find_file(os.environ["PYTEST_CURRENT_TEST"])):
+        return (yield)
 
 
 def merge(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
     """Return the record after a run: rows of the files that ran are replaced."""
-    files = {name.split("::")[0] for name in new}
+    files = {find_file(name) for name in new}
     kept = {
         name: value
         for name, value in old.items()
-        if name.split("::")[0] not in files and Path(name.split("::")[0]).exists()
+        if find_file(name) not in files and Path(find_file(name)).exists()
     }
     rows = dict.fromkeys(files, 0.0)
     for name, value in new.items():
-        row = name if value >= SLOW_SECONDS else name.split("::")[0]
+        row = name if value >= SLOW_SECONDS else find_file(name)
         rows[row] = rows.get(row, 0.0) + value
     return dict(sorted({**kept, **rows}.items()))
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from measure_core import OUTSIDE, find_module, iterate_imports, name_module
-from measure_tests import read_record
+from measure_tests import find_file, read_record
 
 LIMIT_SECONDS = 60.0
 START_SECONDS = 12.0
@@ -90,11 +90,6 @@ def read_importers() -> Importers:
 def is_test(file: Path) -> bool:
     """Return whether pytest collects a file."""
     return file.name.startswith("test_")
-
-
-def find_file(name: str) -> str:
-    """Return the file of a test, or a file itself."""
-    return name.split("::")[0]
 
 
 def list_core() -> list[Path]:
