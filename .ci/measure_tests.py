@@ -1,12 +1,12 @@
 """Record how long tests take, for `bash tests/run.sh --changed`. This is a plugin of pytest.
 
-    PYTHONPATH=.ci python -m pytest -p measure_tests -p no:cacheprovider -m "not full" tests/model
+    PYTHONPATH=.ci bash tests/run.sh -p measure_tests                             # all files
+    PYTHONPATH=.ci bash tests/run.sh -p measure_tests tests/model/test_parts.py
 
 It replaces the rows of `tests/durations.csv` whose files have run, and removes those whose files
-are gone. Without xdist, one test runs at a time. Run it again if the selection takes longer than it
-predicts. Other work on the machine matters little: the recorded number is the CPU time of all
-processes of a test, or if that is longer, the elapsed time without the time in which a process
-waited for a core.
+are gone. Run it again if a selection takes longer than predicted. Other work on the machine matters
+little: the number is the CPU time of all processes of a test. If the elapsed time without the time
+in which a process waited for a core is longer, the number is that time.
 """
 
 import contextlib
@@ -112,8 +112,17 @@ def merge(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float
     return dict(sorted({**kept, **rows}.items()))
 
 
-def pytest_sessionfinish() -> None:
-    """Write the record."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the times that a worker of xdist has measured."""
+    seconds.update(getattr(node, "workeroutput", {}).get("seconds", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the record, or send the times from a worker to the process that writes it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds"] = dict(seconds)
+        return
     record = merge(read_record() if RECORD.exists() else {}, seconds)
     with open(RECORD, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(
