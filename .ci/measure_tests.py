@@ -4,9 +4,9 @@
     PYTHONPATH=.ci bash tests/run.sh -p measure_tests tests/model/test_parts.py
 
 It replaces the rows of `tests/durations.csv` whose files have run, and removes those whose files
-are gone. Run it again if a selection takes longer than predicted. Other work on the machine matters
-little: the number is the CPU time of all processes of a test. If the elapsed time without the time
-in which a process waited for a core is longer, the number is that time.
+are gone. Run complete files. Run them again if a selection takes longer than predicted. The number is
+the CPU time of all processes of a test. If the elapsed time without the time in which it waited
+for a core is longer, the number is that time. Other work on the machine changes it little.
 """
 
 import contextlib
@@ -43,35 +43,49 @@ def read_record() -> dict[str, float]:
         return {name: float(value) for name, value in csv.reader(file)}
 
 
-def read_clocks() -> tuple[float, float]:
-    """Return the CPU time of this process and its children, and their time without a core."""
+def read_clocks() -> tuple[float, float, float]:
+    """Return three sums of seconds over this process and all that it has started.
+
+    The first is CPU time, the second is the part of it of processes that have ended, and the third
+    is the time in which those that live waited for a core.
+    """
     own = psutil.Process()
     used = 0.0
+    ended = 0.0
     waited = 0.0
     for process in [own, *own.children(recursive=True)]:
         try:
-            used += sum(process.cpu_times()[:4])
-            # Nanoseconds in the second field. The file exists on Linux.
-            waited += int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1]) / 1e9
+            times = process.cpu_times()
+            waited += read_schedstat(process.pid)[1]
         except (psutil.Error, OSError):
             continue
-    return used, waited
+        used += sum(times[:4])
+        ended += times.children_user + times.children_system
+    return used, ended, waited
+
+
+def read_schedstat(pid: int) -> tuple[float, float]:
+    """Return how many seconds a process has run, and how many it waited for a core."""
+    # The file exists on Linux. It has nanoseconds.
+    ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(ran) / 1e9, int(waited) / 1e9
 
 
 @contextlib.contextmanager
 def measure(name: str) -> Iterator[None]:
     """Add the time of a block to the seconds of a test or a file."""
-    used, waited = read_clocks()
+    before = read_clocks()
     start = time.perf_counter()
     own = time.process_time()
     yield
     elapsed = time.perf_counter() - start
     value = time.process_time() - own
     if elapsed > BRIEF_SECONDS:
-        used_after, waited_after = read_clocks()
-        # The times of processes that have ended are missing in the second sums.
-        waiting = max(0.0, waited_after - waited)
-        value = min(elapsed, max(used_after - used, elapsed - waiting))
+        used, ended, waited = (b - a for a, b in zip(before, read_clocks(), strict=True))
+        # How long the processes that have ended waited is unknown. It is estimated by this process.
+        ran, waited_itself = read_schedstat(os.getpid())
+        waiting = max(0.0, waited) + ended * waited_itself / ran
+        value = min(elapsed, max(used, elapsed - waiting))
     seconds[name] += value
 
 

@@ -38,7 +38,7 @@ FILE_SECONDS = 0.1
 UNKNOWN_SECONDS = 20.0
 """The time of a test file that has no row in the record."""
 ALWAYS = "tests/test_start_imports.py"
-"""A change of any module may import too much."""
+"""Any module may import too much, so these tests count as near."""
 _LAYOUTS = "tests/equivalence/test_layouts.py::test_"
 RANK_TESTS = (
     # Eight ranks save, and four load: tensor, pipeline, data and sequence parallelism.
@@ -135,11 +135,10 @@ def select(file: Path, importers: Importers, record: Mapping[str, float]) -> Sel
     if is_test(file):
         chosen = {str(file)} | {name for name in record if find_file(name) == str(file)}
         return Selection(chosen, set(), sum(record.get(name, 0) for name in chosen))
-    chosen = {ALWAYS}
-    if file.parts[0] == "megatron" and file.parts[1] in RANK_PACKAGES:
-        chosen |= set(RANK_TESTS)
+    ranks_run = file.parts[0] == "megatron" and file.parts[1] in RANK_PACKAGES
+    chosen = set(RANK_TESTS) if ranks_run else set()
     seconds = sum(record.get(name, UNKNOWN_SECONDS) for name in chosen)
-    ranks = rank_tests(file, importers)
+    ranks = {ALWAYS: 1, **rank_tests(file, importers)}
     fast = [
         (rank, record.get(test, UNKNOWN_SECONDS) + FILE_SECONDS, test)
         for test, rank in ranks.items()
@@ -163,15 +162,11 @@ def select(file: Path, importers: Importers, record: Mapping[str, float]) -> Sel
 
 def select_all(files: Iterable[Path], record: Mapping[str, float]) -> Selection:
     """Choose the tests for all changed files. A test that is chosen for one of them runs."""
-    importers = read_importers()
-    whole = Selection({ALWAYS}, set(), 0.0)
-    for file in files:
-        selection = select(file, importers, record)
-        whole.chosen |= selection.chosen
-        whole.left_out |= selection.left_out
-    whole.left_out -= whole.chosen
-    whole.seconds = sum(record.get(name, UNKNOWN_SECONDS) for name in whole.chosen)
-    return whole
+    selections = [select(file, read_importers(), record) for file in files]
+    chosen = set().union(*(each.chosen for each in selections)) or {ALWAYS}
+    left_out = set().union(*(each.left_out for each in selections)) - chosen
+    seconds = sum(record.get(name, UNKNOWN_SECONDS) for name in chosen)
+    return Selection(chosen, left_out, seconds)
 
 
 def list_arguments(selection: Selection) -> list[str]:
