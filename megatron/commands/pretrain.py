@@ -23,6 +23,7 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts, load_command_line
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
+from megatron.commands.training_imports import import_training
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.parallel.launcher import read_launcher_world
 from megatron.plan.run_plan import Plan
@@ -70,6 +71,8 @@ def _train(argv: list[str]) -> None:
     loaded, plan = _load(argv)
     _choose_allocator(os.environ)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
+    world = read_launcher_world(loaded.config.parallel.local_rank)
+    import_training(loaded.config, world.size)
     from megatron.run.pretrain import run_loaded
 
     run_loaded(loaded, choose_parts(loaded.config), plan)
