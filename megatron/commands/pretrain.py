@@ -71,8 +71,8 @@ def _train(argv: list[str]) -> None:
     loaded, plan = _load(argv)
     _choose_allocator(os.environ)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
-    world = read_launcher_world(loaded.config.parallel.local_rank)
-    import_training(loaded.config, world.size)
+    parallel = loaded.config.parallel
+    import_training(parallel, read_launcher_world(parallel.local_rank).size)
     from megatron.run.pretrain import run_loaded
 
     run_loaded(loaded, choose_parts(loaded.config), plan)

@@ -5,17 +5,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.config.tree import Config
+from megatron.config.parallel import ParallelConfig
 
 
-def import_training(config: Config, world_size: int) -> None:
-    """Import what a rank of a configuration trains with, except the parts that are not the core.
+def import_training(parallel: ParallelConfig, world_size: int) -> None:
+    """Import what a rank of a layout trains with, except the parts that are not the core.
 
     Args:
-        config: The configuration of the run.
+        parallel: The configuration of the layout.
         world_size: Number of processes.
     """
-    parallel = config.parallel
     model_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     with hide_from_collector():
         import megatron.run.pretrain
