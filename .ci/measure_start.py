@@ -45,6 +45,7 @@ import megatron.commands.pretrain, megatron.run.pretrain, megatron.engine.native
 print(time.process_time() - begin)
 """
 _READY = """
+    import torch.distributed as dist
     dist.barrier()
     used = resource.getrusage(resource.RUSAGE_SELF)
     report = [used.ru_utime + used.ru_stime, time.monotonic()]
@@ -77,13 +78,17 @@ end()
 """The same with a layer that FSDP2 shards. Its imports are most of the start of such a run."""
 START = f"""
 import json, os, resource, time
-from megatron.commands.pretrain import main
-import torch.distributed as dist
-from megatron.engine.native import NativeEngine
+import megatron.commands.pretrain as command
 
 def end(*_, **__):{_READY}
-NativeEngine.{STEP} = end
-main()
+def import_and_end(*arguments):
+    import_training(*arguments)
+    from megatron.engine.native import NativeEngine
+    NativeEngine.{STEP} = end
+
+import_training = command.import_training
+command.import_training = import_and_end
+command.main()
 """
 """A rank of a run that ends before its first step."""
 

@@ -243,6 +243,10 @@ def main() -> None:
     command = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
     print(f"## Engines\n\n`{command}`\n\n{describe_machine(arguments)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        # An installed package has compiled modules. The first round compiles them, even where the
+        # environment keeps Python from it.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{folder}/compiled"
         for part in arguments.part:
             {"steps": measure_steps, "start": measure_start}[part](arguments, folder)
 

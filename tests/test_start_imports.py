@@ -18,7 +18,7 @@ COMPILER_AND_FSDP = (
 )
 # `leave_with_error` ends the process with os._exit, so the modules are printed there.
 PROGRAM = """
-import json, os, sys
+import gc, json, os, sys
 import megatron.plan.resolve as module
 
 resolve = module.resolve
@@ -41,7 +41,8 @@ sys.meta_path.insert(0, Watch)
 from megatron.commands.pretrain import main
 
 def print_modules(code=0):
-    print(json.dumps([code, sorted(sys.modules), positions, allocators]), flush=True)
+    collector = [gc.isenabled(), gc.get_freeze_count()]
+    print(json.dumps([code, sorted(sys.modules), positions, allocators, collector]), flush=True)
     end(code)
 
 end = os._exit
@@ -52,6 +53,32 @@ except SystemExit as leaving:
     print_modules(leaving.code)
 print_modules()
 """
+# The first call of `fully_shard` imports what FSDP2 needs besides its own modules.
+RANK = """
+import gc, json, sys
+from megatron.commands.training_imports import import_training
+from megatron.config.parallel import ParallelConfig
+
+parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+import_training(parallel, 8)
+before = set(sys.modules)
+collector = [gc.isenabled(), gc.get_freeze_count()]
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = torch.nn.Linear(4, 4)
+fully_shard(layer)
+stage = PipelineStage(layer, 0, 1, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+dist.destroy_process_group()
+print(json.dumps([sorted(set(sys.modules) - before), *collector]))
+"""
+HEAVY = ("torch._dynamo", "torch.distributed", "torch._inductor", "sympy", "triton")
+OBJECTS_OF_TORCH = 100_000
 TINY = SIZES.replace("--vocab-size 5000", "")
 
 
@@ -59,9 +86,10 @@ def run_and_record(*arguments: str) -> tuple[int, set[str], list[list[Any]], str
     """Run a command line.
 
     Returns:
-        Its exit code, the modules that it imported, two lists, and what it printed. The lists are
-        the position in samples from which it resolved each plan, and the settings of the allocator
-        when torch was imported.
+        Its exit code, the modules that it imported, three lists, and what it printed. The lists are
+        the position in samples from which it resolved each plan, the settings of the allocator when
+        torch was imported, and whether the garbage collector is on and how many objects it never
+        visits.
     """
     process = command("-c", PROGRAM, *arguments)
     output, errors = process.communicate()
@@ -88,7 +116,25 @@ def test_start_on_one_device_resolves_once_and_imports_no_compiler_and_no_fsdp(
         assert code == 0, printed
         assert "torch" in modules
         assert modules.isdisjoint(COMPILER_AND_FSDP)
-        assert lists == [[position], ["expandable_segments:True"]]
+        assert "numpy.ma" not in modules
+        *records, (collects, hidden) = lists
+        assert records == [[position], ["expandable_segments:True"]]
+        assert collects
+        assert hidden > OBJECTS_OF_TORCH
+
+
+def test_rank_with_shards_and_a_pipeline_imports_everything_before_it_joins() -> None:
+    process = command("-c", RANK)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    late, collects, hidden = json.loads(output)
+    # FSDP2 and the schedule import a few modules at their first use.
+    assert not [name for name in late if name.startswith(HEAVY)]
+    assert len(late) < 20
+    assert collects
+    assert hidden > OBJECTS_OF_TORCH
+    # Triton would print what the collector has not collected at the end of the process.
+    assert "leaked" not in errors
 
 
 def test_the_settings_of_a_user_decide_about_the_allocator() -> None:

@@ -23,6 +23,7 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts, load_command_line
 from megatron.commands.preset_table import format_preset_table
 from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
+from megatron.commands.training_imports import import_training
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.normalise import normalise_flag
 from megatron.parallel.launcher import read_launcher_world
@@ -75,6 +76,8 @@ def _train(argv: list[str]) -> None:
     loaded, plan = _load(argv)
     _choose_allocator(os.environ)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
+    parallel = loaded.config.parallel
+    import_training(parallel, read_launcher_world(parallel.local_rank).size)
     from megatron.run.pretrain import run_loaded
 
     run_loaded(loaded, choose_parts(loaded.config), plan)

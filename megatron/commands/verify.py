@@ -13,8 +13,6 @@ Exit code 0 means that the copy equals the reference. Exit code 1 means that it 
 means that the command has errors, or cannot be verified.
 """
 
-import atexit
-import gc
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -32,6 +30,7 @@ from megatron.commands.plan_source import (
     write_documents,
 )
 from megatron.commands.run_tool import run_tool
+from megatron.commands.training_imports import hide_from_collector
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.run_plan import Plan
@@ -82,16 +81,11 @@ def train(argv: list[str]) -> None:
 
 def preload() -> None:
     """Import what the ranks need, so that forked ranks start without imports."""
-    import megatron.engine.native
-    import megatron.engine.pipeline_runner
-    import megatron.engine.sharding
-    import megatron.run.pretrain  # noqa: F401
-
-    # The garbage collections of the ranks skip these objects.
-    gc.collect()
-    gc.freeze()
-    # At its exit, Triton counts objects that were not collected, and prints them as leaks.
-    atexit.register(gc.unfreeze)
+    with hide_from_collector():
+        import megatron.engine.native
+        import megatron.engine.pipeline_runner
+        import megatron.engine.sharding
+        import megatron.run.pretrain  # noqa: F401
 
 
 def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan, list[str]]:

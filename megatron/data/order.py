@@ -131,7 +131,8 @@ class _CompositeOrder:
         """Look up positions `within` the orders `which`, all [k], with one call for each order."""
         leaves = np.empty_like(within)
         samples = np.empty_like(within)
-        for number in np.unique(which):
+        # `numpy.unique` would import numpy's masked arrays, which nothing else needs.
+        for number in sorted(set(which.tolist())):
             here = np.flatnonzero(which == number)
             # The index of a mixture is a memory-mapped file, too, and may have been damaged.
             check_range(within[here], len(self._orders[number]), "sample of a data set")
@@ -258,7 +259,7 @@ def read(
     """
     leaves, samples = order.look_up(positions)
     # One call for each data set, which copies all its samples without the GIL.
-    for leaf in np.unique(leaves):
+    for leaf in sorted(set(leaves.tolist())):
         here = np.flatnonzero(leaves == leaf)
         order.leaves[leaf].read(samples[here], rows[here], out)
 

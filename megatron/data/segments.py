@@ -299,7 +299,7 @@ class History:
         starts = np.array([opened.segment.start_sample for opened in self._open])
         which = np.searchsorted(starts, positions, side="right") - 1
         with self._registry.guarded():
-            for number in np.unique(which):
+            for number in sorted(set(which.tolist())):
                 rows = np.flatnonzero(which == number)
                 order.read(self._open[number].order, positions[rows] - starts[number], rows, out)
 
