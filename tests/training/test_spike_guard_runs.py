@@ -291,7 +291,8 @@ LAYOUTS = {
 }
 SHAPES = {
     "random": random_stretch(FIRST, LAST),
-    "worsening": worsening_stretch(FIRST - 20, LAST + 10),
+    # After 32 spikes in a row their level becomes normal, so the stretch is not longer.
+    "worsening": worsening_stretch(FIRST - 20, LAST - 5),
     "nan": lambda iteration: 0.0,
 }
 
