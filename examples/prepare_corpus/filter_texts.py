@@ -51,6 +51,11 @@ def main() -> None:
         help="keep these, such as en. This downloads the model lid.176.bin (131 MB)",
     )
     given = parser.parse_args()
+    # datatrove leaves out the steps that its logs call complete, even if the input has changed.
+    if given.output.exists() and any(given.output.iterdir()):
+        parser.error(f"--output {given.output} has results already. Remove it, or name another.")
+    if not any(Path(given.input).rglob("*.jsonl*")):
+        parser.error(f"--input {given.input} has no .jsonl file. Correct the path.")
     counts = filter_texts(given.input, given.output, given.tasks, given.html, given.languages)
     report(counts, given.output)
 
@@ -83,6 +88,11 @@ def filter_texts(
         "lines": FineWebQualityFilter(exclusion_writer=keep_removed("lines")),
     }
     good = run("good", [JsonlReader(source), *steps.values(), JsonlWriter(str(output / "good"))])
+    if not any((output / "good").glob("*")):
+        raise SystemExit(
+            f"error: no text of {source} is left after {', '.join(steps)}. Read the log above and "
+            f"{output / 'removed'}, and correct the texts or leave out a filter."
+        )
     run("signatures", [read_unique, MinhashDedupSignature(str(work / "signatures"), config)])
     buckets = MinhashDedupBuckets(str(work / "signatures"), str(work / "buckets"), config=config)
     run("buckets", [buckets], config.num_buckets)

@@ -4,7 +4,7 @@
 #
 #     bash examples/prepare_corpus/run.sh RAW_FOLDER [--html] [--languages en] [--tasks 8]
 #
-# The results are in prepared/ (or $PREPARE_CORPUS_DIR).
+# The results are in prepared/ (or $PREPARE_CORPUS_DIR). Remove or rename it before another run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 raw="${1:?give the folder of the raw .jsonl files}"

@@ -64,7 +64,7 @@ class PreprocessArguments:
     Slurm, or on Ray (the cluster of RAY_ADDRESS, or this machine). All machines must see the same
     folders. --workers is the number of tasks. Exit code 1 means that a file failed."""
     slurm_args: str = ""
-    """Further arguments of sbatch, as in "--partition=cpu --time=4:00:00 --mem=8G"."""
+    """Further arguments of sbatch, as in --slurm-args="--partition=cpu --time=4:00:00 --mem=8G"."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,6 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     engine = given.engine
     if engine is not None:
         return run_tool(lambda: _prepare_corpus(given, engine))
+    return run_tool(lambda: _preprocess(given))
+
+
+def _preprocess(given: PreprocessArguments) -> int:
     job = PreprocessJob(
         input=given.input,
         output_prefix=given.output_prefix,
@@ -83,10 +87,11 @@ def main(argv: list[str] | None = None) -> int:
         on_bad_line=given.on_bad_line,
         overwrite=given.overwrite,
     )
-    return run_tool(lambda: _preprocess(job))
-
-
-def _preprocess(job: PreprocessJob) -> int:
+    if given.slurm_args:
+        raise ConfigError(
+            f"--slurm-args={given.slurm_args} needs --engine slurm. Give it, or leave out "
+            "--slurm-args."
+        )
     try:
         done = preprocess(job)
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
+from megatron.data.array_file import open_regular
 from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
 from megatron.tokenizer import (
     compute_digest_of_ids,
@@ -76,16 +77,24 @@ def read_record(prefix: str) -> dict[str, dict[str, str]] | None:
         DataError: the record cannot be read.
     """
     path = get_record_path(prefix)
+    fix = "delete it if the data set is right"
+    if is_manifest(prefix):
+        fix = "make the corpus again with the same command of preprocess_data.py"
     try:
-        text = path.read_text()
+        # A pipe with this name would be waited for.
+        with open_regular(path) as opened:
+            text = opened.read()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}; fix it or delete it") from error
-    return _parse_record(prefix, path, text)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}; correct it, or {fix}") from error
+    return _parse_record(prefix, path, text, fix)
 
 
-def _parse_record(prefix: str, path: Path, text: str) -> dict[str, dict[str, str]] | None:
+def _parse_record(
+    prefix: str, path: Path, text: bytes, fix: str
+) -> dict[str, dict[str, str]] | None:
+    """Return the tokenizer that a record names. See `read_record`. `fix` is for the message."""
     try:
         content: dict[str, Any] = json.loads(text)
         tokenizer = {
@@ -94,7 +103,7 @@ def _parse_record(prefix: str, path: Path, text: str) -> dict[str, dict[str, str
         }
         sizes = content.get("bytes")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged; delete it if the data set is right") from error
+        raise DataError(f"{path} is damaged; {fix}") from error
     try:
         # With other sizes, another data set has replaced the recorded one. Those that a manifest
         # records are compared when it is opened.

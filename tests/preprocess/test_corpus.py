@@ -1,8 +1,13 @@
 """A corpus of shards: faults, resumes, failures, the manifest, and reading it as one data set."""
 
+import gzip
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +16,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from data.file_server import serve
 from preprocess.corpus_inputs import write_inputs
 from preprocess.corpus_runs import make_corpus, make_environment
 from tiny_corpus import GPT2, MERGES, REFERENCE_PREFIX, ROOT, VOCAB, data_files
@@ -21,9 +27,13 @@ from megatron.commands.parts import open_indexed
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.registry import DatasetRegistry
-from megatron.data.tokenizer_record import check_tokenizers_of_data
+from megatron.data.tokenizer_record import check_tokenizers_of_data, read_record
+from megatron.extras.corpus import sources
 from megatron.extras.corpus.joined import JoinedDataset
+from megatron.extras.corpus.shards import CorpusJob, ShardMaker
 from megatron.extras.corpus.sources import list_inputs
+
+FLAGS = ("--vocab-file", VOCAB, "--merge-file", MERGES, "--append-eod", "--engine", "local")
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +164,7 @@ def test_resume_makes_only_what_is_missing_or_changed(
     assert preprocess.main([*given, "--append-eod"]) == 0
     output = capfd.readouterr().err
     assert output.count("the shard is complete") == 3
+    assert "ended with exit code" not in output
     assert output.count("the shard has changed and is made again") == 1
     assert json.loads(manifest.read_text())["shards"] == before
     assert preprocess.main(given) == 2
@@ -189,6 +200,9 @@ def test_failed_files_and_documents_are_listed(
     registry.open_indexed = open_indexed
     registry.open(str(tmp_path / "corpus.json"))
     assert "lacks the documents of 3 input files" in registry.notes[0]
+    merged = ["--input", str(tmp_path / "corpus.json"), "--output-prefix", str(tmp_path / "merged")]
+    assert merge_datasets.main(merged) == 0
+    assert "lacks the documents of 3 input files" in capfd.readouterr().err
     # With the file repaired, the same command makes its shard.
     (folder / "keys.jsonl").write_text('{"text": "x"}\n')
     assert preprocess.main([*given, "--engine", "local", "--workers", "1"]) == 1
@@ -236,7 +250,7 @@ def test_inspection_compares_digests_and_reports_each_shard(
     assert f"{largest} has the SHA-256" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["../corpus/x", "/etc/x", "a/../../x", "", "a//x", 3])
+@pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "", "a//x", 3, "\0", "\ud800"])
 def test_manifest_leads_nowhere_else(copy: Path, path: object) -> None:
     change(copy, lambda content: content["shards"][1].update(path=path))
     with pytest.raises(DataError, match="no manifest of a corpus"):
@@ -255,7 +269,10 @@ def test_damaged_manifests_and_shards_are_refused(copy: Path) -> None:
 
     change(copy, lambda content: content.update(version=2))
     refuse("it has version 2, and this program reads version 1")
+    change(copy, lambda content: content["shards"].pop(3))
+    refuse("records 100 documents, and its shards have 99, so a shard was removed")
     change(copy, lambda content: content["shards"][0].update(documents=3))
+    change(copy, lambda content: content.update(documents=66))
     refuse("has 37 documents and .* records 3 and .*Preprocess the input file again")
     change(copy, lambda content: content["shards"][0].update(tokens=-1))
     refuse("no integer from 0 on")
@@ -274,6 +291,11 @@ def test_damaged_manifests_and_shards_are_refused(copy: Path) -> None:
     refuse("has .* bytes, and .* records .*Copy the corpus again")
     index.unlink()
     refuse("cannot be read .No such file")
+    copy.unlink()
+    os.mkfifo(copy)
+    for read in (open_indexed, read_record):
+        with pytest.raises(DataError, match="is not a regular file"):
+            read(str(copy))
 
 
 def test_file_that_changes_in_use_and_another_tokenizer_are_found(copy: Path) -> None:
@@ -290,3 +312,154 @@ def test_file_that_changes_in_use_and_another_tokenizer_are_found(copy: Path) ->
     config = TokenizerConfig(vocab_file=str(other), merge_file=MERGES)
     with pytest.raises(ConfigError, match="made with another tokenizer"):
         check_tokenizers_of_data(config, [str(copy)])
+
+
+def test_file_that_ends_its_task_does_not_keep_the_others_from_their_shards(tmp_path: Path) -> None:
+    """The largest file ends the only task each time."""
+    folder = tmp_path / "in"
+    write_inputs(folder)
+    (folder / "e.parquet").unlink()
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    for number in range(3):
+        (faults / f"a kill {number}").touch()
+    result = make_corpus(
+        tmp_path / "corpus",
+        *("--input", str(folder), "--engine", "local", "--workers", "1"),
+        environment=make_environment(faults),
+    )
+    assert result.code == 1, result.output
+    content = json.loads(result.manifest.read_text())
+    assert list(content["failed_files"]) == [str(folder / "a.jsonl")]
+    assert len(content["shards"]) == 3
+
+
+def test_tasks_end_with_a_tool_that_is_killed(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in")
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    (faults / "a stop 1").touch()
+    given = ["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "corpus"), *FLAGS]
+    tool = subprocess.Popen(
+        [sys.executable, "tools/preprocess_data.py", *given, "--workers", "1"],
+        cwd=ROOT,
+        env=make_environment(faults),
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 120
+    while not (faults / "a stopped").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    tool.send_signal(signal.SIGKILL)
+    # The stopped task has the same standard error, so this returns when it has ended too.
+    tool.communicate(timeout=60)
+    assert not (tmp_path / "corpus.json").exists()
+
+
+def test_output_in_the_folder_of_unusual_inputs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second command finds the same inputs, and a renamed folder has a manifest that opens."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "left.jsonl").write_text('{"text": "left"}\n')
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, name in enumerate((b"x" * 249, b"\xff.of.\xe6", "日 本".encode())):
+        Path(os.fsdecode(bytes(folder) + b"/" + name + b".jsonl")).write_text(
+            json.dumps({"text": f"text {number}"}) + "\r\n", encoding="utf-8-sig"
+        )
+    (folder / "link").symlink_to(tmp_path / "plain")
+
+    def make(prefix: str) -> dict[str, Any]:
+        given = ["--input", str(folder), "--output-prefix", str(folder / prefix), *FLAGS]
+        assert preprocess.main([*given, "--workers", "1"]) == 0
+        output = capfd.readouterr().err
+        assert f"1 link to a folder left out, such as {folder / 'link'}" in output
+        assert ("--input left out, since this --output-prefix" in output) == bool(manifests)
+        manifests.append(json.loads((folder / f"{prefix}.json").read_text()))
+        return manifests[-1]
+
+    manifests: list[dict[str, Any]] = []
+    assert make("corpus")["documents"] == 3
+    assert make("corpus") == manifests[0]
+    shutil.move(folder / "corpus", folder / "renamed")
+    (folder / "corpus.json").unlink()
+    assert [shard["sha256"] for shard in make("renamed")["shards"]] == [
+        shard["sha256"] for shard in manifests[0]["shards"]
+    ]
+    assert len(open_indexed(str(folder / "renamed.json"))) == 3
+
+
+def test_outputs_and_flags_that_cannot_be_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A file of records with the name of the manifest stays."""
+    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n')
+
+    def refuse(message: str, *flags: str, source: str = "one.jsonl") -> None:
+        given = ["--input", str(tmp_path / source), "--output-prefix", str(tmp_path / "corpus")]
+        assert preprocess.main([*given, *FLAGS, "--workers", "1", *flags]) == 2
+        assert message in capfd.readouterr().err
+
+    records = Path(shutil.copy(tmp_path / "one.jsonl", tmp_path / "corpus.json"))
+    refuse("--input has no file except those that --output-prefix writes", source="corpus.json")
+    refuse("corpus.json would be replaced by the manifest, and", "--overwrite")
+    assert records.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    records.unlink()
+    (tmp_path / "corpus").touch()
+    refuse("corpus is a file, and with --engine it is the folder")
+    (tmp_path / "corpus").unlink()
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "made_with.json").write_text("[1")
+    refuse("made_with.json is damaged")
+    refuse("--slurm-args=--time=5 needs --engine slurm", "--slurm-args=--time=5")
+    words = ("--engine", "slurm", "--slurm-args=--comment='x", "--overwrite")
+    refuse("--slurm-args=--comment='x cannot be divided into words: No closing quotation", *words)
+
+
+@pytest.mark.parametrize("kind", ["", "file://"])
+def test_file_that_changes_while_it_is_read_fails(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new content has the same size."""
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"text": "one"}\n')
+
+    def then_change(read: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            result = read(*arguments)
+            path.write_text('{"text": "two"}\n')
+            os.utime(path, ns=(1, 1))
+            return result
+
+        return wrapped
+
+    monkeypatch.setattr(ShardMaker, "_encode_file", then_change(ShardMaker._encode_file))
+    monkeypatch.setattr(sources.shutil, "copyfileobj", then_change(shutil.copyfileobj))
+    (source,) = sources.list_inputs([f"{kind}{path}"], print)
+    (tmp_path / "corpus").mkdir()
+    job = CorpusJob(str(tmp_path / "corpus"), "text", True, "stop", GPT2)
+    ShardMaker(job, print).make(source)
+    result = job.find_result(source, job.made_with)
+    assert isinstance(result, str)
+    assert "has changed since it was listed" in result
+
+
+def test_secrets_of_urls_are_neither_printed_nor_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two URLs that differ only in the query have two shards, and two failures."""
+    web = tmp_path / "web"
+    web.mkdir()
+    (web / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n'))
+    (web / "b.jsonl").write_text('{"body": "one"}\n')
+    with serve(web) as (url, _):
+        base = url.replace("://", "://user:SECRET@")
+        names = [f"{name}?key=SECRET{i}" for name in ("a.jsonl.gz", "b.jsonl") for i in (1, 2)]
+        given = ["--input", *(f"{base}/{name}" for name in names), *FLAGS, "--workers", "1"]
+        assert preprocess.main([*given, "--output-prefix", str(tmp_path / "corpus")]) == 1
+    content = json.loads((tmp_path / "corpus.json").read_text())
+    assert (len(content["shards"]), len(content["failed_files"])) == (2, 2)
+    output = capfd.readouterr()
+    kept = [path.read_bytes() for path in (tmp_path / "corpus").rglob("*") if path.is_file()]
+    kept += [(tmp_path / "corpus.json").read_bytes(), (output.out + output.err).encode()]
+    assert not [each for each in kept if b"SECRET" in each]

@@ -360,6 +360,17 @@ def test_an_input_that_is_given_twice_is_reported(tmp_path: Path) -> None:
     assert "more than once" in messages[0]
 
 
+def test_output_in_the_folder_of_the_inputs_is_left_out(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", {"text": "one"}, {"text": "two"})
+    given = job(tmp_path / "out", tmp_path, overwrite=True)
+    run(given)
+    before = data_files(tmp_path / "out_text_document")
+    messages: list[str] = []
+    run(given, messages)
+    assert data_files(tmp_path / "out_text_document") == before
+    assert any("1 file of --input left out, since this --output" in each for each in messages)
+
+
 def test_a_second_run_on_one_output_is_refused(tmp_path: Path) -> None:
     with (
         lock_output(str(tmp_path / "out")),

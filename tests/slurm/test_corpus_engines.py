@@ -124,7 +124,7 @@ def test_slurm_with_killed_tasks_and_a_lost_node(
     print(made.output)
     assert len(lost) == 1
     assert [path.name for path in faults.iterdir()] == ["part-001 stopped"]
-    assert "1 files have no shard" in made.output or "attempt 2 of 3" in made.output
+    assert "1 file without a shard" in made.output or "attempt 2 of 3" in made.output
     assert made.digests == expected.digests
 
 

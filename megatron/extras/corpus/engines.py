@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.base.errors import ConfigError
+from megatron.base.plural import format_count
 from megatron.extras.corpus.task import run_task
 
 EngineName = Literal["local", "slurm", "ray"]
@@ -48,7 +49,16 @@ def run_tasks(
 
 def _run_locally(tasks_file: Path, count: int, _: str, log: Callable[[str], None]) -> None:
     """Run each task in a process of this machine."""
-    processes = [subprocess.Popen([*_TASK, str(tasks_file), str(i)]) for i in range(count)]
+    # The pipes close if this process is killed, and the tasks end. Ctrl-C reaches a process group.
+    # The tasks have other ones, so that they print no traceback.
+    processes = [
+        subprocess.Popen(
+            [*_TASK, str(tasks_file), str(i), "--end-with-input"],
+            stdin=subprocess.PIPE,
+            process_group=0,
+        )
+        for i in range(count)
+    ]
     try:
         for number, process in enumerate(processes):
             if code := process.wait():
@@ -63,11 +73,19 @@ def _run_on_slurm(
     tasks_file: Path, count: int, slurm_args: str, log: Callable[[str], None]
 ) -> None:
     """Run the tasks as a job array. Slurm starts the tasks of a lost node again."""
-    output = tasks_file.parent / "slurm-%A_%a.log"
+    # Slurm replaces names such as %j in the path.
+    folder = str(tasks_file.parent).replace("%", "%%")
+    try:
+        given = shlex.split(slurm_args)
+    except ValueError as error:
+        raise ConfigError(
+            f"--slurm-args={slurm_args} cannot be divided into words: {error}. Quote it as in a "
+            "shell."
+        ) from error
     command = [
         *("sbatch", "--parsable", "--wait", "--requeue", "--open-mode=append"),
-        *("--job-name=preprocess", f"--array=0-{count - 1}", f"--output={output}"),
-        *shlex.split(slurm_args),
+        *("--job-name=preprocess", f"--array=0-{count - 1}", f"--output={folder}/slurm-%A_%a.log"),
+        *given,
         *("--wrap", f"exec {shlex.join((*_TASK, str(tasks_file)))} $SLURM_ARRAY_TASK_ID"),
     ]
     try:
@@ -82,9 +100,12 @@ def _run_on_slurm(
     if not job:
         raise ConfigError(
             f"sbatch has not accepted the job (exit code {process.wait()}, its message is above). "
-            "Correct --slurm-args."
+            "Correct --slurm-args, or give fewer --workers than the MaxArraySize of the cluster."
         )
-    log(f"Slurm job {job} runs {count} tasks; their output is in {output.parent}")
+    log(
+        f"Slurm job {job} runs {format_count(count, 'task')}; the output is in "
+        f"{tasks_file.parent}. If this command is killed, end them with scancel {job}"
+    )
     try:
         code = process.wait()
     except BaseException:

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.base.plural import format_count
 from megatron.data.content import FileSet
 from megatron.data.indexed import DTYPES, MAGIC, VERSION, IndexedDataset
 from megatron.data.registry import DatasetRegistry
@@ -60,12 +59,8 @@ class JoinedDataset(IndexedDataset):
 
     def register(self, registry: DatasetRegistry) -> None:
         """Note the input files that are missing, and register all .bin files to be verified."""
-        if self._corpus.failed:
-            registry.notes.append(
-                f"{self.prefix} lacks the documents of "
-                f"{format_count(len(self._corpus.failed), 'input file')} that failed when it was "
-                f"made, such as {next(iter(self._corpus.failed))}"
-            )
+        if self._corpus.gap:
+            registry.notes.append(self._corpus.gap)
         # A digest of several files must not be compared with that of one merged file.
         key = f"joined-{self.compute_fingerprint()}"
         folder = registry.cache_folder(self.prefix)

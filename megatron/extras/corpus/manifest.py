@@ -5,6 +5,7 @@ Invariant: nothing in a manifest is executed, and no path in it leads out of its
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +13,13 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import DataError
+from megatron.base.plain_text import print_to_stderr
+from megatron.base.plural import format_count
+from megatron.data.array_file import open_regular
 from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
 
 VERSION = 1
+_SUMS = ("documents", "tokens", "bad_documents")
 _BLOCK_BYTES = 1 << 24
 _AGAIN = "Copy the corpus again, or run the same command of preprocess_data.py again."
 
@@ -57,11 +62,13 @@ class Shard:
             )
         if len(shard.bytes) != 2 or len(shard.sha256) != 2:
             raise ValueError(f"shard {shard.path!r} must have two sizes and two digests")
-        # A path from the root begins with an empty name.
-        if not {"..", ""}.isdisjoint(shard.path.split("/")):
+        # This raises ValueError for half a surrogate pair.
+        os.fsencode(shard.path)
+        # A path from the root begins with an empty name. The system accepts no NUL.
+        if "\0" in shard.path or not {"..", ""}.isdisjoint(shard.path.split("/")):
             raise ValueError(
-                f"the path {shard.path!r} must be relative and without '..', so that it stays "
-                "below the folder of the manifest"
+                f"the path {shard.path!r} must be relative and without '..' and NUL, so that it "
+                "stays below the folder of the manifest"
             )
         return shard
 
@@ -86,6 +93,16 @@ class Corpus:
         """Return the sum of a field over all shards, such as `documents`."""
         return sum(getattr(shard, name) for shard in self.shards)
 
+    @property
+    def gap(self) -> str | None:
+        """A message if the documents of some input files are missing."""
+        if not self.failed:
+            return None
+        return (
+            f"{self.path} lacks the documents of {format_count(len(self.failed), 'input file')} "
+            f"that failed when it was made, such as {next(iter(self.failed))}"
+        )
+
     def write(self, made_with: dict[str, Any]) -> None:
         """Write the manifest atomically, with the tokenizer and what else made the shards.
 
@@ -94,7 +111,7 @@ class Corpus:
         """
         content = {
             "version": VERSION,
-            **{name: self.count(name) for name in ("documents", "tokens", "bad_documents")},
+            **{name: self.count(name) for name in _SUMS},
             **made_with,
             "failed_files": self.failed,
             "shards": [asdict(each) for each in self.shards],
@@ -110,17 +127,13 @@ def read_manifest(path: str | Path) -> Corpus:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_bytes())
-        if content["version"] != VERSION:
-            raise ValueError(
-                f"it has version {content['version']!r}, and this program reads version {VERSION}"
-            )
-        shards = tuple(map(Shard.from_json, content["shards"]))
-        corpus = Corpus(path, shards, dict(content["failed_files"]))
-        if not corpus.shards:
-            raise ValueError("it has no shard")
+        # A pipe with this name would be waited for.
+        with open_regular(path) as opened:
+            content = json.loads(opened.read())
+        corpus = _parse(path, content)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). Correct the path.") from error
+        reason = error.strerror or error
+        raise DataError(f"{path} cannot be read ({reason}). Correct the path.") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is no manifest of a corpus: {error}. {_AGAIN}") from error
     for shard, prefix in zip(corpus.shards, corpus.prefixes, strict=True):
@@ -131,6 +144,32 @@ def read_manifest(path: str | Path) -> Corpus:
                 raise DataError(f"{file} cannot be read ({error.strerror}). {_AGAIN}") from error
             if found != size:
                 raise DataError(f"{file} has {found} bytes, and {path} records {size}. {_AGAIN}")
+    return corpus
+
+
+def _parse(path: Path, content: Any) -> Corpus:
+    """Return what the JSON of a manifest describes.
+
+    Raises:
+        DataError: It has another version.
+        ValueError, LookupError, TypeError, AttributeError: A value is not possible.
+    """
+    if content["version"] != VERSION:
+        raise DataError(
+            f"{path} is no manifest of a corpus that can be read: it has version "
+            f"{content['version']!r}, and this program reads version {VERSION}. Use the "
+            "program that made the corpus, or make it again."
+        )
+    shards = tuple(map(Shard.from_json, content["shards"]))
+    corpus = Corpus(path, shards, dict(content["failed_files"]))
+    if not corpus.shards:
+        raise ValueError("it has no shard")
+    for name in _SUMS:
+        if content[name] != corpus.count(name):
+            raise ValueError(
+                f"it records {content[name]!r} {name}, and its shards have "
+                f"{corpus.count(name)}, so a shard was removed, added or changed"
+            )
     return corpus
 
 
@@ -157,6 +196,8 @@ def check_digests(corpus: Corpus, *, only_indices: bool = False) -> None:
 def expand_manifests(prefixes: Sequence[str]) -> list[str]:
     """Return the paths of data sets with the shards in place of each manifest, in order.
 
+    A warning reports input files whose documents are missing.
+
     Raises:
         DataError: A manifest or a shard is damaged. All bytes of the shards are read.
     """
@@ -164,6 +205,8 @@ def expand_manifests(prefixes: Sequence[str]) -> list[str]:
     for prefix in prefixes:
         if is_manifest(prefix):
             corpus = read_manifest(prefix)
+            if corpus.gap:
+                print_to_stderr(f"warning: {corpus.gap}")
             check_digests(corpus)
             expanded += corpus.prefixes
         else:

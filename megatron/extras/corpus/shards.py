@@ -9,12 +9,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.base.durable import sync_folder, write_file
 from megatron.base.errors import DataError, MegatronError
+from megatron.base.plural import format_count
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.data.tokenizer_record import describe_tokenizer, get_record_path, write_record
@@ -58,6 +59,10 @@ class CorpusJob:
         """Return the path of the shard of an input file."""
         return f"{self.folder}/{source.shard_name}_{self.key}_document"
 
+    def get_path(self, source: InputFile) -> str:
+        """Return the path of the shard of an input file, below the folder of the manifest."""
+        return str(Path(*Path(self.get_prefix(source)).parts[-2:]))
+
     def get_record(self, source: InputFile) -> Path:
         """Return the path of a file's record, which has the finished shard or the failure."""
         return Path(f"{self.get_prefix(source)}.shard.json")
@@ -69,11 +74,13 @@ class CorpusJob:
         """
         try:
             record = json.loads(self.get_record(source).read_bytes())
-            if list_changes(record["made_with"], made_with) or record["input"] != asdict(source):
+            if list_changes(record["made_with"], made_with) or record["input"] != source.facts:
                 return None
             if record["failure"] is not None:
                 return str(record["failure"])
-            shard = Shard.from_json(record["shard"])
+            # The folder may have been renamed since.
+            path = self.get_path(source)
+            shard = replace(Shard.from_json(record["shard"]), path=path)
             sizes = tuple(file.stat().st_size for file in list_files(self.get_prefix(source)))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             # A record that is damaged counts as missing, and the shard is made again.
@@ -129,13 +136,14 @@ class ShardMaker:
         record = self._job.get_record(source)
         record.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=self._job.folder, prefix=SCRATCH) as scratch:
-            content: dict[str, Any] = {"made_with": self._made_with, "input": asdict(source)}
+            content: dict[str, Any] = {"made_with": self._made_with, "input": source.facts}
             try:
                 shard = self._write(source, Path(scratch))
                 content |= {"failure": None, "shard": asdict(shard)}
                 self._log(
-                    f"{source}: {shard.documents} documents, {shard.tokens} tokens, "
-                    f"{shard.bad_documents} bad documents"
+                    f"{source}: {format_count(shard.documents, 'document')}, "
+                    f"{format_count(shard.tokens, 'token')}, "
+                    f"{format_count(shard.bad_documents, 'bad document')}"
                 )
             # Any of these errors concerns this file only, so the other files are still made.
             except (MegatronError, ArithmeticError, ValueError, LookupError, TypeError) as error:
@@ -146,9 +154,12 @@ class ShardMaker:
             write_file(Path(scratch, record.name), json.dumps(content, indent=1) + "\n")
             if content["failure"] is None:
                 prefix = self._job.get_prefix(source)
-                for file in (get_record_path(prefix), *list_files(prefix)):
-                    if Path(scratch, file.name).exists():
-                        os.replace(Path(scratch, file.name), file)
+                names = [*list_files(prefix)]
+                # It is not written if the files of the tokenizer are not known.
+                if self._made_with["tokenizer"]:
+                    names.insert(0, get_record_path(prefix))
+                for file in names:
+                    os.replace(Path(scratch, file.name), file)
             sync_folder(record.parent)
             os.replace(Path(scratch, record.name), record)
             sync_folder(record.parent)
@@ -162,7 +173,10 @@ class ShardMaker:
         path = source.fetch(scratch, self._log)
         while True:
             try:
-                return self._encode_file(source, path, scratch)
+                shard = self._encode_file(source, path, scratch)
+                if path == source.path:
+                    source.check_unchanged(self._log)
+                return shard
             except EncoderMismatchError as error:
                 self._log(f"WARNING: encoder {error.name} cannot be trusted: {error.reason}")
                 self._rejected += (error.name,)
@@ -206,7 +220,7 @@ class ShardMaker:
         write_record(prefix, self._made_with["tokenizer"])
         files = list_files(prefix)
         return Shard(
-            path=str(Path(Path(job.folder).name, Path(final).name)),
+            path=job.get_path(source),
             input=str(source),
             documents=writer.num_documents,
             tokens=writer.num_tokens,

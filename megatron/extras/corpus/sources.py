@@ -4,16 +4,19 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.config.url import is_url, redact
+from megatron.config.url import has_secret, is_url, redact
 from megatron.extras.preprocess.input_files import FOLDER_SUFFIXES, expand_inputs
 from megatron.extras.stream.block_cache import BlockCache
-from megatron.extras.stream.remote import RemoteDataFile, RemoteFolder
+from megatron.extras.stream.remote import RemoteDataFile, RemoteFolder, RemoteStatus
 
 _COPY_BYTES = 1 << 24
+_STEM_BYTES = 100
+"""Part of a file's name that is in the name of its shard. Names have at most 255 bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,32 @@ class InputFile:
         return redact(self.path)
 
     @property
+    def has_secret(self) -> bool:
+        """Whether the path is a URL with a user, a password or a query."""
+        return is_url(self.path) and has_secret(self.path)
+
+    @property
+    def label(self) -> str:
+        """A name without secrets that no other input file has."""
+        return f"{self} (shard {self.shard_name})" if self.has_secret else str(self)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies the file in the record of its shard, without secrets."""
+        return {**asdict(self), "path": str(self)}
+
+    @property
     def file_name(self) -> str:
         """The last part of the path."""
-        return PurePosixPath(self.path.partition("?")[0]).name
+        return PurePosixPath(_cut_query(self.path)).name
 
     @property
     def shard_name(self) -> str:
         """Name of the shard. It depends on the path alone, so files may be added to a corpus."""
-        digest = hashlib.sha256(self.path.encode()).hexdigest()
-        return f"{self.file_name.partition('.')[0]}-{digest[:16]}"
+        # A path on this machine may have bytes that are not UTF-8.
+        digest = hashlib.sha256(self.path.encode("utf-8", "surrogateescape")).hexdigest()
+        stem = self.file_name.partition(".")[0].encode("utf-8", "replace")[:_STEM_BYTES]
+        return f"{stem.decode('utf-8', 'ignore')}-{digest[:16]}"
 
     def fetch(self, folder: Path, log: Callable[[str], None]) -> str:
         """Return the path of the file on this machine. A file at a URL is copied into `folder`.
@@ -47,20 +67,35 @@ class InputFile:
         Raises:
             DataError: The file cannot be read, or has changed since it was listed.
         """
-        remote = _open_folder(self.path, log) if is_url(self.path) else None
-        if remote is None:
-            found = list_inputs([self.path], log)[0]
-        else:
-            status = remote.describe("")
-            found = InputFile(self.path, status.size, status.version)
-        if found != self:
-            raise DataError(f"{self} has changed since it was listed. Run the same command again.")
-        if remote is None:
+        if not is_url(self.path):
+            self.check_unchanged(log)
             return self.path
+        remote = _open_folder(self.path, log)
+        status = self._describe(remote)
         target = folder / self.file_name
         with RemoteDataFile(remote, status).open() as source, open(target, "wb") as copy:
             shutil.copyfileobj(source, copy, _COPY_BYTES)
+        # The parts of the copy would otherwise be of two different contents.
+        self._describe(remote)
         return str(target)
+
+    def check_unchanged(self, log: Callable[[str], None]) -> None:
+        """Check that a file on this machine is as it was listed.
+
+        Raises:
+            DataError: It has changed.
+        """
+        self._compare(list_inputs([self.path], log)[0])
+
+    def _describe(self, remote: RemoteFolder) -> RemoteStatus:
+        """Return the status of a file at a URL, and check that it is as it was listed."""
+        status = remote.describe("")
+        self._compare(InputFile(self.path, status.size, status.version))
+        return status
+
+    def _compare(self, found: "InputFile") -> None:
+        if found != self:
+            raise DataError(f"{self} has changed since it was listed. Run the same command again.")
 
 
 def list_inputs(patterns: Sequence[str], log: Callable[[str], None]) -> list[InputFile]:
@@ -76,7 +111,11 @@ def list_inputs(patterns: Sequence[str], log: Callable[[str], None]) -> list[Inp
     for pattern in patterns:
         if is_url(pattern):
             folder = _open_folder(pattern, log)
-            files = sorted(folder.list_files(FOLDER_SUFFIXES), key=lambda status: status.name)
+            # A signed URL of a file ends with its query and not with the suffix.
+            if "?" in pattern and _cut_query(pattern).lower().endswith(FOLDER_SUFFIXES):
+                files = [folder.describe("")]
+            else:
+                files = sorted(folder.list_files(FOLDER_SUFFIXES), key=lambda status: status.name)
             if not files:
                 raise ConfigError(
                     f"--input {redact(pattern)} has no file with one of the suffixes "
@@ -93,3 +132,8 @@ def list_inputs(patterns: Sequence[str], log: Callable[[str], None]) -> list[Inp
 def _open_folder(url: str, log: Callable[[str], None]) -> RemoteFolder:
     """Return the folder or file at a URL. Nothing is cached, because each file is read once."""
     return RemoteFolder(url, BlockCache(str(Path()), 0, log), log)
+
+
+def _cut_query(path: str) -> str:
+    """Return a URL without its query. A question mark may be part of a name on this machine."""
+    return path.partition("?")[0] if is_url(path) else path

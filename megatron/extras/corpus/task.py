@@ -1,17 +1,20 @@
 """One task of an engine: it makes the shards of its input files, one after the other.
 
-    python -m megatron.extras.corpus.task TASKS_FILE NUMBER
+    python -m megatron.extras.corpus.task TASKS_FILE NUMBER [--end-with-input]
 
-The file has the job and the input files of each task as JSON.
+The file has the job and the input files of each task as JSON. With --end-with-input, the task ends
+when its standard input does, which is a pipe from the process that started it.
 """
 
 import json
 import os
 import platform
 import sys
+import threading
 import time
 from pathlib import Path
 
+from megatron.base.errors import MegatronError, describe_os_error
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import TokenizerConfig
 from megatron.extras.corpus.shards import CorpusJob, ShardMaker
@@ -40,5 +43,28 @@ def run_task(tasks_file: str, number: int) -> None:
     print_to_stderr(f"{where}: ended after {time.process_time() - started:.1f} s of CPU")
 
 
+def _end_with_input() -> None:
+    """Wait for the end of standard input, and end the process.
+
+    The kernel closes the pipe even if the other process is killed. The task must not go on then,
+    because a later command may give the same shards other settings.
+    """
+    # Not through `sys.stdin`, whose lock the interpreter needs at its exit.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _main() -> None:
+    """Run the task that the command line names."""
+    if "--end-with-input" in sys.argv:
+        threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        run_task(sys.argv[1], int(sys.argv[2]))
+    except (MegatronError, OSError) as error:
+        message = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        sys.exit(f"error: task {sys.argv[2]} on {platform.node()}: {message}")
+
+
 if __name__ == "__main__":
-    run_task(sys.argv[1], int(sys.argv[2]))
+    _main()

@@ -102,6 +102,41 @@ def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[s
     return files
 
 
+def leave_out_output(
+    paths: Sequence[str], beginnings: tuple[str, ...], say: Callable[[str], None]
+) -> list[str]:
+    """Return the input files without those that an earlier run with the same output wrote.
+
+    Args:
+        paths: The input files.
+        beginnings: How the absolute paths of the output begin. A path of an input is compared with
+            a slash at its end.
+        say: Receives a line about what is left out, and one for each file that is repeated.
+
+    Raises:
+        ConfigError: No file is left.
+    """
+    beginnings = tuple(
+        os.path.join(os.path.realpath(os.path.dirname(each) or "."), os.path.basename(each))
+        for each in beginnings
+    )
+    used = [path for path in paths if not f"{os.path.realpath(path)}/".startswith(beginnings)]
+    own = sorted(set(paths) - set(used))
+    if own:
+        say(
+            f"{format_count(len(own), 'file')} of --input left out, since this --output-prefix "
+            f"writes them, such as {own[0]}"
+        )
+    if not used:
+        raise ConfigError(
+            "--input has no file except those that --output-prefix writes. Give another one."
+        )
+    for path in sorted(path for path, count in Counter(used).items() if count > 1):
+        # Not an error, since a repetition may be intended.
+        say(f"warning: {redact(path)} is given more than once, so its documents are repeated")
+    return used
+
+
 def _refuse_special_files(files: Sequence[str]) -> None:
     """Raise if a file is a pipe or a device. Reading one may wait permanently.
 
@@ -138,9 +173,16 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
     # an Arrow file is read only if --input names it.
     used = list[str]()
     others = list[str]()
+    links = list[str]()
     for parent, subfolders, names in os.walk(folder, onerror=_fail_for_folder):
         # `os.walk` does not enter what is removed from its list.
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        # It does not enter links either, which may lead in a circle.
+        links += [
+            link
+            for link in (str(Path(parent, name)) for name in subfolders)
+            if os.path.islink(link)
+        ]
         for name in names:
             if name.startswith("."):
                 continue
@@ -160,6 +202,11 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
         f"{count} {suffix}" for suffix, count in sorted(Counter(map(_get_suffix, used)).items())
     )
     say(f"input {folder}: {format_count(len(used), 'file')} ({kinds})")
+    if links:
+        say(
+            f"warning: input {folder}: {format_count(len(links), 'link')} to a folder left out, "
+            f"such as {min(links)}; name such folders with --input"
+        )
     if others:
         say(
             f"input {folder}: {format_count(len(others), 'other file')} left out, such as "

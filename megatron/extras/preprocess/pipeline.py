@@ -7,7 +7,6 @@ it is truncated. The outputs are therefore those of an uninterrupted run.
 import itertools
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron.data.indexed import choose_dtype, refuse_existing
 from megatron.data.tokenizer_record import describe_tokenizer, write_record
 from megatron.extras.preprocess.blocks import BLOCK_BYTES
 from megatron.extras.preprocess.encoders import EncoderMismatchError, choose_encoder
-from megatron.extras.preprocess.input_files import expand_inputs
+from megatron.extras.preprocess.input_files import expand_inputs, leave_out_output
 from megatron.extras.preprocess.inputs import read_blocks
 from megatron.extras.preprocess.journal import (
     Journal,
@@ -36,6 +35,10 @@ from megatron.extras.preprocess.texts import BadLine
 from megatron.extras.preprocess.workers import Encoded, EncodingJob, encode_blocks
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+NO_EOD = (
+    "note: without --append-eod no token separates the documents, so the model cannot learn where "
+    "a text ends"
+)
 _SHOWN_BAD_LINES = 100
 # Blocks for each worker. With fewer, starting a worker takes longer than it saves.
 _BLOCKS_EACH = 4
@@ -104,10 +107,8 @@ def preprocess(
     """
     say = say or print_to_stderr
     _check_job(job)
-    paths = expand_inputs(job.input, say)
-    for path in sorted(path for path, count in Counter(paths).items() if count > 1):
-        # Not an error, since a repetition may be intended.
-        say(f"warning: {path} is given more than once, so its documents are repeated")
+    own = tuple(f"{prefix}." for prefix in job.prefixes.values())
+    paths = leave_out_output(expand_inputs(job.input, say), own, say)
     tokenizer = build_tokenizer(job.tokenizer)
     # Two runs that append to the same partial files would destroy both outputs.
     with lock_output(job.output_prefix):
@@ -121,10 +122,7 @@ def preprocess(
             _check_outputs(job)
             progress = PreprocessProgress()
         if not job.append_eod:
-            say(
-                "note: without --append-eod no token separates the documents, so the model cannot "
-                "learn where a text ends"
-            )
+            say(NO_EOD)
         # A mismatch restarts the run without that encoder, since ids written before may be wrong,
         # too. The loop ends, because the tokenizer itself cannot mismatch.
         while True:
