@@ -77,3 +77,12 @@ def test_another_number_of_processes_is_a_difference(tmp_path: Path) -> None:
     config = load_config(FLAGS.split()).config
     report = read_report(str(write(tmp_path / "report.json")))
     assert list_differences(report, config, 2) == ["the number of processes", "--lr"]
+
+
+def test_emulated_float8_is_no_difference(tmp_path: Path) -> None:
+    """The copy of a verification emulates float8, whatever the run does."""
+    float8 = "--lr 2e-3 --fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate"
+    config = load_config([*FLAGS.split(), *float8.split()]).config
+    verified = {**CONFIGURATION, "--fp8-format": "e4m3", "--fp8-recipe": "tensorwise"}
+    report = read_report(str(write(tmp_path / "report.json", configuration=verified)))
+    assert list_differences(report, config, 1) == ["--fp8-recipe"]
