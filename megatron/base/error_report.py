@@ -147,8 +147,9 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
             else:
                 report = None
         # One bad file must not hide the others. TypeError means other fields than ErrorReport has,
-        # and AttributeError that the file holds no object.
-        except (OSError, ValueError, TypeError, AttributeError):
+        # AttributeError that the file holds no object, and RecursionError that it is nested too
+        # deeply.
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             report = None
         if report is None:
             unreadable.append(path.name)

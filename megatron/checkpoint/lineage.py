@@ -106,7 +106,8 @@ def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
         if all(is_count(entry.iteration) for entry in lineage):
             return lineage
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    # Text that is nested too deeply raises a RecursionError.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
