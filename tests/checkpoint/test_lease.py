@@ -7,13 +7,15 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.base.errors import CheckpointError
-from megatron.checkpoint.lease import FILE, RESTART_VARIABLE, Lease, read_holder
+from megatron.checkpoint import lease
+from megatron.checkpoint.lease import FILE, RESTART_VARIABLE, Lease, is_alive, read_holder
 
 
 @pytest.fixture
@@ -227,3 +229,39 @@ def test_an_array_task_is_named_by_its_own_number(
     lease.release()
     assert holder is not None
     assert holder.describe().endswith(", job 7_2")
+
+
+def test_liveness_of_a_process_that_cannot_be_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only proof counts. Without it the heartbeat decides, which is None here."""
+    held = Lease.acquire(tmp_path, ignore)
+    holder = read_holder(tmp_path)
+    assert holder is not None
+    assert is_alive(holder) is True
+    # Another process has the number now.
+    assert is_alive(replace(holder, started="1")) is False
+    # The writer could not read its own start time.
+    assert is_alive(replace(holder, started="")) is None
+    # No process can have this number.
+    assert is_alive(replace(holder, pid=1 << 80)) is False
+
+    def raises(error: OSError) -> Callable[..., None]:
+        def fail(*arguments: object) -> None:
+            raise error
+
+        return fail
+
+    # The process belongs to another user, and /proc shows it nevertheless.
+    monkeypatch.setattr(os, "kill", raises(PermissionError()))
+    assert is_alive(holder) is True
+    # It ends between the two questions.
+    monkeypatch.setattr(lease, "_read_start_time", raises(ProcessLookupError()))
+    assert is_alive(holder) is False
+    # /proc hides the processes of other users.
+    monkeypatch.setattr(lease, "_read_start_time", raises(FileNotFoundError()))
+    assert is_alive(holder) is None
+    monkeypatch.setattr(lease, "_read_start_time", lambda pid: None)
+    assert is_alive(holder) is False
+    monkeypatch.undo()
+    held.release()

@@ -189,3 +189,29 @@ def test_other_lines_that_scripts_search_are_golden() -> None:
         == "Skipped iterations 8401 to 8800 due to --skip-train-iteration-range flag."
     )
     assert "spike guard" in log_line.format_skipped_range_line(51, 75, by_guard=True)
+
+
+def test_task_line_has_each_score_with_six_digits() -> None:
+    line = log_line.format_task_line(40, "arc_easy", {"acc": 0.25, "acc_norm": 1 / 3})
+    assert line == " task arc_easy at iteration 40 | acc: 0.25 | acc_norm: 0.333333 |"
+
+
+def test_line_of_slow_ranks_names_the_first_eight_and_counts_the_others() -> None:
+    slow = {f"rank {rank} on n{rank}": 2.0 - rank / 100 for rank in range(11)}
+    line = log_line.format_slow_ranks_line(7, slow, ("rank 0 on n0", 2.0), 0.0012)
+    assert "slow ranks at iteration 7: rank 0 on n0 takes 2.00, rank 1 on n1 takes 1.99" in line
+    assert "rank 7 on n7 takes 1.93, and 3 more ranks, which take less x the median" in line
+    assert "rank 8" not in line
+    assert "of 1.2 ms for the forward pass of a block" in line
+    assert log_line.parse_slow_ranks_line(f"[n0] {line}\n") == line
+    assert log_line.parse_slow_ranks_line("a line about something else") is None
+    none = log_line.format_slow_ranks_line(7, {}, ("rank 3 on n3", 1.02), 0.0012)
+    assert log_line.parse_slow_ranks_line(none) == ""
+    assert "the slowest, rank 3 on n3, takes 1.02" in none
+
+
+@pytest.mark.parametrize("before_start", [False, True])
+def test_line_of_the_kill_switch_gives_its_path_back(before_start: bool) -> None:
+    line = log_line.format_kill_switch_line("/runs/a b/stop", before_start=before_start)
+    assert log_line.parse_kill_switch_line(f"[default0]:{line}\n") == "/runs/a b/stop"
+    assert log_line.parse_kill_switch_line("another line") is None

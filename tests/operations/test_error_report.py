@@ -81,15 +81,16 @@ def test_report_with_a_value_of_another_type_is_named(
     assert unreadable == ["rank_0.json"]
 
 
-def test_incomplete_reports_of_killed_ranks_are_named(tmp_path: Path) -> None:
+def test_files_that_hold_no_report_are_named(tmp_path: Path) -> None:
     (tmp_path / "rank_000001.json").write_text('{"rank": 1, "ho')
     (tmp_path / "rank_000002.json.new").write_text("")
+    (tmp_path / "rank_000003.json").write_text("[" * 100_000)
     (tmp_path / "rank_000000.json").write_text(
         json.dumps({"rank": 0, "host": "n1", "kind": "DataError", "message": "m"})
     )
     reports, unreadable = read_reports(tmp_path)
     assert [report.rank for report in reports] == [0]
-    assert unreadable == ["rank_000001.json", "rank_000002.json.new"]
+    assert unreadable == ["rank_000001.json", "rank_000002.json.new", "rank_000003.json"]
 
 
 def _raised(kind: type[Exception], message: str, number: int | None) -> BaseException:

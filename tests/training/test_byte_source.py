@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from process_pool import Outcome, ProcessPool
-from training.byte_text import ByteText
+from training.byte_text import ByteSource, ByteText
 from training.runs import SIZES, Runner
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, DataError
+from megatron.config.data import DataConfig
+from megatron.data.source import BatchSlice
+from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
 from megatron.rules.finding import refuse_errors
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
@@ -90,3 +93,40 @@ def test_kernels_without_their_package_are_refused() -> None:
     config = load_config(f"{SIZES} --bias-swiglu-fusion --data-path words.txt".split()).config
     with pytest.raises(ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.kernels"):
         refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
+
+
+def test_state_continues_only_with_the_same_bytes(text: Path) -> None:
+    def open_bytes() -> ByteSource:
+        data = DataConfig(data_path=(str(text),), num_workers=0)
+        request = SourceRequest(
+            data=data,
+            seq_length=8,
+            seed=1,
+            train_samples=40,
+            valid_samples=0,
+            test_samples=0,
+            batch_slice=BatchSlice(1, vocab_size=256),
+        )
+        return ByteSource("train", text, range(40), request)
+
+    source = open_bytes()
+    source.advance(3)
+    state = source.state()
+    assert state["consumed_samples"] == 3
+    expected = source.read_batch(1)[0].tokens
+    same = open_bytes()
+    same.load(state)
+    assert same.read_batch(1)[0].tokens.equal(expected)
+    assert same.describe_place(3, 2) == "train: token 2 of sample 3"
+    text.write_text(text.read_text().upper())
+    other = open_bytes()
+    with pytest.raises(DataError) as refused:
+        other.load(state)
+    assert str(refused.value) == (
+        f"train: the checkpoint records {state['fingerprints']}, and the data now are "
+        f"{other.fingerprints}. Resume with the data of the checkpoint, or start a new run from "
+        "its weights with --finetune and another --save."
+    )
+    with pytest.raises(DataError, match="was trained on real data, and not on bytes data"):
+        other.load({**state, "kind": "real"})
+    assert other.state()["consumed_samples"] == 0
