@@ -11,6 +11,7 @@ from megatron.plan.resolve import resolve
 from megatron.rules.contexts import ResumeContext, TokenizerContext
 from megatron.rules.finding import Finding, error, warning
 from megatron.rules.resume import (
+    check_curriculum,
     check_optimizer,
     check_tokenizer,
     warn_about_new_states,
@@ -189,3 +190,31 @@ def test_states_of_another_optimizer_are_refused_or_left_out_silently() -> None:
     (found,) = warn_about_new_states(resume("--no-load-optim", 5))
     assert found.level == "warning"
     assert "are not loaded, although they fit, and start from zero" in found.text
+
+
+CURRICULUM = (
+    "--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 16 "
+    "--curriculum-max-steps 6"
+)
+
+
+def test_curriculum_that_differs_needs_a_decision() -> None:
+    (found,) = check_curriculum(resume("", 3, saved_flags=CURRICULUM))
+    assert found.level == "error"
+    assert "the curriculum differs from the checkpoint's: none here" in found.text
+    assert "iteration 4 has sequences of 16 tokens here and of 8 in the checkpoint" in found.text
+    (found,) = check_curriculum(resume(CURRICULUM, 3))
+    assert "iteration 4 has sequences of 8 tokens here and of 16 in the checkpoint" in found.text
+    assert "give --override-lr-scheduler to continue with this command line's" in found.text
+    (found,) = check_curriculum(resume("--override-lr-scheduler", 3, saved_flags=CURRICULUM))
+    assert found.level == "warning"
+    assert found.text.startswith("--override-lr-scheduler changes the curriculum: none here")
+    keep = resume("--use-checkpoint-lr-scheduler", 3, saved_flags=CURRICULUM)
+    (found,) = check_curriculum(keep)
+    assert found.text.startswith("--use-checkpoint-lr-scheduler keeps the checkpoint's: none here")
+
+
+def test_curriculum_that_has_ended_may_be_left_out() -> None:
+    assert list(check_curriculum(resume(CURRICULUM, 3, saved_flags=CURRICULUM))) == []
+    assert list(check_curriculum(resume("", 5, saved_flags=CURRICULUM))) != []
+    assert list(check_curriculum(resume("", 6, saved_flags=CURRICULUM))) == []

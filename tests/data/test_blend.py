@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from data.corpora import golden, short_hash
 
+from megatron.base.errors import ConfigError
+from megatron.config.data import DataConfig
 from megatron.data.blend import blend, compute_samples_per_dataset, count_drawn_samples, normalise
 from megatron.data.cache import IndexCache
+from megatron.data.shares import parse_shares
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,26 @@ def test_more_than_256_data_sets_use_int32(tmp_path):
     which, _ = blend(normalise([1.0] * 300), 900, IndexCache(tmp_path))
     assert which.dtype == np.int32
     assert count_drawn_samples(which, 300) == [3] * 300
+
+
+def test_shares_of_named_data_sets_add_up_to_one():
+    data = DataConfig(data_path=("root",), datasets="web, code,books", weights="3,1,4")
+    assert parse_shares(data) == {"web": 0.375, "code": 0.125, "books": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data_path": ("a", "b")}, "takes one folder as --data-path, and not 2 values"),
+        ({"datasets": "a,"}, "has the entry ''. Each entry must be the name of a folder"),
+        ({"datasets": "../a"}, "has the entry '../a'"),
+        ({"datasets": "a,b", "weights": "1,x"}, "--weights '1,x' must have one positive number"),
+        ({"datasets": "a,b", "weights": "1"}, "for each of the 2 data sets, as in --weights"),
+        ({"datasets": "a,b", "weights": "1,0"}, "Leave out data that must not be used"),
+        ({"datasets": "a,b", "weights": "1,inf"}, "must have one positive number"),
+    ],
+)
+def test_shares_that_cannot_be_parsed_are_refused(fields, message):
+    with pytest.raises(ConfigError) as refused:
+        parse_shares(DataConfig(**{"data_path": ("root",), **fields}))
+    assert message in str(refused.value)

@@ -1,5 +1,6 @@
 """The phases of --data-phases: the file, where they begin, and the order of samples."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megatron.data.phases import (
     plan_phases,
     read_phases,
 )
-from megatron.data.planned_phase import DataPhase
+from megatron.data.planned_phase import DataPhase, PlannedPhase
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.source_kind import SourceRequest
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
@@ -421,3 +422,10 @@ def test_a_phase_with_equal_data_is_not_recorded_again(
     drawn += draw(sources, 55)
     assert len(set(drawn[:29])) == 29, "each sample once in the first epoch"
     assert drawn == draw(runs.build(*phases, samples=60), 60)
+
+
+def test_a_planned_phase_survives_json() -> None:
+    phase = DataPhase("p.yaml:3", ("a", "b"), ("c",), seed=3, from_iteration=6)
+    planned = PlannedPhase(phase, 6, 40, started=True)
+    record = json.loads(json.dumps(dataclasses.asdict(planned)))
+    assert PlannedPhase.from_json(record) == planned

@@ -3,16 +3,23 @@
 import ctypes
 import gc
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from process_pool import ProcessPool, succeed
 
+from megatron.base.errors import ConfigError
 from megatron.engine.native import NativeEngine
 from megatron.extras.translators.translator import load_config
+from megatron.observe.timers import Timers
+from megatron.parallel.grid import Grid
+from megatron.parallel.mesh import build_mesh
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
+from megatron.run.start import start_engine
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 2 --data-path none"
 # 53 million parameters, of which no block has more than 3.2 million.
@@ -189,3 +196,33 @@ def test_70b_has_only_its_shards(ranks: int, shard_size: int, pool: ProcessPool)
     assert own == parameters // shard_size
     # A start gathers one block at a time, besides embedding and output matrix.
     assert block < parameters / 80
+
+
+def test_model_that_a_host_cannot_allocate_is_refused_with_its_size() -> None:
+    plan = resolve(load_config(LARGE.split()).config, 1)
+
+    class FailingKind:
+        def __init__(self, message: str) -> None:
+            self._message = message
+
+        def load(self, device: str) -> Callable[..., NativeEngine]:
+            def make(*arguments: object) -> NativeEngine:
+                raise RuntimeError(self._message)
+
+            return make
+
+    def build(message: str) -> None:
+        mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"))
+        kind: Any = FailingKind(message)
+        start_engine.build_engine(plan, mesh, Timers(mesh.device), list, kind)
+
+    allocation = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+    with pytest.raises(ConfigError) as refused:
+        build(allocation)
+    text = str(refused.value)
+    assert f"its {plan.parameters:,} parameters alone need" in text
+    assert "make it smaller, or divide it over more processes" in text
+    assert text.endswith(allocation)
+    # Any other error of torch keeps its class and its message.
+    with pytest.raises(RuntimeError, match=r"^another error$"):
+        build("another error")

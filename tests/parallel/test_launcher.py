@@ -1,5 +1,10 @@
 """Tests of how rank and world are read from the variables of torchrun, Slurm and MPI."""
 
+import ctypes
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
 from megatron.base.errors import LayoutError
@@ -9,6 +14,7 @@ from megatron.parallel.launcher import (
     read_launcher_world,
     read_ranks_per_node,
 )
+from megatron.run.start import orphans
 
 SRUN = {
     "SLURM_JOB_ID": "123456",
@@ -120,3 +126,60 @@ def test_ranks_of_a_node(environment: dict[str, str], size: int) -> None:
 def test_ranks_of_a_node_that_are_no_number() -> None:
     with pytest.raises(LayoutError, match="LOCAL_WORLD_SIZE is 'many'"):
         read_ranks_per_node(16, {"LOCAL_WORLD_SIZE": "many"})
+
+
+@pytest.mark.parametrize(
+    ("command", "is_launcher"),
+    [
+        (b"/usr/bin/python\0-m\0torch.distributed.run", True),
+        (b"torchrun\0--nproc-per-node", True),
+        (b"/sbin/init", False),
+        (None, True),
+    ],
+)
+@pytest.mark.parametrize("parent", [1, 4711])
+def test_rank_whose_launcher_has_ended_kills_itself(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: bytes | None,
+    is_launcher: bool,
+    parent: int,
+) -> None:
+    """A rank under process 1 is an orphan, unless process 1 is the launcher or cannot be read."""
+    if command is not None:
+        (tmp_path / "cmdline").write_bytes(command)
+    signals: list[tuple[int, int]] = []
+    asked: list[tuple[int, int]] = []
+
+    class FakeLibrary:
+        def prctl(self, option: int, value: int) -> None:
+            asked.append((option, value))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: FakeLibrary())
+    monkeypatch.setattr(os, "kill", lambda *arguments: signals.append(arguments))
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(orphans, "Path", lambda path: tmp_path / "cmdline")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    orphans.die_with_launcher()
+    assert asked == [], "a run that a shell started may outlive the shell"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    orphans.die_with_launcher()
+    assert asked == [(1, signal.SIGKILL)]
+    is_orphan = parent == 1 and not is_launcher
+    assert signals == ([(os.getpid(), signal.SIGKILL)] if is_orphan else [])
+
+
+def test_rank_without_a_c_library_trains_without_protection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError("no library")
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a healthy rank was killed")
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "kill", refuse)
+    orphans.die_with_launcher()
