@@ -32,12 +32,12 @@ from megatron.checkpoint.manifest import (
 )
 
 FILES = {INDEX: {"bytes": 2, "xxh128": digest_of_text("{}")}}
-EARLIER = [[2, "a" * 32, False, 2], [4, "b" * 32, True, 4]]
+EARLIER: list[list[Any]] = [[2, "a" * 32, False, 2], [4, "b" * 32, True, 4]]
 
 
 def make_manifest(iteration: int = 6, **changed: Any) -> Manifest:
     course: list[list[Any]] = [list(entry) for entry in EARLIER]
-    fields = {"files": FILES, "course": course, "keep": False} | changed
+    fields: dict[str, Any] = {"files": FILES, "course": course, "keep": False} | changed
     return Manifest(iteration, "1", "1 rank", {"applied_steps": 6}, None, **fields)
 
 

@@ -86,10 +86,10 @@ def test_files_that_cannot_be_compared_give_one_warning(tokenizer: TokenizerConf
 def test_unreadable_file_of_the_tokenizer_is_an_error(
     tokenizer: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(config: TokenizerConfig) -> dict[str, str]:
-        raise OSError(5, "Input/output error", config.vocab_file)
+    def fail(path: Path) -> bytes:
+        raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr("megatron.rules.resume.compute_tokenizer_digests", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
     assert compare(tokenizer, {VOCAB: "0" * 32}) == [
         error(
             "a file of the tokenizer cannot be read: [Errno 5] Input/output error: "

@@ -211,10 +211,13 @@ def test_model_that_a_host_cannot_allocate_is_refused_with_its_size() -> None:
 
             return make
 
+    def do_nothing() -> None:
+        pass
+
     def build(message: str) -> None:
         mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"))
         kind: Any = FailingKind(message)
-        start_engine.build_engine(plan, mesh, Timers(mesh.device), list, kind)
+        start_engine.build_engine(plan, mesh, Timers(mesh.device), do_nothing, kind)
 
     allocation = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     with pytest.raises(ConfigError) as refused:
