@@ -21,7 +21,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-COMMANDS = ("__init__.py", "parts.py", "preset_table.py", "pretrain.py", "standard_streams.py")
+COMMANDS = (
+    *("__init__.py", "parts.py", "preset_table.py", "pretrain.py", "standard_streams.py"),
+    "training_imports.py",
+)
 """The files of `megatron.commands` that the command of the training needs."""
 
 SITE = """\

@@ -35,6 +35,10 @@ def choose_attention_order(
         device: This rank's device.
         log: Prints a line of the log.
     """
+    kernels = plan.config.kernels
+    if kernels.attention_backend != ("by-gpu",):
+        state.attention = {}
+        return plan
     # Ranks with GPUs of several types have a name that is in no table.
     here = " and ".join(sorted(set(ranks.gather(_name_gpu_type(device)))))
     order = _ORDERS.get(here, _TORCH)
@@ -54,7 +58,7 @@ def choose_attention_order(
             "kernels and keeps it. To change it, name the kernels, such as fused flash unfused"
         )
     state.attention = {"gpu": here, "kernels": list(order)}
-    chosen = replace(plan.config.kernels, attention_backend=order)
+    chosen = replace(kernels, attention_backend=order)
     return replace(plan, config=replace(plan.config, kernels=chosen))
 
 

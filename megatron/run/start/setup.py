@@ -167,11 +167,7 @@ def start_run(
         if saver is not None:
             before_update = saver.wait_for_copy
         kind = job.parts.engine or NATIVE
-        plan = job.plan
-        if plan.config.kernels.attention_backend == ("by-gpu",):
-            plan = choose_attention_order(plan, job.state, ranks, mesh.device, log)
-        else:
-            job.state.attention = {}
+        plan = choose_attention_order(job.plan, job.state, ranks, mesh.device, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
         if job.checkpoint is None:
             wrong = None
