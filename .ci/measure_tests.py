@@ -4,9 +4,9 @@
     PYTHONPATH=.ci bash tests/run.sh -p measure_tests tests/model/test_parts.py
 
 It replaces the rows of `tests/durations.csv` whose files have run, and removes those whose files
-are gone, so run complete files. The number is the CPU time of all processes of a test. If the
-elapsed time without the time in which a process waited for a core is longer, the number is that
-time. Other work on the machine changes it little.
+are gone, so run complete files. The number is the longer one of two times: the CPU time of all
+processes of a test, and its elapsed time without that in which they waited for a core. Other work
+on the machine changes both only a little.
 """
 
 import contextlib

@@ -98,7 +98,7 @@ def list_core() -> list[Path]:
     return [file for file in files if file.parts[1] not in OUTSIDE]
 
 
-def rank_tests(file: Path, importers: Importers) -> dict[str, int]:
+def find_distances(file: Path, importers: Importers) -> dict[str, int]:
     """Return the test files of a changed file, and how many imports each is away, 1 at least.
 
     Those in the folder of its package are one import nearer.
@@ -106,16 +106,16 @@ def rank_tests(file: Path, importers: Importers) -> dict[str, int]:
     seen = {file}
     layer = seen
     distance = 0
-    ranks: dict[str, int] = {}
+    distances: dict[str, int] = {}
     while layer:
         tests = {test for test in layer if is_test(test)}
         own = {test for test in tests if test.parts[1] == file.parts[1]}
-        chosen = own if ranks else tests
-        ranks |= {str(test): distance - (test in own) for test in chosen}
+        chosen = own if distances else tests
+        distances |= {str(test): distance - (test in own) for test in chosen}
         layer = {other for near in layer for other in importers.get(near, ())} - seen
         seen = seen | layer
         distance += 1
-    return ranks
+    return distances
 
 
 @dataclass
@@ -138,15 +138,15 @@ def select(file: Path, importers: Importers, record: Mapping[str, float]) -> Sel
     ranks_run = file.parts[0] == "megatron" and file.parts[1] in RANK_PACKAGES
     chosen = set(RANK_TESTS) if ranks_run else set()
     seconds = sum(record.get(name, UNKNOWN_SECONDS) for name in chosen)
-    ranks = {ALWAYS: 1, **rank_tests(file, importers)}
+    distances = {ALWAYS: 1, **find_distances(file, importers)}
     fast = [
-        (rank, record.get(test, UNKNOWN_SECONDS) + FILE_SECONDS, test)
-        for test, rank in ranks.items()
+        (distance, record.get(test, UNKNOWN_SECONDS) + FILE_SECONDS, test)
+        for test, distance in distances.items()
     ]
     slow = [
-        (ranks[find_file(name)], value, name)
+        (distances[find_file(name)], value, name)
         for name, value in record.items()
-        if "::" in name and find_file(name) in ranks
+        if "::" in name and find_file(name) in distances
     ]
     left_out: set[str] = set()
     for _, value, name in [*sorted(fast), *sorted(slow)]:

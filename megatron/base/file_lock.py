@@ -1,4 +1,4 @@
-"""A lock on an open file, which the kernel releases when the process ends, and its processes."""
+"""A lock on an open file, which the kernel releases when its process ends."""
 
 import errno
 import fcntl
@@ -22,10 +22,10 @@ class LockResult(Enum):
 
 
 def read_process_space() -> str:
-    """Return what is equal for processes that see each other. It is empty if it cannot be read.
+    """Return an id that processes have in common if they see each other's process ids.
 
     These are the processes of one boot of a kernel in one namespace of process ids. Containers on
-    one host share the boot, but each has its own ids.
+    one host share the boot, but each has its own ids. The result is empty if it cannot be read.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -21,11 +21,10 @@ from collections.abc import MutableMapping
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts, load_command_line
-from megatron.commands.preset_table import format_preset_table
+from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
 from megatron.commands.training_imports import import_training
 from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.normalise import normalise_flag
 from megatron.parallel.launcher import read_launcher_world
 from megatron.plan.run_plan import Plan
 from megatron.run.leaving import leave_with_error
@@ -44,12 +43,12 @@ def main(argv: list[str] | None = None) -> None:
     die_with_launcher()
     words = sys.argv[1:] if argv is None else argv
     try:
-        asked = {"-h", "--help", "--list-presets"} & set(map(normalise_flag, words))
-        if asked:
+        if wants_preset_list(words):
             with end_without_reader():
-                if "--list-presets" in asked:
-                    print_line(format_preset_table())
-                    return
+                print_line(format_preset_table())
+            return
+        if {"-h", "--help"} & set(words):
+            with end_without_reader():
                 _load(words)
         _train(words)
     except MegatronError as error:

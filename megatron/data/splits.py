@@ -95,7 +95,7 @@ def find_evaluation_mixtures(
     return _read_mixtures(data, which, 1 if which == "valid" else 2)
 
 
-def parse_shares(split: str) -> list[float] | None:
+def parse_split(split: str) -> list[float] | None:
     """Return the proportions of a --split, or None if they are not one to three valid numbers."""
     try:
         # Slashes separate numbers too, as in Megatron-LM.
@@ -119,7 +119,7 @@ def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     Raises:
         ConfigError: `split` is anything else.
     """
-    shares = parse_shares(split)
+    shares = parse_split(split)
     if shares is None:
         raise ConfigError(
             f"--split {split!r} must be up to three numbers, as in 949,50,1, none negative and not "

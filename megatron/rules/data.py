@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.data import DataConfig
 from megatron.config.url import has_secret, is_url, redact
-from megatron.data.splits import parse_shares
+from megatron.data.splits import parse_split
 from megatron.rules.contexts import PlanContext
 from megatron.rules.finding import Finding, error, warning
 
@@ -20,7 +20,7 @@ def check_split_weights(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
     Missing weights count as 0, as in Megatron-LM: `--split 1` trains on all documents.
     """
-    if parse_shares(settings.config.data.split) is None:
+    if parse_split(settings.config.data.split) is None:
         yield error(
             f"{settings.describe('data.split')} must be one to three numbers, not negative and "
             "not all 0, as in 949,50,1; missing numbers count as 0."
