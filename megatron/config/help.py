@@ -77,7 +77,7 @@ def _make_help_class(only: str | None) -> type:
         if field.group not in by_group:
             continue
         by_group[field.group].append(
-            (field.name, _add_help(field), dataclasses.field(default=field.default))
+            (field.name, _add_help(field), dataclasses.field(default=_get_shown_default(field)))
         )
     file_help = tyro.conf.arg(
         metavar="FILE",
@@ -112,13 +112,19 @@ def _make_help_class(only: str | None) -> type:
 def _add_help(field: Field) -> Any:
     """Return the field's type, annotated with its text."""
     metavar, text, hint = format_help_line(field)
-    if field.optional:
+    if field.optional and not field.is_switch:
         annotation = field.annotation | None
     else:
         annotation = field.annotation
     return Annotated[
         annotation, tyro.conf.arg(help=text, metavar=metavar or None, help_behavior_hint=hint)
     ]
+
+
+def _get_shown_default(field: Field) -> Any:
+    """Return a default from which tyro makes the spelling of the flag."""
+    # tyro would offer None, True and False as values of a switch.
+    return False if field.is_switch else field.default
 
 
 def find_metavar(field: Field) -> str:
@@ -140,6 +146,8 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
         metavar = many or find_metavar(field)
     if field.required:
         hint = "(required)"
+    elif field.is_switch:
+        hint = "(default: auto)"
     elif field.default is None or field.default == ():
         hint = ""
     else:
