@@ -25,9 +25,10 @@ DESCRIPTION = """Pretrain a GPT or Llama model.
 
 Flags may be spelled with hyphens or underscores. If a flag is given twice, the last one wins.
 Boolean flags take no value and have a --no- form (--fp16, --no-fp16). --fp16=True and --fp16=False
-are accepted too. Numbers may be grouped (6_000_000). None unsets a value. Flags have priority over
-the --config file, which nests the groups below, as in `model: {hidden_size: 384}`. The file has
-priority over the --preset.
+are accepted too. A flag with the default auto is on, off or left to the trainer (--rope-fusion,
+--no-rope-fusion, --rope-fusion auto). Numbers may be grouped (6_000_000). None unsets a value.
+Flags have priority over the --config file, which nests the groups below, as in
+`model: {hidden_size: 384}`. The file has priority over the --preset.
 
 A small model on one device: pretrain_gpt.py --data-path corpus_text_document
 --vocab-file vocab.json --merge-file merges.txt --num-layers 4 --hidden-size 128

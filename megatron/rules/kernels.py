@@ -34,7 +34,7 @@ def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{asked} cannot be combined with --use-torch-compile, which may replace unfused "
             "attention by another kernel; give one of them."
         )
-    if settings.config.kernels.use_varlen_attention and names != ("auto",):
+    if settings.config.kernels.use_varlen_attention and names not in (("auto",), ("by-gpu",)):
         yield error(
             f"{asked} cannot be combined with --use-varlen-attention, which has a kernel of its "
             "own; give one of them."
