@@ -291,7 +291,7 @@ def _format_float8(plan: Plan, prediction: StepPrediction) -> list[str]:
 
 
 def list_possible_fusions(plan: Plan) -> dict[str, str]:
-    """Return the fused kernels that the plan could use and that a flag leaves out: field -> flag."""
+    """Return the fused kernels that a flag leaves out although they would fit: field -> flag."""
     config = plan.config
     kernels = config.kernels
     half = config.precision.bf16 or config.precision.fp16
