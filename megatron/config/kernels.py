@@ -31,10 +31,11 @@ class KernelsConfig:
     everything. flash and unfused exist on CPUs too. A run that none of them can compute is refused
     at the start. unfused alone is refused with --use-torch-compile, which may replace it."""
     gradient_accumulation_fusion: bool | None = None
-    """Let the matrix products of linear layers add to the weights' gradients in fp32. Without it,
-    the product of each microbatch is rounded to 16 bits first. auto: on GPUs with --bf16 or --fp16
-    and the native engine, but not with --fp8-recipe tensorwise. A CPU multiplies fp32 copies, which
-    is slower."""
+    """Let the matrix products of the layers add to the weights' gradients in fp32. Without it, the
+    product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
+    native engine. auto: on GPUs, if one data-parallel rank adds up several microbatches before
+    gradients are sent, as with --zero-stage 1. Not with --fp8-recipe tensorwise. A CPU multiplies
+    fp32 copies, which is slower."""
     rope_fusion: bool | None = None
     """Rotate queries and keys, and divide the projection, in one Triton kernel in each direction.
     auto: on GPUs if Triton is installed, but not with --use-torch-compile, which fuses them itself.

@@ -48,14 +48,15 @@ class KernelChoice:
     """Setting -> why it is on or off. A setting without a meaning for the model is left out."""
 
 
-def choose_kernels(config: Config, device: KernelDevice) -> KernelChoice:
-    """Return the kernels of a configuration on a type of device."""
+def choose_kernels(plan: Plan, device: KernelDevice) -> KernelChoice:
+    """Return the kernels of a plan on a type of device."""
+    config = plan.config
     kernels = config.kernels
     values: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for name in SWITCHES:
         given = getattr(kernels, name)
-        obstacle = _find_obstacle(name, config, device)
+        obstacle = _find_obstacle(name, plan, device)
         values[name] = obstacle is None if given is None else given
         if given is not None:
             reasons[name] = all_fields()[f"kernels.{name}"].spell(given)
@@ -75,11 +76,12 @@ def apply_kernel_choice(plan: Plan, choice: KernelChoice) -> Plan:
     return replace(plan, config=config, kernel_reasons=choice.reasons)
 
 
-def _find_obstacle(name: str, config: Config, device: KernelDevice) -> str | None:
+def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     """Return why a kernel is not used by default, or None if it is used.
 
     The reason is empty if the model has nothing that the kernel computes.
     """
+    config = plan.config
     absent = {
         "rope_fusion": config.model.position_embedding_type != "rotary",
         "bias_swiglu_fusion": config.model.glu_activation is None,
@@ -91,7 +93,7 @@ def _find_obstacle(name: str, config: Config, device: KernelDevice) -> str | Non
     if ROCM in device.gpu:
         return "never tried on a GPU of AMD"
     if name == "gradient_accumulation_fusion":
-        return _find_obstacle_of_sums(config)
+        return _find_obstacle_of_sums(plan)
     if device.obstacle:
         return device.obstacle
     if config.kernels.use_torch_compile and name != "cross_entropy_loss_fusion":
@@ -99,15 +101,21 @@ def _find_obstacle(name: str, config: Config, device: KernelDevice) -> str | Non
     return None
 
 
-def _find_obstacle_of_sums(config: Config) -> str | None:
+def _find_obstacle_of_sums(plan: Plan) -> str | None:
     """Return why products do not add to the gradients by default, or None."""
-    precision = config.precision
+    precision = plan.config.precision
     if not (precision.bf16 or precision.fp16):
         return ""
-    if config.parallel.deepspeed:
+    if plan.config.parallel.deepspeed:
         return "DeepSpeed takes the gradients from autograd"
     if precision.fp8_format is not None and precision.fp8_recipe != "rowwise":
         return "--fp8-recipe rowwise has them"
+    # Gradients of one microbatch are sent and dropped. FSDP2 holds those of a layer until then,
+    # and fp32 would need twice the memory and more traffic than a conversion.
+    smallest = min(plan.batch_size.get_size(0, 0), plan.batch_size.final)
+    once = smallest <= plan.config.batch.micro_batch_size * plan.data_parallel_size
+    if plan.weight_ranks > 1 and (once or plan.zero_stage > 1):
+        return "gradients are sent after each microbatch"
     return None
 
 

@@ -37,12 +37,15 @@ OLD = KernelsConfig(("auto",), **OFF)
 """What an older version saved if no flag was given."""
 
 
-def choose_on(gpu: str, obstacle: str = "", **changes: dict[str, Any]) -> dict[str, bool]:
+def choose_on(
+    gpu: str, obstacle: str = "", world_size: int = 1, **changes: dict[str, Any]
+) -> dict[str, bool]:
     """Return which kernels a Llama in bf16 uses."""
     merged = {
         group: {**LLAMA.get(group, {}), **changes.get(group, {})} for group in {*LLAMA, *changes}
     }
-    chosen = choose_kernels(with_changes(**merged), KernelDevice(gpu, obstacle)).kernels
+    plan = resolve(with_changes(**merged), world_size)
+    chosen = choose_kernels(plan, KernelDevice(gpu, obstacle)).kernels
     return {name: getattr(chosen, name) for name in SWITCHES}
 
 
@@ -78,6 +81,26 @@ def test_without_triton_or_a_gpu_only_flags_count() -> None:
 
 
 @pytest.mark.parametrize(
+    ("zero_stage", "batch", "on"),
+    [(1, 16, True), (0, 16, True), (2, 16, False), (3, 16, False), (1, 8, False)],
+)
+def test_gradients_that_are_sent_at_once_are_not_added_up(
+    zero_stage: int, batch: int, on: bool
+) -> None:
+    changes = {
+        "parallel": {"zero_stage": zero_stage},
+        "batch": {"micro_batch_size": 4, "global_batch_size": batch},
+    }
+    expected = ON | {"gradient_accumulation_fusion": on}
+    assert choose_on("9.0", world_size=2, **changes) == expected
+    # A ramp-up may begin with one microbatch.
+    changes["batch"]["rampup_batch_size"] = (8, 8, 100)
+    if batch > 8:
+        assert not choose_on("9.0", world_size=2, **changes)["gradient_accumulation_fusion"]
+    assert choose_on("9.0", **changes) == ON
+
+
+@pytest.mark.parametrize(
     ("gpu", "changes", "order"),
     [
         ("9.0", {}, CUDNN),
@@ -94,7 +117,7 @@ def test_without_triton_or_a_gpu_only_flags_count() -> None:
 def test_the_order_of_attention_kernels(
     gpu: str, changes: dict[str, Any], order: tuple[str, ...]
 ) -> None:
-    chosen = choose_kernels(with_changes(**changes), KernelDevice(gpu))
+    chosen = choose_kernels(resolve(with_changes(**changes), 1), KernelDevice(gpu))
     assert chosen.kernels.attention_backend == order
 
 

@@ -47,7 +47,7 @@ def get_recomputed_share(plan: Plan) -> Fraction:
 def describe_software(plan: Plan, hardware: Hardware) -> Software:
     """Return how this trainer runs the plan's configuration on a kind of device."""
     config = plan.config
-    kernels = choose_kernels(config, describe_device(hardware)).kernels
+    kernels = choose_kernels(plan, describe_device(hardware)).kernels
     half = config.precision.bf16 or config.precision.fp16
     logit_bytes = TRAINER.logit_bytes
     if kernels.cross_entropy_loss_fusion:

@@ -54,7 +54,7 @@ def choose_run_kernels(
     """
     mine = _name_gpu_type(device), kind.find_kernel_obstacle(device.type)
     here = _find_common(ranks.gather(mine))
-    choice = choose_kernels(plan.config, here)
+    choice = choose_kernels(plan, here)
     record = state.kernels
     if record and record["gpu"] != here.gpu:
         log(

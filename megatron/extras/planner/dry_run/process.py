@@ -105,7 +105,7 @@ def choose_fake_kernels(plan: Plan) -> Plan:
     Raises:
         ConfigError: This version of torch has no shapes for a kernel that the plan asks for.
     """
-    choice = choose_kernels(plan.config, _FAKE_GPU)
+    choice = choose_kernels(plan, _FAKE_GPU)
     version = importlib.metadata.version("torch")
     major, minor = version.split(".")[:2]
     if choice.kernels.gradient_accumulation_fusion and (int(major), int(minor)) < (2, 13):
