@@ -125,7 +125,8 @@ def make_large_model(parts: Sequence[Part], table: str) -> str:
     cells = []
     for row in (row for part in parts for row in part.get_rows(table)):
         if "seconds" not in row:
-            cells.append([row.get("variant"), row.get("microbatches"), *[None] * 6, row["error"]])
+            names = [row.get(key) for key in ("model", "variant", "microbatches")]
+            cells.append([*names, *[None] * 6, row["error"]])
             continue
         errors = [
             f"{name} {100 * (seconds / row['seconds'] - 1):+.1f} %"
@@ -133,12 +134,13 @@ def make_large_model(parts: Sequence[Part], table: str) -> str:
         ]
         cells.append(
             [
-                *(row["variant"], row["microbatches"], row["tokens_per_second"], row["mfu"]),
+                *(row["model"], row["variant"], row["microbatches"]),
+                *(row["tokens_per_second"], row["mfu"]),
                 *(row["start_seconds"], row["allocated_gib"], row["reserved_gib"]),
                 *(row["predicted_gib"], ", ".join(errors)),
             ]
         )
-    columns = ("variant", "microbatches", "tokens/s", "MFU", "start, s", "tensors, GiB")
+    columns = ("model", "variant", "microbatches", "tokens/s", "MFU", "start, s", "tensors, GiB")
     return format_table((*columns, "reserved, GiB", "predicted, GiB", "error of the time"), cells)
 
 
@@ -184,6 +186,9 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
     ),
     "model parts": make_columns("name", "ms", "products_ms", "bytes_of_a_copy"),
     "steps": make_steps,
+    "peer": make_columns(
+        "script", "tokens_per_second", "ms", "low_ms", "high_ms", "steps", "sha256"
+    ),
     "large model": make_large_model,
     "idle": make_columns("size", "shape", "ms", "idle"),
     "kinds": make_columns("size", "shape", "kind", "ms", "share"),
@@ -222,7 +227,8 @@ TITLES = {
     "float8": "Linear layers in float8: both passes, and the speed relative to bf16",
     "model parts": "Model parts",
     "steps": "Training steps",
-    "large model": "7B on one GPU",
+    "peer": "Other trainers' programs",
+    "large model": "Large models on one GPU",
     "idle": "Idle share of the GPU",
     "kinds": "Kinds of kernels",
     "kernels": "Kernels of a step",
