@@ -309,7 +309,7 @@ def test_programs_take_the_arguments_of_their_steps(
                 own = step.command[step.command.index(script) + 1 :]
                 tyro.cli(modules[name].Arguments, args=own)
                 checked += 1
-    assert checked >= 12
+    assert checked >= 10
 
 
 @pytest.mark.parametrize("preset", ["llama2-7b", "llama3-3.2b", "llama3-8b"])
@@ -425,15 +425,38 @@ def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: P
     arguments = [str(tmp_path), "--write", "--docs", str(docs)]
     assert tables.main(arguments) == 0
     page = (docs / "benchmarks.md").read_text()
-    row = "| 125m | gpt2 | bf16 | 4 | trainer | 5000 | 100.0 / 200.0 / 500.0 | 2500 | 1.5 | 3 |"
-    assert row in page
-    assert "| 125m | gpt2 | bf16 | 4 | hf | - | - | - | out of memory | - |" in page
+    row = "| part2 | 125m | gpt2 | bf16 | 4 | trainer | 5000 | 100.0 / 200.0 / 500.0 | 2500 | 1.5 |"
+    assert f"{row} 3 |" in page
+    assert "| part2 | 125m | gpt2 | bf16 | 4 | hf | - | - | - | out of memory | - |" in page
     assert "| llama2-7b | eager | 8 | 11000 | 0.5 | 9 | 130 | 136 | 131 | h200 +5.0 % |" in page
     assert "CUDA out of memory / x" in page
     assert "| gpt2 | 1.50e-06 | 2.00e-05 |  |" in (docs / "gpu_untested.md").read_text()
     # Writing twice gives the same page.
     assert tables.main(arguments) == 0
     assert (docs / "benchmarks.md").read_text() == page
+
+
+RECORDED = ROOT / "tests/fixtures/gpu/2026-11-27-h200"
+
+
+def test_the_pages_show_the_recorded_run(modules: dict[str, Any]) -> None:
+    tables = modules["tables"]
+    parts = [tables.read_part(path) for path in sorted(RECORDED.glob("*.json"))]
+    assert [part.name for part in parts] == ["main", "shake", "trace"]
+    for page, names in tables.PAGES.items():
+        text = tables.make_page(parts, names)
+        assert text
+        assert text in (ROOT / "docs" / page).read_text()
+    # A few numbers of the programs' own output.
+    text = tables.make_page(parts, [*tables.MAKERS])
+    for cells in (
+        "| llama2-7b | eager | 8 | 10998 | 0.512 |",
+        "| main | 125m | gpt2 | bf16 | 4 | plain-compiled | 496053 | 132.0 / 132.1 / 132.7 |",
+        "| llama | 2.32e-07 | 1.43e-04 |",
+        "| 32 | 32 | 128 | 4096 | 1 | cudnn | 531 | 454 | 1 |",
+        "cuDNN first: yes. It is faster than flash at 7 of 7 shapes",
+    ):
+        assert cells in text
 
 
 def test_tables_refuse_what_is_no_measurement(
