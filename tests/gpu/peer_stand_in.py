@@ -6,7 +6,6 @@ refuses files that are damaged or too short.
 
 import itertools
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -44,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -289,9 +289,10 @@ def test_limits_are_within_the_time_of_a_command(
     assert len({*titles}) == len(titles)
 
 
-@pytest.mark.parametrize("tiny", [False, True])
+# A GPU that no hardware file describes has no base.
+@pytest.mark.parametrize(("tiny", "base"), [(False, "h200"), (False, None), (True, None)])
 def test_programs_take_the_arguments_of_their_steps(
-    tiny: bool, modules: dict[str, Any], tmp_path: Path
+    tiny: bool, base: str | None, modules: dict[str, Any], tmp_path: Path
 ) -> None:
     first_hour = modules["first_hour"]
     checked = 0
@@ -299,7 +300,7 @@ def test_programs_take_the_arguments_of_their_steps(
         if tiny:
             steps = first_hour.build_tiny_part(part, tmp_path)
         else:
-            steps = first_hour.build_part(part, tmp_path, "h200")
+            steps = first_hour.build_part(part, tmp_path, base)
         for step in steps:
             # The peer's script is an argument.
             script = next(each for each in step.command if each.endswith(".py"))

@@ -118,6 +118,8 @@ def test_a_large_model_is_measured_with_events(pool: ProcessPool, tmp_path: Path
     assert "FAILED" not in printed
     assert "microbatches 1, seconds " in printed
     assert "microbatches 2, seconds " in printed
+    # The step that is traced.
+    assert "aten::" in printed
 
 
 @pytest.mark.full
