@@ -12,7 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
-from model.kernel_comparisons import ACTIVATIONS, compare_gate, compare_rotary
+from model.kernel_comparisons import (
+    ACTIVATIONS,
+    compare_gate,
+    compare_rotary,
+    count_units,
+    measure_pairs,
+)
 from training.runs import SIZES
 from triton_interpreter import train
 
@@ -22,7 +28,7 @@ from megatron.extras.kernels import gate, rotary
 from megatron.extras.kernels.operators import build_operators
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
-from megatron.model.positions import make_rotary_table
+from megatron.model.positions import make_rotary_table, rotate
 from megatron.observe.metrics import read_metrics
 
 LLAMA: dict[str, Any] = {
@@ -54,6 +60,32 @@ def test_rotary_positions(
         compare_rotary, sizes, channels, dtype, "cpu", by_sample=by_sample
     ).result()
     assert max(units.values()) <= 1, units
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_units_of_rounding_allow_contracted_operations_and_no_more(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn((128, 2, 4, 3, 128), generator=generator).to(dtype)
+    cos, sin = make_rotary_table(128, 128, 1e4, torch.device("cpu"))
+    wide = x.double() if dtype == torch.float32 else x
+    expected = rotate(wide, cos, sin)
+    # As on a GPU: one product is rounded to fp32, and the other one is not.
+    first, second = x.double().chunk(2, dim=-1)
+    by_sine = [(half.float() * sin).double() for half in (second, first)]
+    parts = (first * cos - by_sine[0], second * cos + by_sine[1])
+    contracted = torch.cat([part.float() for part in parts], dim=-1)
+    pairs = measure_pairs(expected, 128)
+    assert count_units(contracted.to(dtype), expected, pairs) <= 1
+    if dtype == torch.bfloat16:
+        # A result that is nearly zero has other digits.
+        assert count_units(contracted.to(dtype), expected) > 2
+    # One result that is wrong by two distances of the type, or by 3e-6 of its operands.
+    place = (3, 1, 2, 2, 5)
+    contracted[place] += 2 * torch.finfo(dtype).eps * contracted[place].abs() + 3e-6 * pairs[place]
+    assert count_units(contracted.to(dtype), expected, pairs) > 1
+    contracted[place] = float("nan")
+    with pytest.raises(AssertionError):
+        count_units(contracted.to(dtype), expected, pairs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
