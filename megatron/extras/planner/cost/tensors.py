@@ -485,7 +485,7 @@ class _Tensors:
         if gated:
             # Gradients of both factors. Then the one of the gate passes its activation function,
             # unless a kernel computes both.
-            yield 2 * self._f, self._mlp - self._f
+            yield 2 * self._f, self._mlp - (0 if self._fused_gate else self._f)
             if not self._fused_gate:
                 yield self._f, 2 * self._f
             yield from self._list_entry_steps([self._f, self._f], up)
