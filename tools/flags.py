@@ -26,8 +26,9 @@ the YAML file of `--config FILE`, which nests the groups below: `model: {hidden_
 file has priority over `--preset NAME`, the architecture of a published model. `--list-presets`
 prints the names. In the file, the line is `preset: NAME`, outside of the groups. Boolean flags take
 no value and have a `--no-` form (`--fp16`, `--no-fp16`). `--fp16=True` and `--fp16=False` are
-accepted too. With underscores, as in fms-fsdp, the value may also follow as the next word
-(`--mixed_precision True`). `None` unsets a value.
+accepted too. A flag with the default `auto` is on, off or left to the trainer: `--rope-fusion`,
+`--no-rope-fusion`, `--rope-fusion auto`. With underscores, as in fms-fsdp, the value may also
+follow as the next word (`--mixed_precision True`). `None` unsets a value.
 
 Ranges are in mathematical notation: `[0, 1)` contains 0 but not 1. A whole number without a range
 must be at least 1, and any other number must be finite. Combinations are checked at the start, and

@@ -95,11 +95,9 @@ def choose_engine(config: Config) -> EngineKind:
         from megatron.extras.float8.kind import FLOAT8
 
         kind = FLOAT8
-    if not config.kernels.fusion_flags:
-        return kind
     from megatron.extras.kernels.kind import add_kernels
 
-    return add_kernels(kind, config.kernels)
+    return add_kernels(kind)
 
 
 def choose_parts(config: Config) -> Parts:

@@ -291,7 +291,7 @@ def _format_float8(plan: Plan, prediction: StepPrediction) -> list[str]:
 
 
 def list_possible_fusions(plan: Plan) -> dict[str, str]:
-    """Return the fused kernels that the plan could use and does not: field -> flag."""
+    """Return the fused kernels that a flag leaves out although they would fit: field -> flag."""
     config = plan.config
     kernels = config.kernels
     half = config.precision.bf16 or config.precision.fp16
@@ -305,12 +305,12 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     return {
         field: f"--{field.replace('_', '-')}"
         for field, can_be_used in possible.items()
-        if can_be_used and not getattr(kernels, field)
+        if can_be_used and getattr(kernels, field) is False
     }
 
 
 def _format_fusions(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
-    """Return rows about kernels that are off because they have not run on a GPU yet."""
+    """Return rows about kernels that flags turn off."""
     flags = list_possible_fusions(plan)
     if not hardware.has_gpu or not flags:
         return []

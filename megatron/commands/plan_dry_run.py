@@ -6,7 +6,12 @@ from typing import Any
 
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError
-from megatron.extras.planner.dry_run.process import choose_microbatches, list_rank_kinds, run_ranks
+from megatron.extras.planner.dry_run.process import (
+    choose_fake_kernels,
+    choose_microbatches,
+    list_rank_kinds,
+    run_ranks,
+)
 from megatron.extras.planner.dry_run.record import RankReport
 from megatron.plan.run_plan import Plan
 
@@ -28,6 +33,8 @@ def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:
         _check_microbatches(plan, microbatches)
     # The operators of a compiled graph run one by one on a fake GPU. A kernel that fuses them needs
     # less memory, so without compilation the memory is closer to the real one.
+    # The compiler's choice of other kernels stays.
+    plan = choose_fake_kernels(plan)
     kernels = replace(plan.config.kernels, use_torch_compile=False)
     plan = replace(plan, config=replace(plan.config, kernels=kernels))
     return run_ranks(plan, list_rank_kinds(plan), microbatches)

@@ -74,6 +74,8 @@ class Field:
         """
         if isinstance(value, bool):
             return self.flag if value else self.negative_flag
+        if self.is_switch and value is None:
+            return f"{self.flag} auto"
         if isinstance(value, tuple):
             value = " ".join(map(str, value))
         return f"{self.flag} {value}"
@@ -82,6 +84,11 @@ class Field:
     def is_bool(self) -> bool:
         """Whether the field is a boolean, whose flag takes no value."""
         return self.annotation is bool
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the field is on, off or left to the trainer, which None stands for."""
+        return self.is_bool and self.optional
 
     @property
     def required(self) -> bool:
@@ -110,6 +117,8 @@ class Field:
     @property
     def expected(self) -> str:
         """What a value must be, in words that complete "must be ..."."""
+        if self.is_switch:
+            return "auto, on or off"
         if self.is_bool:
             return "true or false"
         if isinstance(self.arity, int) and self.arity > 1:
@@ -132,6 +141,8 @@ class Field:
             ValueError: the texts do not fit. The message describes what was expected.
         """
         # Flags and YAML may have any case.
+        if self.is_switch and len(texts) == 1 and texts[0].lower() in SWITCH:
+            return SWITCH[texts[0].lower()]
         if self.is_bool and len(texts) == 1 and texts[0].lower() in ("true", "false"):
             return texts[0].lower() == "true"
         try:
@@ -151,6 +162,8 @@ class Field:
             raise ValueError(f"must be {self.expected}{separator}") from None
 
 
+SWITCH = {"auto": None, "on": True, "off": False}
+"""Words for the values of a field that is left to the trainer by default."""
 PRESET_ORIGIN = "preset "
 """The origin of a preset's values begins with this. The name of the preset follows."""
 

@@ -25,9 +25,10 @@ DESCRIPTION = """Pretrain a GPT or Llama model.
 
 Flags may be spelled with hyphens or underscores. If a flag is given twice, the last one wins.
 Boolean flags take no value and have a --no- form (--fp16, --no-fp16). --fp16=True and --fp16=False
-are accepted too. Numbers may be grouped (6_000_000). None unsets a value. Flags have priority over
-the --config file, which nests the groups below, as in `model: {hidden_size: 384}`. The file has
-priority over the --preset.
+are accepted too. A flag with the default auto is on, off or left to the trainer (--rope-fusion,
+--no-rope-fusion, --rope-fusion auto). Numbers may be grouped (6_000_000). None unsets a value.
+Flags have priority over the --config file, which nests the groups below, as in
+`model: {hidden_size: 384}`. The file has priority over the --preset.
 
 A small model on one device: pretrain_gpt.py --data-path corpus_text_document
 --vocab-file vocab.json --merge-file merges.txt --num-layers 4 --hidden-size 128
@@ -77,7 +78,7 @@ def _make_help_class(only: str | None) -> type:
         if field.group not in by_group:
             continue
         by_group[field.group].append(
-            (field.name, _add_help(field), dataclasses.field(default=field.default))
+            (field.name, _add_help(field), dataclasses.field(default=_get_shown_default(field)))
         )
     file_help = tyro.conf.arg(
         metavar="FILE",
@@ -112,13 +113,19 @@ def _make_help_class(only: str | None) -> type:
 def _add_help(field: Field) -> Any:
     """Return the field's type, annotated with its text."""
     metavar, text, hint = format_help_line(field)
-    if field.optional:
+    if field.optional and not field.is_switch:
         annotation = field.annotation | None
     else:
         annotation = field.annotation
     return Annotated[
         annotation, tyro.conf.arg(help=text, metavar=metavar or None, help_behavior_hint=hint)
     ]
+
+
+def _get_shown_default(field: Field) -> Any:
+    """Return a default from which tyro makes the spelling of the flag."""
+    # tyro would offer None, True and False as values of a switch.
+    return False if field.is_switch else field.default
 
 
 def find_metavar(field: Field) -> str:
@@ -140,6 +147,8 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
         metavar = many or find_metavar(field)
     if field.required:
         hint = "(required)"
+    elif field.is_switch:
+        hint = "(default: auto)"
     elif field.default is None or field.default == ():
         hint = ""
     else:

@@ -22,32 +22,33 @@ class KernelsConfig:
     backward passes of attention otherwise add up in an order that changes, so a resumed run is not
     bit-identical. It is slower. The run ends with an error at an operator that has no such kernel.
     apex, DeepSpeed and torch.compile choose kernels of their own. A CPU needs no such flag."""
-    attention_backend: tuple[AttentionBackend, ...] = ("auto",)
+    attention_backend: tuple[AttentionBackend, ...] = ("by-gpu",)
     """Kernels that attention may use, the preferred one first, as in: fused flash unfused. Each
-    layer takes the first that can compute it. auto: PyTorch chooses. by-gpu: cuDNN's first on GPUs
-    of compute capability 9.0 (H100, H200), and PyTorch chooses elsewhere. flash: FlashAttention
+    layer takes the first that can compute it. by-gpu: cuDNN's first on GPUs of compute capability
+    9.0 (H100, H200), and PyTorch chooses elsewhere. auto: PyTorch chooses. flash: FlashAttention
     (https://arxiv.org/abs/2307.08691). fused: cuDNN. efficient: memory-efficient attention
     (https://arxiv.org/abs/2112.05682). unfused: matrix products and a softmax, which compute
     everything. flash and unfused exist on CPUs too. A run that none of them can compute is refused
-    at the start. Not with --use-torch-compile, which replaces some kernels."""
-    gradient_accumulation_fusion: bool = False
-    """Let the matrix products of linear layers add to the weights' gradients in fp32. Without it,
-    the product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
-    native engine. It is on by default in Megatron-LM, and off here, because it has not run on a GPU
-    yet. A CPU multiplies fp32 copies, which is slower."""
-    rope_fusion: bool = False
+    at the start. unfused alone is refused with --use-torch-compile, which may replace it."""
+    gradient_accumulation_fusion: bool | None = None
+    """Let the matrix products of the layers add to the weights' gradients in fp32. Without it, the
+    product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
+    native engine. auto: on GPUs, if one data-parallel rank adds up several microbatches before
+    gradients are sent, as with --zero-stage 1. Not with --fp8-recipe tensorwise. A CPU multiplies
+    fp32 copies, which is slower."""
+    rope_fusion: bool | None = None
     """Rotate queries and keys, and divide the projection, in one Triton kernel in each direction.
-    It is on by default in Megatron-LM, and off here, because it has not run on a GPU yet. It needs
-    pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
-    bias_swiglu_fusion: bool = False
+    auto: on GPUs if Triton is installed, but not with --use-torch-compile, which fuses them itself.
+    on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
+    bias_swiglu_fusion: bool | None = None
     """Compute the product inside a gated MLP in one Triton kernel in each direction, for each value
-    of --glu-activation. It is on by default in Megatron-LM, and off here, because it has not run on
-    a GPU yet. It needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute
-    the same."""
-    cross_entropy_loss_fusion: bool = False
+    of --glu-activation. auto: on GPUs if Triton is installed, but not with --use-torch-compile,
+    which fuses it itself. on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's
+    operators compute the same."""
+    cross_entropy_loss_fusion: bool | None = None
     """Compute softmax and gradient of the logits in Triton kernels, which keep the logits in the
-    dtype of the step. It is off in Megatron-LM too. It needs pip install 'megatron-3d[kernels]'. On
-    a CPU, PyTorch's operators compute the same."""
+    dtype of the step. auto: on GPUs if Triton is installed. on needs pip install
+    'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
     use_varlen_attention: bool = False
     """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
     instead of one call for each document. It is for --reset-attention-mask with short documents. It

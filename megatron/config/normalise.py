@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.command_line import CommandLine, Translator
-from megatron.config.fields import Arity, Field, ValueWithOrigin, all_fields
+from megatron.config.fields import SWITCH, Arity, Field, ValueWithOrigin, all_fields
 
 
 def read_argv(argv: Sequence[str], translator: Translator | None = None) -> CommandLine:
@@ -51,6 +51,9 @@ def read_argv(argv: Sequence[str], translator: Translator | None = None) -> Comm
             # fms-fsdp reads its flags with Python Fire, where a boolean may have its value attached
             # or behind it. All its booleans have underscores.
             values.append(tokens.popleft())
+        field = list_known_flags().get(flag)
+        if field is not None and field.is_switch and not values:
+            values += _take_switch(tokens)
         before = [typed, *values]
         _read_flag(line, typed, flag, values, translator)
     # Equal warnings, as of a flag that is given twice, are kept once. A dict keeps the order.
@@ -142,6 +145,8 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
         on = field.convert(values or ["true"])
         if flag == field.flag:
             return on
+        if on is None:
+            raise ValueError(f"must be without a value; {field.flag} auto is the default")
         return not on
     if not values:
         raise ValueError(
@@ -183,6 +188,13 @@ def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:
     while tokens and not is_flag(tokens[0]) and (arity == "*" or taken + len(values) < arity):
         values.append(tokens.popleft())
     return values
+
+
+def _take_switch(tokens: "deque[str]") -> list[str]:
+    """Remove and return the value of a flag such as `--rope-fusion auto`, if there is one."""
+    if tokens and tokens[0].lower() in SWITCH:
+        return [tokens.popleft()]
+    return []
 
 
 def is_flag(token: str) -> bool:

@@ -15,6 +15,13 @@ from megatron.plan.run_plan import Plan
 
 Row = tuple[str, str, str]
 """What is described, which implementation is in use, and why."""
+_KERNELS = {
+    "gradient_accumulation_fusion": "weight gradients",
+    "rope_fusion": "rotary positions",
+    "bias_swiglu_fusion": "gated MLP",
+    "cross_entropy_loss_fusion": "softmax of the loss",
+}
+"""Setting of a kernel -> what it computes."""
 
 
 def list_kernels(
@@ -35,10 +42,7 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
-    if plan.config.kernels.fusion_flags:
-        rows.append(("fused kernels", *_describe_operators(plan, execution)))
-    if execution.fused_gradients:
-        rows.append(("weight gradients", *_describe_fused_gradients(mesh)))
+    rows += _describe_fused_kernels(plan, mesh, execution)
     if mesh.grid.context > 1:
         rows.append(("sequence", *_describe_context(plan, mesh)))
     if mesh.grid.pipeline > 1:
@@ -87,7 +91,11 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     if execution.attention_kernels:
         # The conditions above apply to torch's own choice.
         kernels = " ".join(execution.attention_kernels)
-        attention = attention[0].removesuffix(", math"), f"the first possible kernel of: {kernels}"
+        why = plan.kernel_reasons.get("attention_backend", "--attention-backend")
+        attention = (
+            attention[0].removesuffix(", math"),
+            f"the first possible kernel of: {kernels}; {why}",
+        )
     if execution.pack_documents:
         if mesh.device.type == "cpu":
             return "document by document", "a CPU has no kernel for all documents of a microbatch"
@@ -122,17 +130,32 @@ def _describe_precision(
     return dtype + stream, f"{in_fp32}{scale}"
 
 
-def _describe_fused_gradients(mesh: Mesh) -> tuple[str, str]:
-    if mesh.device.type == "cpu":
-        return "products of fp32 copies", "a CPU has no product of 16 bits with a result in fp32"
-    return "products add to fp32", "--gradient-accumulation-fusion"
+def _describe_fused_kernels(plan: Plan, mesh: Mesh, execution: Execution) -> list[Row]:
+    """Return a row for each kernel that may be on or off, or one row if none is on."""
+    reasons = {name: why for name, why in plan.kernel_reasons.items() if name in _KERNELS}
+    if not any(getattr(plan.config.kernels, name) for name in reasons):
+        # Most often, all of them have the same reason.
+        why = ", ".join(dict.fromkeys(reasons.values()))
+        return [("fused kernels", "none", why)] if reasons else []
+    rows = []
+    for name, reason in reasons.items():
+        choice, note = "PyTorch's operators", ""
+        if getattr(plan.config.kernels, name):
+            choice, note = _name_kernel(name, mesh, execution)
+        rows.append((_KERNELS[name], choice, reason + note))
+    return rows
 
 
-def _describe_operators(plan: Plan, execution: Execution) -> tuple[str, str]:
-    flags = " ".join(plan.config.kernels.fusion_flags)
+def _name_kernel(name: str, mesh: Mesh, execution: Execution) -> tuple[str, str]:
+    """Return what computes a kernel that is on, and a note to its reason."""
+    if name == "gradient_accumulation_fusion":
+        if mesh.device.type == "cpu":
+            note = "; a CPU has no product of 16 bits with a result in fp32"
+            return "products of fp32 copies", note
+        return "products add to fp32", ""
     if execution.operators == FusedOperators():
-        return "PyTorch's operators", f"a CPU has no kernels for {flags}"
-    return "Triton", flags
+        return "PyTorch's operators", "; a CPU has no kernels"
+    return "Triton", ""
 
 
 def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from megatron.engine.base import (
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.parallelize import RankStage, build_stages
-from megatron.model.attention_kernels import require_attention_kernels
+from megatron.model.attention_kernels import install_torch_order, require_attention_kernels
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.fused_operators import FusedOperators
@@ -83,6 +83,7 @@ class EngineBase(ABC):
         if self._execution.pack_documents:
             require_packed_attention(mesh.device)
         if self._execution.attention_kernels:
+            install_torch_order(mesh.device)
             require_attention_kernels(
                 self._execution.attention_kernels,
                 plan.shape,

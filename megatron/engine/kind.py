@@ -37,6 +37,10 @@ def _describe_no_file(config: Config) -> FileSettings | None:
     return None
 
 
+def _miss_kernels(device_type: str) -> str:
+    return "megatron.extras.kernels is not installed"
+
+
 @dataclass(frozen=True)
 class EngineKind:
     """A kind of engine. Its functions need no process group. Only `load` imports torch."""
@@ -56,6 +60,8 @@ class EngineKind:
     """They yield an error for each file with settings of this engine that does not exist."""
     describe_settings: Callable[[Config], FileSettings | None] = _describe_no_file
     """Returns the settings that are not in the configuration. It never raises an error."""
+    find_kernel_obstacle: Callable[[str], str] = _miss_kernels
+    """Returns why this rank cannot run fused kernels on a type of device, or an empty text."""
 
     def list_unsupported(self, plan: Plan) -> list[str]:
         """Return a line for each setting that the engine cannot run, with what to do instead."""

@@ -171,7 +171,7 @@ class ShardedModel:
             compute_dtype: The type that parameters are gathered in.
             reduce_dtype: The type that gradients are sent in. They are accumulated in fp32.
             comm_timer: The timer of communication.
-            fused_gradients: Whether linear layers add to fp32 gradients.
+            fused_gradients: Whether the linear layers of blocks add to fp32 gradients.
         """
         assert sharding.mesh is not None, "a world of one has nothing to shard"
         self.model = model
@@ -239,8 +239,9 @@ class ShardedModel:
             self.model(None if self.model.stage.first else stream, Inputs(tokens, tokens))
         # Only the blocks of stage 3 are dropped after a forward pass. What is still gathered holds
         # the undefined weights, and must be gathered again after initialisation.
-        for sharded in self._sharded:
-            if self._fused_gradients:
+        blocks = len(self.model.blocks) if self._fused_gradients else 0
+        for number, sharded in enumerate(self._sharded):
+            if number < blocks:
                 _keep_gradients_in_fp32(sharded)
             sharded.reshard()
 

@@ -43,6 +43,18 @@ def use_attention_kernels(names: Sequence[str]) -> AbstractContextManager[Any]:
     return sdpa_kernel([_BACKENDS[name] for name in names], set_priority=True)
 
 
+def install_torch_order(device: torch.device) -> None:
+    """Let torch set its own order of kernels now.
+
+    On a GPU, torch does so in the first call of a process. Within `use_attention_kernels`, it would
+    replace the order of the context. Measured on an H200, that call took cuDNN's kernel instead of
+    flash. Later calls do not change the order.
+    """
+    if device.type == "cuda":
+        one = torch.zeros((1, 1, 1, 8), device=device)
+        F.scaled_dot_product_attention(one, one, one)
+
+
 def require_attention_kernels(
     names: Sequence[str],
     shape: ModelShape,

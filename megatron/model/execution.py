@@ -73,7 +73,7 @@ class Execution:
                 name for name in config.kernels.attention_backend if name not in ("auto", "by-gpu")
             ),
             pack_documents=config.kernels.use_varlen_attention,
-            fused_gradients=config.kernels.gradient_accumulation_fusion,
+            fused_gradients=bool(config.kernels.gradient_accumulation_fusion),
             compile=config.kernels.use_torch_compile,
             dynamic_shapes=dynamic_shapes,
         )

@@ -130,7 +130,6 @@ class GPT(nn.Module):
         self.stage = stage = stage or make_single_stage(shape)
         execution = execution or Execution()
         self._dtype = execution.dtype
-        self._fused_gradients = execution.fused_gradients
         self._loss_kernels = execution.operators.loss
         self._loss = loss or LossConfig()
         self.embedding: Embedding | None = None
@@ -207,7 +206,6 @@ class GPT(nn.Module):
             # The validation loss stays comparable between runs.
             z_loss=self._loss.z_loss_coefficient if self.training else 0.0,
             tally=None if self.training else self.tally,
-            fp32_weight_gradient=self._fused_gradients,
             kernels=self._loss_kernels,
         )
 

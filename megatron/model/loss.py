@@ -64,7 +64,6 @@ def cross_entropy(
     divisor: Tensor | None = None,
     z_loss: float = 0.0,
     tally: Tally | None = None,
-    fp32_weight_gradient: bool = False,
     kernels: LossKernels | None = None,
 ) -> Tensor:
     """Return the mean loss of a microbatch over the positions that `loss_mask` keeps.
@@ -83,8 +82,6 @@ def cross_entropy(
         z_loss: Coefficient of the z-loss. 0 turns it off.
         tally: Receives the sums of an evaluation. It needs the most likely token, so the logits
             are read once more. It must be None if gradients are computed.
-        fp32_weight_gradient: Whether the gradient of `weight` is in fp32 also if `weight` is not.
-            It is then a leaf whose `grad_dtype` is fp32.
         kernels: Kernels for the logits. None: PyTorch's operators, which are their reference.
 
     Returns:
@@ -105,7 +102,6 @@ def cross_entropy(
         z_loss,
         keep_gradients,
         tally,
-        torch.float32 if fp32_weight_gradient else weight.dtype,
         kernels,
     )
     if divisor is not None:
@@ -206,7 +202,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         keep_gradients: bool,
         tally: Tally | None,
-        gradient_dtype: torch.dtype,
         kernels: LossKernels | None,
     ) -> Tensor:
         n = hidden.shape[0]
@@ -268,11 +263,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
-            ctx.gradient_dtype = gradient_dtype
             # In fp16, the sum over all positions may exceed 65504 for a frequent token, and no loss
             # scale would help. It is in fp32 until `backward` has applied its factor.
-            exact = weight.dtype == torch.float16 or gradient_dtype == torch.float32
-            dtype = torch.float32 if exact else weight.dtype
+            dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
             grad_weight = _compute_grad_weight(grad_logits, hidden, weight, dtype)
             ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
@@ -283,8 +276,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The factor holds 1 / count, and in fp16 also the loss scale. It is applied only here. A
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
-        scaled = (grad_weight * factor).to(ctx.gradient_dtype)
-        return grad_hidden * factor, scaled, *[None] * 9
+        scaled = (grad_weight * factor).to(grad_hidden.dtype)
+        return grad_hidden * factor, scaled, *[None] * 8
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, place: Tensor | None) -> Tensor:

@@ -3,7 +3,8 @@
 A plan is data. `megatron.plan.resolve` derives it and applies the rules.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from megatron.base.errors import LayoutError, combine_errors
@@ -55,6 +56,8 @@ class Plan:
     """Iterations before this launch. 0 with --finetune."""
     loss_mean_origin: str = "default"
     """Where --loss-mean came from. See `LoadedConfig.origin`."""
+    kernel_reasons: Mapping[str, str] = field(default_factory=dict)
+    """Setting of a kernel -> why it is on or off. Filled at the start. See `KernelChoice`."""
 
     @property
     def copies(self) -> int:

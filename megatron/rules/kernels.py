@@ -29,12 +29,12 @@ def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{asked}: unfused computes everything, so the kernels after it would never be used; "
             "put it last."
         )
-    if settings.config.kernels.use_torch_compile and names != ("auto",):
+    if settings.config.kernels.use_torch_compile and names == ("unfused",):
         yield error(
-            f"{asked} cannot be combined with --use-torch-compile, which replaces kernels of "
-            "attention by others; give one of them."
+            f"{asked} cannot be combined with --use-torch-compile, which may replace unfused "
+            "attention by another kernel; give one of them."
         )
-    if settings.config.kernels.use_varlen_attention and names != ("auto",):
+    if settings.config.kernels.use_varlen_attention and names not in (("auto",), ("by-gpu",)):
         yield error(
             f"{asked} cannot be combined with --use-varlen-attention, which has a kernel of its "
             "own; give one of them."

@@ -234,7 +234,7 @@ def warn_about_changes(context: ResumeContext) -> Iterator[Finding]:
     rows = [
         (table[dotted].flag, _show(before), _show(now))
         for dotted, before, now in find_config_differences(context.saved, context.plan.config)
-        if _is_listed(table[dotted])
+        if _is_listed(table[dotted]) and not _is_left_to_start(dotted, now)
     ]
     if not rows:
         return
@@ -255,6 +255,11 @@ def _is_listed(field: Field) -> bool:
     if field.dotted in _NOT_LISTED or field.name.startswith("lr_"):
         return False
     return field.group in _LISTED_GROUPS
+
+
+def _is_left_to_start(dotted: str, now: str) -> bool:
+    """Return whether the start chooses a kernel, and reports it (`run/start/kernel_choice.py`)."""
+    return dotted.startswith("kernels.") and now in ("null", '["by-gpu"]')
 
 
 def _show(value: str) -> str:

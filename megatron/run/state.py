@@ -20,7 +20,7 @@ _ADDED_LATER = {
     "used_train_time",
     "costs",
     "spike_guard",
-    "attention",
+    "kernels",
     "validated_at",
 }
 """Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
@@ -73,9 +73,8 @@ class TrainState:
     spike_guard: dict[str, Any] = field(default_factory=dict)
     """State of the spike guard. Empty while it is off, and it is then left out of a checkpoint."""
 
-    attention: dict[str, Any] = field(default_factory=dict)
-    """With --attention-backend by-gpu, the type of the GPUs and the kernels that were chosen for
-    it. Otherwise it is left out of a checkpoint."""
+    kernels: dict[str, Any] = field(default_factory=dict)
+    """The type of the GPUs, and the kernels in use. See `run/start/kernel_choice.py`."""
 
     def keep_guard_windows(self, windows: list[Any]) -> None:
         """Store the ranges that the rollbacks of the spike guard skip, if there are any."""
@@ -124,9 +123,8 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""
         values = asdict(self)
-        for name in ("spike_guard", "attention"):
-            if not values[name]:
-                del values[name]
+        if not self.spike_guard:
+            del values["spike_guard"]
         return values
 
     @classmethod
@@ -143,4 +141,9 @@ class TrainState:
                 f"the checkpoint's state lacks {', '.join(missing)}; it was written by another "
                 "version"
             )
-        return cls(**{name: value for name, value in values.items() if name in names})
+        found = {name: value for name, value in values.items() if name in names}
+        # Older versions recorded the order of attention kernels alone.
+        if (older := values.get("attention")) and "kernels" not in found:
+            kernels = {"attention_backend": older["kernels"]}
+            found["kernels"] = {"gpu": older["gpu"], "kernels": kernels}
+        return cls(**found)

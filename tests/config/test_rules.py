@@ -318,8 +318,8 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"attention_backend": ("by-gpu", "flash")}, "by-gpu flash: by-gpu is a choice of its own"),
     ({"attention_backend": ("unfused", "flash")}, "the kernels after it would never be used"),
     (
-        {"use_torch_compile": True, "attention_backend": ("flash",)},
-        "--attention-backend flash cannot be combined with --use-torch-compile",
+        {"use_torch_compile": True, "attention_backend": ("unfused",)},
+        "--attention-backend unfused cannot be combined with --use-torch-compile",
     ),
     (
         {**VARLEN, "attention_backend": ("flash",)},

@@ -168,6 +168,14 @@ def count_attention(case: Case) -> dict[str, int]:
     }
 
 
+def count_attention_of_first_call(case: Case) -> dict[str, int]:
+    """Return the same for a process in which torch has not installed its own order yet."""
+    from megatron.extras.planner.dry_run.stand_ins import FakeOrder
+
+    FakeOrder.installed = False
+    return count_attention(case)
+
+
 def count_operators(case: Case) -> dict[str, int]:
     """Run the steps of a case. Return how often each of torch's operators ran on the GPU."""
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu

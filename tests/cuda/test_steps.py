@@ -5,7 +5,13 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, count_attention, count_operators, run_case
+from cuda.fake_ranks import (
+    Case,
+    count_attention,
+    count_attention_of_first_call,
+    count_operators,
+    run_case,
+)
 from cuda.formulas import Layout, Messages, predict
 
 from megatron.base.errors import TrainingError
@@ -16,6 +22,8 @@ LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
     "--no-add-bias-linear --untie-embeddings-and-output-weights "
 )
+FIRST_CALL = Counter({"_scaled_dot_product_efficient_attention": 1})
+"""The call of a single token in fp32 that comes before an order of kernels is used."""
 VARLEN = (
     "--reset-attention-mask --use-varlen-attention --global-batch-size 8 "
     "--vocab-file vocab.json --merge-file merges.txt "
@@ -232,13 +240,30 @@ def test_attention_takes_the_first_possible_kernel(
     # The start tries a choice that may be impossible.
     tried = backends != "auto" and "unfused" not in backends
     # Each of the two layers computes its attention again.
-    assert on_fake_gpu(count_attention, case) == {name: 4 + tried, f"{name}_backward": 2}
+    expected = Counter({name: 4 + tried, f"{name}_backward": 2})
+    if backends != "auto":
+        expected += FIRST_CALL
+    assert on_fake_gpu(count_attention, case) == expected
     check_waits(on_fake_gpu(run_case, replace(case, steps=2)))
+
+
+@pytest.mark.parametrize("compiled", ["", " --use-torch-compile"])
+@pytest.mark.parametrize(
+    ("backends", "kernel"), [("flash fused", "flash"), ("fused flash efficient unfused", "cudnn")]
+)
+def test_the_first_call_of_a_process_takes_the_chosen_kernel(
+    backends: str, kernel: str, compiled: str, on_fake_gpu: Call
+):
+    name = f"_scaled_dot_product_{kernel}_attention"
+    case = Case(f"{BF16}--attention-backend {backends} --global-batch-size 2{compiled}")
+    tried = "unfused" not in backends
+    expected = Counter({name: 2 + tried, f"{name}_backward": 2}) + FIRST_CALL
+    assert on_fake_gpu(count_attention_of_first_call, case) == expected
 
 
 def test_attention_without_fusion(on_fake_gpu: Call):
     case = Case("--bf16 --attention-backend unfused --global-batch-size 2")
-    assert set(on_fake_gpu(count_attention, case)) == {"_safe_softmax"}
+    assert set(on_fake_gpu(count_attention, case)) == {"_safe_softmax", *FIRST_CALL}
 
 
 def test_an_impossible_kernel_is_refused_at_the_start(on_fake_gpu: Call):

@@ -192,46 +192,6 @@ def test_padding_in_the_products_never_reaches_the_loss(dtype: torch.dtype, real
         torch.testing.assert_close(found, plain, rtol=bound, atol=bound / 100)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("real", [37, 64])
-def test_a_weight_gradient_in_fp32_is_not_rounded(dtype: torch.dtype, real: int) -> None:
-    from megatron.model import loss as module
-
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(64, 16, generator=generator)
-    labels = torch.randint(0, real, (50, 2), generator=generator)
-    states = torch.randn(50, 2, 16, generator=generator)
-    results = []
-    errors = []
-    for in_fp32 in (False, True):
-        hidden = states.to(dtype).requires_grad_()
-        weight = torch.nn.Parameter(values.to(dtype))
-        weight.grad_dtype = torch.float32
-        with mock.patch.object(
-            module, "_compute_grad_weight", wraps=module._compute_grad_weight
-        ) as product:
-            loss = module.cross_entropy(
-                hidden,
-                weight,
-                labels,
-                module.VocabSlice(0, real),
-                TensorParallel(),
-                fp32_weight_gradient=in_fp32,
-            )
-        loss.backward()
-        assert weight.grad is not None
-        assert weight.grad.dtype == torch.float32
-        grad_logits, inputs = product.call_args.args[:2]
-        exact = grad_logits.double().t() @ inputs.double() / labels.numel()
-        assert torch.equal(weight.grad[real:], torch.zeros(64 - real, 16))
-        errors.append(((weight.grad[:real] - exact).norm() / exact.norm()).item())
-        results.append((loss.detach(), hidden.grad))
-    assert errors[0] > 1e-5
-    assert errors[1] < 1e-6
-    for plain, found in zip(*results, strict=True):
-        assert torch.equal(plain, found)
-
-
 def test_products_are_padded_on_a_gpu_only() -> None:
     from megatron.model.loss import VocabSlice, _count_product_columns
 

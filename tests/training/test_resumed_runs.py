@@ -162,8 +162,8 @@ def test_changed_settings_are_listed_once_with_both_values(run: Runner) -> None:
         ["--fp8-format", "not", "set", '"e4m3"'],
         ["--fp8-recipe", "not", "set", '"rowwise"'],
         ["--fp8-emulate", "off", "on"],
-        ["--attention-backend", '["auto"]', '["flash",', '"unfused"]'],
-        ["--gradient-accumulation-fusion", "off", "on"],
+        ["--attention-backend", '["by-gpu"]', '["flash",', '"unfused"]'],
+        ["--gradient-accumulation-fusion", "not", "set", "on"],
     ]
     assert output.index("changed since the checkpoint") < output.index("iteration        3/")
 

@@ -1,7 +1,5 @@
 """The choice of the kernels that a model uses."""
 
-import importlib
-import importlib.util
 import os
 from dataclasses import replace
 
@@ -9,6 +7,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
 from megatron.extras.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.kernels.gate import apply_gate
+from megatron.extras.kernels.kind import find_kernel_obstacle
 from megatron.extras.kernels.rotary import rotate, rotate_projection
 from megatron.model.fused_operators import FusedOperators
 
@@ -23,25 +22,13 @@ def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
         device_type: "cuda" or "cpu".
 
     Raises:
-        ConfigError: Triton is not installed, or its import fails. A fallback would let ranks
-            compute differently.
+        ConfigError: Triton is not installed, or its import fails.
     """
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return FusedOperators()
-    flags = " ".join(config.fusion_flags)
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            f"{flags}: Triton is not installed; install it with pip install "
-            "'megatron-3d[kernels]', or leave the flag out"
-        )
-    try:
-        importlib.import_module("triton.language")
-    # A damaged package fails in many ways, and otherwise would fail in the first step.
-    except Exception as error:
-        raise ConfigError(
-            f"{flags}: the import of Triton fails ({type(error).__name__}: {error}); install it "
-            "again with pip install --force-reinstall triton, or leave the flag out"
-        ) from error
+    if obstacle := find_kernel_obstacle("cuda"):
+        flags = " ".join(config.fusion_flags)
+        raise ConfigError(f"{flags}: {obstacle}, or leave the flag out")
     return build_operators(config)
 
 

@@ -23,6 +23,7 @@ from megatron.extras.planner.cost.layout import (
 )
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
 from megatron.plan.run_plan import Plan
 from megatron.tokenizer import compute_padded_vocab_size
 
@@ -46,9 +47,10 @@ def get_recomputed_share(plan: Plan) -> Fraction:
 def describe_software(plan: Plan, hardware: Hardware) -> Software:
     """Return how this trainer runs the plan's configuration on a kind of device."""
     config = plan.config
+    kernels = choose_kernels(plan, describe_device(hardware)).kernels
     half = config.precision.bf16 or config.precision.fp16
     logit_bytes = TRAINER.logit_bytes
-    if config.kernels.cross_entropy_loss_fusion:
+    if kernels.cross_entropy_loss_fusion:
         # The product writes a logit, two kernels read it, and the second one writes its gradient.
         logit_bytes = 8 if half else 16
     # What the flags change. The rest is the trainer itself.
@@ -65,13 +67,18 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         float8=_describe_float8(config, hardware),
         fp32_residual=config.precision.fp32_residual_connection,
         kept_operators=config.recompute.checkpoint_keep_operators,
-        fused_gradients=config.kernels.gradient_accumulation_fusion,
-        fused_rotation=config.kernels.rope_fusion,
-        fused_gate=config.kernels.bias_swiglu_fusion,
-        fused_loss=config.kernels.cross_entropy_loss_fusion,
+        fused_gradients=bool(kernels.gradient_accumulation_fusion),
+        fused_rotation=bool(kernels.rope_fusion),
+        fused_gate=bool(kernels.bias_swiglu_fusion),
+        fused_loss=bool(kernels.cross_entropy_loss_fusion),
         logit_bytes=logit_bytes,
         optimizer=config.optimizer,
     )
+
+
+def describe_device(hardware: Hardware) -> KernelDevice:
+    """Return what the choice of kernels knows about a kind of device. Triton is assumed."""
+    return KernelDevice("GPU" if hardware.has_gpu else CPU)
 
 
 def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:

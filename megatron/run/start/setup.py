@@ -33,10 +33,10 @@ from megatron.run.loop import check_invariants
 from megatron.run.parts import Exporter, Guard, Profiling, RankComparison
 from megatron.run.report import Reporter
 from megatron.run.run import Run
-from megatron.run.start.attention_order import choose_attention_order
 from megatron.run.start.data_files import DataFiles
 from megatron.run.start.job import Job, confirm_job
 from megatron.run.start.join import make_printer
+from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.start.open_data import check_small_files, open_data
 from megatron.run.start.resume import record_for_resume
 from megatron.run.start.start_engine import build_engine, load_engine
@@ -167,7 +167,8 @@ def start_run(
         if saver is not None:
             before_update = saver.wait_for_copy
         kind = job.parts.engine or NATIVE
-        plan = choose_attention_order(job.plan, job.state, ranks, mesh.device, log)
+        saved = None if job.checkpoint is None else job.checkpoint.read_config().kernels
+        plan = choose_run_kernels(job.plan, job.state, saved, ranks, mesh.device, kind, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
         if job.checkpoint is None:
             wrong = None

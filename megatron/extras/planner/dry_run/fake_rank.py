@@ -19,6 +19,7 @@ from megatron.engine.native import NativeEngine
 from megatron.extras.float8.kind import FLOAT8
 from megatron.extras.kernels.operators import build_operators
 from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+from megatron.extras.planner.dry_run.process import choose_fake_kernels
 from megatron.extras.planner.dry_run.record import (
     GRADIENTS,
     OPTIMIZER,
@@ -80,6 +81,7 @@ def run_rank(
         visit: Called with the rank before the steps.
     """
     plan.raise_on_errors()
+    plan = choose_fake_kernels(plan)
     gpu = get_gpu()
     if microbatches is None:
         microbatches = plan.get_num_microbatches(plan.batch_size.final)

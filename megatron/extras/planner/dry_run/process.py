@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import RankReport
 from megatron.parallel.grid import GridCoordinate
+from megatron.plan.kernel_choice import KernelDevice, apply_kernel_choice, choose_kernels
 from megatron.plan.run_plan import Plan
 from megatron.schedule.pipeline_schedule import choose_schedule
 
 _PACKAGE = f"{os.sep}megatron{os.sep}"
+_FAKE_GPU = KernelDevice("9.0")
 _OWN = f"{os.sep}dry_run{os.sep}"
 
 
@@ -96,16 +99,25 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _check_torch(plan: Plan) -> None:
-    """Raise ConfigError if this version of torch has no shapes for the kernels of the plan."""
+def choose_fake_kernels(plan: Plan) -> Plan:
+    """Return the plan with the kernels that a run on such GPUs uses.
+
+    Raises:
+        ConfigError: This version of torch has no shapes for a kernel that the plan asks for.
+    """
+    choice = choose_kernels(plan, _FAKE_GPU)
     version = importlib.metadata.version("torch")
     major, minor = version.split(".")[:2]
-    if plan.config.kernels.gradient_accumulation_fusion and (int(major), int(minor)) < (2, 13):
+    if choice.kernels.gradient_accumulation_fusion and (int(major), int(minor)) < (2, 13):
+        if plan.config.kernels.gradient_accumulation_fusion is None:
+            kernels = replace(choice.kernels, gradient_accumulation_fusion=False)
+            return apply_kernel_choice(plan, replace(choice, kernels=kernels))
         raise ConfigError(
             "--dry-run with --gradient-accumulation-fusion needs torch 2.13 or newer, and this is "
             f"{version}, which cannot compute the shapes of the fused product; install a newer "
             "torch, or leave out the flag for the dry run"
         )
+    return apply_kernel_choice(plan, choice)
 
 
 def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankReport]:
@@ -120,7 +132,7 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
         ConfigError: There is no C++ compiler, a process ended, or torch is too old for the flags.
         TrainingError: The step raised.
     """
-    _check_torch(plan)
+    plan = choose_fake_kernels(plan)
     # The ranks are independent of each other, so each process takes the next one when it is free.
     # Each process takes some seconds to start, so there are no more than there is work.
     workers = min(len(ranks), len(os.sched_getaffinity(0)))

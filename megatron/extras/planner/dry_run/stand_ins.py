@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
-from torch.nn.attention import _cur_sdpa_kernel_backends
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.attention import bias as attention_bias
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
@@ -200,6 +200,19 @@ def use_stream(stream: FakeStream | None) -> Iterator[None]:
         yield
     finally:
         torch._C._accelerator_setStream(before)
+
+
+class FakeOrder:
+    """The order of attention kernels that torch installs in the first call of a process."""
+
+    installed: ClassVar = False
+    of_torch: ClassVar = (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+        SDPBackend.OVERRIDEABLE,
+    )
 
 
 class FakeDevice(contextlib.nullcontext[None]):
@@ -417,6 +430,10 @@ def _choose_kernel(possible: dict[str, bool]) -> str:
 @torch.compiler.assume_constant_result
 def _list_allowed_kernels() -> list[str]:
     """Return the names of the kernels that are allowed, the preferred one first."""
+    if not FakeOrder.installed:
+        # As on a real GPU, the first call replaces the order, also within `sdpa_kernel`.
+        FakeOrder.installed = True
+        torch._C._set_sdp_priority_order([int(kernel) for kernel in FakeOrder.of_torch])
     return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
 

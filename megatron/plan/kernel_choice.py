@@ -1,0 +1,131 @@
+"""The kernels that a configuration leaves to the trainer, for a type of device.
+
+A flag that names a kernel is kept. The others are on where the kernel exists and saves time. The
+choice is a function of the configuration and of what all ranks have in common, so that all ranks
+compute alike. See docs/decisions/056.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.config.fields import all_fields
+from megatron.config.kernels import AttentionBackend, KernelsConfig
+from megatron.config.tree import Config
+from megatron.plan.run_plan import Plan
+
+CPU = "cpu"
+ROCM = "rocm"
+_TORCH_ORDER: tuple[AttentionBackend, ...] = ("auto",)
+_ATTENTION_ORDERS: dict[str, tuple[AttentionBackend, ...]] = {
+    "9.0": ("fused", "flash", "efficient", "unfused")
+}
+"""Compute capability -> order of attention kernels. All other types have PyTorch's."""
+_COMPILED = "torch.compile fuses it with its neighbours"
+TRITON = ("rope_fusion", "bias_swiglu_fusion", "cross_entropy_loss_fusion")
+"""The settings of kernels that need Triton."""
+SWITCHES = ("gradient_accumulation_fusion", *TRITON)
+"""The settings that a choice turns on or off."""
+
+
+@dataclass(frozen=True)
+class KernelDevice:
+    """What all ranks have in common."""
+
+    gpu: str
+    """Compute capability, as in 9.0. Ranks of several types have all of them. A CPU is "cpu", and
+    the name of a GPU of AMD begins with rocm."""
+    obstacle: str = ""
+    """Why a rank cannot run the Triton kernels. Empty: all ranks can."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A configuration of kernels in which nothing is left to the trainer."""
+
+    kernels: KernelsConfig
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Setting -> why it is on or off. A setting without a meaning for the model is left out."""
+
+
+def choose_kernels(plan: Plan, device: KernelDevice) -> KernelChoice:
+    """Return the kernels of a plan on a type of device."""
+    config = plan.config
+    kernels = config.kernels
+    values: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for name in SWITCHES:
+        given = getattr(kernels, name)
+        obstacle = _find_obstacle(name, plan, device)
+        values[name] = obstacle is None if given is None else given
+        if given is not None:
+            reasons[name] = all_fields()[f"kernels.{name}"].spell(given)
+        elif obstacle is None:
+            reasons[name] = "the default on a GPU"
+        elif obstacle:
+            reasons[name] = obstacle
+    if kernels.attention_backend == ("by-gpu",):
+        values["attention_backend"] = _choose_attention_order(config, device)
+        reasons["attention_backend"] = f"the default on compute capability {device.gpu}"
+    return KernelChoice(replace(kernels, **values), reasons)
+
+
+def apply_kernel_choice(plan: Plan, choice: KernelChoice) -> Plan:
+    """Return the plan with chosen kernels."""
+    config = replace(plan.config, kernels=choice.kernels)
+    return replace(plan, config=config, kernel_reasons=choice.reasons)
+
+
+def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
+    """Return why a kernel is not used by default, or None if it is used.
+
+    The reason is empty if the model has nothing that the kernel computes.
+    """
+    config = plan.config
+    absent = {
+        "rope_fusion": config.model.position_embedding_type != "rotary",
+        "bias_swiglu_fusion": config.model.glu_activation is None,
+    }
+    if absent.get(name):
+        return ""
+    if device.gpu == CPU:
+        return "a CPU has none"
+    if ROCM in device.gpu:
+        return "never tried on a GPU of AMD"
+    if name == "gradient_accumulation_fusion":
+        return _find_obstacle_of_sums(plan)
+    if device.obstacle:
+        return device.obstacle
+    if config.kernels.use_torch_compile and name != "cross_entropy_loss_fusion":
+        return _COMPILED
+    return None
+
+
+def _find_obstacle_of_sums(plan: Plan) -> str | None:
+    """Return why products do not add to the gradients by default, or None."""
+    precision = plan.config.precision
+    if not (precision.bf16 or precision.fp16):
+        return ""
+    if plan.config.parallel.deepspeed:
+        return "DeepSpeed takes the gradients from autograd"
+    if precision.fp8_format is not None and precision.fp8_recipe != "rowwise":
+        return "--fp8-recipe rowwise has them"
+    # Gradients of one microbatch are sent and dropped. FSDP2 holds those of a layer until then,
+    # and fp32 would need twice the memory and more traffic than a conversion.
+    smallest = min(plan.batch_size.get_size(0, 0), plan.batch_size.final)
+    once = smallest <= plan.config.batch.micro_batch_size * plan.data_parallel_size
+    if plan.weight_ranks > 1 and (once or plan.zero_stage > 1):
+        return "gradients are sent after each microbatch"
+    return None
+
+
+def _choose_attention_order(config: Config, device: KernelDevice) -> tuple[AttentionBackend, ...]:
+    """Return what --attention-backend by-gpu means."""
+    kernels = config.kernels
+    if kernels.use_varlen_attention:
+        return _TORCH_ORDER
+    order = _ATTENTION_ORDERS.get(device.gpu, _TORCH_ORDER)
+    if config.data.reset_attention_mask:
+        # cuDNN prepares its kernel for each length, and each document may have another one.
+        order = tuple(name for name in order if name != "fused")
+    return order

@@ -1,0 +1,138 @@
+"""The choice of kernels at the start of a run, by all ranks together.
+
+Kernels round differently. So a run keeps its kernels after a resume, as long as the type of its
+GPUs stays the same. See docs/decisions/056.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.config.fields import all_fields
+from megatron.config.kernels import KernelsConfig
+from megatron.engine.kind import EngineKind
+from megatron.parallel.ranks import Ranks
+from megatron.plan.kernel_choice import (
+    CPU,
+    ROCM,
+    SWITCHES,
+    TRITON,
+    KernelChoice,
+    KernelDevice,
+    apply_kernel_choice,
+    choose_kernels,
+)
+from megatron.plan.run_plan import Plan
+from megatron.run.state import TrainState
+
+_CHOSEN = ("attention_backend", *SWITCHES)
+
+
+def choose_run_kernels(
+    plan: Plan,
+    state: TrainState,
+    saved: KernelsConfig | None,
+    ranks: Ranks,
+    device: torch.device,
+    kind: EngineKind,
+    log: Callable[[str], None],
+) -> Plan:
+    """Return the plan with the kernels that this run uses, and record them in the state.
+
+    The choice is the same on all ranks. All ranks must call it.
+
+    Args:
+        plan: The plan of the run.
+        state: The state of the run. It has the record of the checkpoint, if there is one.
+        saved: The settings of kernels in the checkpoint. They count if it has no record.
+        ranks: All ranks.
+        device: This rank's device.
+        kind: The engine. It knows whether this rank can run its kernels.
+        log: Prints a line of the log.
+    """
+    mine = _name_gpu_type(device), kind.find_kernel_obstacle(device.type)
+    here = _find_common(ranks.gather(mine))
+    choice = choose_kernels(plan, here)
+    record = state.kernels
+    if record and record["gpu"] != here.gpu:
+        log(
+            f"the checkpoint was trained on {record['gpu']} and this run is on {here.gpu} (compute "
+            "capability), so kernels without a flag are chosen again"
+        )
+    elif saved is not None and state.iteration > 0:
+        choice = _keep(choice, _complete(record.get("kernels", {}), saved), plan, here, log)
+    state.kernels = {
+        "gpu": here.gpu,
+        "kernels": {name: getattr(choice.kernels, name) for name in _CHOSEN},
+    }
+    return apply_kernel_choice(plan, choice)
+
+
+def _find_common(ranks: Sequence[tuple[str, str]]) -> KernelDevice:
+    """Return what all ranks have in common, from the type of GPU and the obstacle of each."""
+    obstacles = [f"{found} (rank {rank})" for rank, (_, found) in enumerate(ranks) if found]
+    # Ranks with GPUs of several types have a name that is in no table.
+    types = " and ".join(sorted({gpu for gpu, _ in ranks}))
+    return KernelDevice(types, obstacles[0] if obstacles else "")
+
+
+def _name_gpu_type(device: torch.device) -> str:
+    if device.type != "cuda":
+        return CPU
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return capability if torch.version.hip is None else f"{ROCM} {capability}"
+
+
+def _complete(record: Mapping[str, Any], saved: KernelsConfig) -> dict[str, Any]:
+    """Return the kernels that a checkpoint was trained with.
+
+    Versions without a record used PyTorch's operators where no flag was given.
+    """
+    used: dict[str, Any] = {name: bool(getattr(saved, name)) for name in SWITCHES}
+    order = saved.attention_backend
+    used["attention_backend"] = ("auto",) if order == ("by-gpu",) else order
+    used |= record
+    used["attention_backend"] = tuple(used["attention_backend"])
+    return used
+
+
+def _keep(
+    choice: KernelChoice,
+    used: Mapping[str, Any],
+    plan: Plan,
+    here: KernelDevice,
+    log: Callable[[str], None],
+) -> KernelChoice:
+    """Return a choice in which kernels without a flag are those of the checkpoint.
+
+    Args:
+        choice: The choice of a run from scratch.
+        used: The kernels that the checkpoint was trained with.
+        plan: The plan of the run, whose settings have None or by-gpu where no flag was given.
+        here: What all ranks have in common.
+        log: Prints a line of the log.
+    """
+    fields = all_fields()
+    given = plan.config.kernels
+    differing = [name for name in _CHOSEN if used[name] != getattr(choice.kernels, name)]
+    kept = [name for name in differing if getattr(given, name) in (None, ("by-gpu",))]
+    # A rank without Triton cannot keep a kernel of Triton.
+    lost = [name for name in kept if used[name] is True and name in TRITON and here.obstacle]
+    kept = [name for name in kept if name not in lost]
+    for name in lost:
+        log(f"warning: {fields[f'kernels.{name}'].flag} is off, unlike before: {here.obstacle}")
+    if not kept:
+        return choice
+    before = " ".join(fields[f"kernels.{name}"].spell(used[name]) for name in kept)
+    default = " ".join(
+        fields[f"kernels.{name}"].spell(getattr(choice.kernels, name)) for name in kept
+    )
+    log(
+        f"kernels stay as in the checkpoint, so that the run continues as it was: {before}. "
+        f"The default for a new run here is {default}. These flags change it"
+    )
+    reasons = {**choice.reasons, **dict.fromkeys(kept, "as in the checkpoint")}
+    kernels = replace(choice.kernels, **{name: used[name] for name in kept})
+    return KernelChoice(kernels, reasons)
