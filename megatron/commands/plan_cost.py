@@ -332,7 +332,7 @@ def list_unused_speed(
         flags = " ".join(flag.replace("--", "--no-", 1) for flag in fusions.values())
         kernels = replace(config.kernels, **given)
         changes.append((f"leave out {flags}", replace(config, kernels=kernels)))
-    if not prediction.job.software.cudnn and hardware.cudnn_attention_share is not None:
+    if config.kernels.attention_backend[0] in ("flash", "efficient", "unfused"):
         order = KernelsConfig().attention_backend
         kernels = replace(config.kernels, attention_backend=order)
         changes.append(("leave out --attention-backend", replace(config, kernels=kernels)))

@@ -62,8 +62,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         step_gap=TRAINER.step_gap if hardware.has_gpu else 0.0,
         pads_products=hardware.has_gpu,
         compiled=config.kernels.use_torch_compile,
-        # cuDNN's kernel is the first choice on GPUs of compute capability 9.0.
-        cudnn=config.kernels.attention_backend[:1] not in (("flash",), ("efficient",)),
+        cudnn=kernels.attention_backend[:1] == ("fused",),
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
         dropout=config.model.hidden_dropout > 0,
         half=half,
@@ -82,7 +81,8 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
 
 def describe_device(hardware: Hardware) -> KernelDevice:
     """Return what the choice of kernels knows about a kind of device. Triton is assumed."""
-    return KernelDevice("GPU" if hardware.has_gpu else CPU)
+    gpu = "9.0" if hardware.prefers_cudnn else "GPU"
+    return KernelDevice(gpu if hardware.has_gpu else CPU)
 
 
 def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:

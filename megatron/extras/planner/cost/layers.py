@@ -321,7 +321,8 @@ class LayerTimes:
         keys = min(self._length, window or self._length)
         seen = keys - keys * keys / (2 * self._length)
         bias = 0.0
-        if self._has_bias(window) and kernel == "efficient":
+        own = self._software.counts_tensors
+        if self._has_bias(window) and (kernel == "efficient" or own):
             # A bias may have any values, so the kernel computes the complete square, and reads the
             # bias once for each sample.
             seen = self._length
@@ -357,6 +358,7 @@ class LayerTimes:
                 half=self._software.half,
                 flash=self._software.flash,
                 windowed=windowed,
+                cudnn=self._software.cudnn,
             )
         if self._software.flash:
             return "flash"

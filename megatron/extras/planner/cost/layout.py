@@ -158,7 +158,7 @@ class Software:
     compiled: bool = False
     """Whether layers are compiled. Only this trainer uses it."""
     cudnn: bool = False
-    """Whether attention uses cuDNN's kernel on devices where that is known to be faster."""
+    """Whether cuDNN's kernel is the first choice for attention. Only this trainer uses it."""
     pads_products: bool = False
     """Whether products with sizes that are no multiples of 8 are padded."""
     hidden_tensor: float = 0.0
@@ -311,7 +311,6 @@ SOFTWARE = {
             "trainer",
             pointwise=_OPERATORS,
             step_gap=6e-3,
-            cudnn=True,
             pads_products=True,
             logit_bytes=round(44 * _OPERATORS),
             hidden_data=1.0,

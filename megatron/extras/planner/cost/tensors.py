@@ -23,12 +23,18 @@ LOGIT_TILE_ROWS = 256
 """Divisor of the rows of such a chunk."""
 
 Kernel = Literal["flash", "efficient", "none"]
-"""flash takes 16 bits without a bias. The memory-efficient kernel takes a bias and fp32, but no
-grouped queries. Without a kernel, the probabilities are in memory."""
+"""flash takes 16 bits without a bias. cuDNN's kernel keeps the same tensors, and takes a bias. The
+memory-efficient kernel takes a bias and fp32, but no grouped queries. Without a kernel, the
+probabilities are in memory."""
 
 
 def choose_kernel(
-    shape: ModelShape, *, half: bool, flash: bool = True, windowed: bool = False
+    shape: ModelShape,
+    *,
+    half: bool,
+    flash: bool = True,
+    windowed: bool = False,
+    cudnn: bool = False,
 ) -> Kernel:
     """Return the attention kernel that torch chooses on a GPU.
 
@@ -37,9 +43,10 @@ def choose_kernel(
         half: Whether it computes in bf16 or fp16.
         flash: Whether the GPU has a flash kernel.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
+        cudnn: Whether cuDNN's kernel is the first choice.
     """
     biased = windowed or shape.config.position_embedding_type == "alibi"
-    if flash and half and not biased:
+    if flash and half and (cudnn or not biased):
         return "flash"
     if shape.query_groups == shape.config.num_attention_heads:
         return "efficient"
@@ -213,7 +220,11 @@ class _Tensors:
         self.gradient_value = 4 if software.fused_gradients else self.value
         """Bytes of an element of a weight's gradient that FSDP2 holds."""
         self._kernel = choose_kernel(
-            shape, half=software.half, flash=software.flash, windowed=windowed
+            shape,
+            half=software.half,
+            flash=software.flash,
+            windowed=windowed,
+            cudnn=software.cudnn,
         )
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
