@@ -12,6 +12,9 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
+from megatron.config.kernels import KernelsConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.tree import Config
 from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.extras.planner.cost.float8 import list_linears
@@ -39,6 +42,8 @@ FLOAT8_SCALES = "float8: messages"
 """Parts of a step with float8. The messages have largest values, from which scales follow."""
 _BAR = 50
 """Characters of the bar that shows where the time goes."""
+_LEAST_GAIN = 0.02
+"""Smallest predicted gain that is printed."""
 _MOST_DRAWN = 20_000
 """Visits of a pipeline that a picture or a trace may have."""
 
@@ -123,6 +128,7 @@ def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
         (FLOAT8_ROUNDING, busiest.rounding + prediction.weight_scale_seconds.rounding),
         (FLOAT8_SCALES, busiest.scales + prediction.weight_scale_seconds.scales),
         ("between kernels", busiest.gaps),
+        ("between steps", prediction.job.software.step_gap),
         (_name_layer_messages(prediction), busiest.tensor),
         ("pipeline", waiting),
         ("data-parallel", prediction.data_parallel.waited),
@@ -210,8 +216,7 @@ def format_cost(
             f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
         ),
         *_format_memory(prediction),
-        *_format_fusions(plan, hardware, prediction),
-        *_format_fusion(plan, prediction),
+        *_format_unused_speed(plan, hardware, prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
     return lines
@@ -309,23 +314,55 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     }
 
 
-def _format_fusions(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
-    """Return rows about kernels that flags turn off."""
-    flags = list_possible_fusions(plan)
-    if not hardware.has_gpu or not flags:
+def list_unused_speed(
+    plan: Plan, hardware: Hardware, prediction: StepPrediction
+) -> list[tuple[float, str]]:
+    """Return how much faster the plan would be with other flags: (0.05 is 5 %, advice).
+
+    What is below 2 % or needs too much memory is left out. torch.compile is left out as well,
+    because the error of its prediction is larger than its gain.
+    """
+    if not hardware.has_gpu:
         return []
-    given: dict[str, Any] = dict.fromkeys(flags, True)
-    kernels = replace(plan.config.kernels, **given)
-    fused = predict_plan(replace(plan, config=replace(plan.config, kernels=kernels)), hardware)
-    saved = 100 * (1 - fused.seconds / prediction.seconds)
-    less = (prediction.peak_bytes - fused.peak_bytes) / 2**30
+    config = plan.config
+    changes: list[tuple[str, Config]] = []
+    fusions = list_possible_fusions(plan)
+    if fusions:
+        given: dict[str, Any] = dict.fromkeys(fusions)
+        flags = " ".join(flag.replace("--", "--no-", 1) for flag in fusions.values())
+        kernels = replace(config.kernels, **given)
+        changes.append((f"leave out {flags}", replace(config, kernels=kernels)))
+    if config.kernels.attention_backend[0] in ("flash", "efficient", "unfused"):
+        order = KernelsConfig().attention_backend
+        kernels = replace(config.kernels, attention_backend=order)
+        changes.append(("leave out --attention-backend", replace(config, kernels=kernels)))
+    if not prediction.job.software.half:
+        flag = "--bf16" if hardware.has_bf16 else "--fp16"
+        precision = replace(config.precision, **{flag[2:]: True})
+        changes.append((f"give {flag}", replace(config, precision=precision)))
+    for name in ("checkpoint_activations", "recompute_attention_core"):
+        if getattr(config.recompute, name):
+            advice = f"leave out --{name.replace('_', '-')}"
+            changes.append((advice, replace(config, recompute=RecomputeConfig())))
+    double = 2 * config.batch.micro_batch_size
+    if plan.batch_size.final % (double * plan.data_parallel_size) == 0:
+        batch = replace(config.batch, micro_batch_size=double)
+        changes.append((f"give --micro-batch-size {double}", replace(config, batch=batch)))
+    found = []
+    for advice, changed in changes:
+        other = predict_plan(replace(plan, config=changed), hardware)
+        gain = prediction.seconds / other.seconds - 1
+        less = other.peak_bytes <= min(prediction.peak_bytes, hardware.memory_bytes)
+        if gain >= _LEAST_GAIN and (less or other.verdict is Verdict.FITS):
+            found.append((gain, advice))
+    return sorted(found, reverse=True)
+
+
+def _format_unused_speed(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
+    """Return at most three rows about speed that the plan does not use."""
     return [
-        _format_row(
-            "  fused kernels",
-            f"not used. They would save about {saved:.0f} % of the step and {less:.1f} GiB "
-            "(docs/kernels.md):",
-        ),
-        _format_row("", " ".join(flags.values())),
+        _format_row("  unused speed", f"{100 * gain:,.0f} % more: {advice}")
+        for gain, advice in list_unused_speed(plan, hardware, prediction)[:3]
     ]
 
 
@@ -369,29 +406,6 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
         stages = " ".join(f"{total:,.1f}" for total in totals)
         lines.append(_format_row("    by pipeline rank", stages))
     return lines
-
-
-def _format_fusion(plan: Plan, prediction: StepPrediction) -> list[str]:
-    """Return a row about what fused gradients would save."""
-    job = prediction.job
-    if not job.software.half or job.software.fused_gradients or not job.hardware.has_gpu:
-        return []
-    # DeepSpeed takes the gradients from autograd.
-    if plan.config.parallel.deepspeed:
-        return []
-    software = replace(job.software, fused_gradients=True)
-    saved = prediction.seconds - StepPrediction(replace(job, software=software)).seconds
-    plain, fused = (prediction.count_gradient_bytes(fused=each) for each in (False, True))
-    if saved <= 0:
-        return []
-    return [
-        _format_row(
-            "  gradients",
-            f"--gradient-accumulation-fusion moves {_format_number(fused / 1e9)} instead of "
-            f"{_format_number(plain / 1e9)} GB for them in a step, and saves about "
-            f"{_format_number(1e3 * saved)} ms",
-        )
-    ]
 
 
 def _format_run(

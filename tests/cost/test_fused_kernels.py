@@ -1,9 +1,14 @@
-"""The plan names kernels that it does not use, and estimates what they would save."""
+"""The plan names flags that would make it faster, and estimates the gain."""
 
 import re
 import shlex
 
-from megatron.commands.plan_cost import CostOptions, format_cost, list_possible_fusions
+from megatron.commands.plan_cost import (
+    CostOptions,
+    format_cost,
+    list_possible_fusions,
+    list_unused_speed,
+)
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.translators.translator import load_config
@@ -26,15 +31,19 @@ def describe(flags: str, hardware: str = "h200") -> str:
 
 def test_the_plan_names_kernels_that_it_does_not_use():
     text = describe(f"{LLAMA} {NONE}")
-    assert ALL in text
-    saved, memory = re.findall(r"would save about (\d+) % of the step and ([\d.]+) GiB", text)[0]
-    assert int(saved) >= 10
+    gain = re.findall(rf"unused speed +(\d+) % more: leave out {NONE}", text)[0]
+    # Measured with 8 microbatches: 19 %.
+    assert 17 <= int(gain) <= 21
+    h200 = load_hardware("h200")
+    without, used = (predict_plan(plan(f"{LLAMA} {each}"), h200) for each in (NONE, ""))
+    memory = (without.peak_bytes - used.peak_bytes) / 2**30
     # SwiGLU's result, [s b, f] in 16 bits, in each of 32 layers, and the projection, of which
     # queries and keys were copied. The peak is not where all of it exists.
     expected = 32 * 4096 * (11008 + 2 * 4096) * 2 / 2**30
-    assert 0.9 * expected < float(memory) < expected + 0.05
-    assert "would save" not in describe(LLAMA)
-    assert "would save" not in describe(f"{LLAMA} {NONE}", "cpu")
+    assert 0.9 * expected < memory < expected + 0.05
+    # A micro-batch of 2 would not fit.
+    assert "unused speed" not in describe(LLAMA)
+    assert "unused speed" not in describe(f"{LLAMA} {NONE}", "cpu")
 
 
 def test_only_kernels_that_the_model_can_use_are_named():
@@ -55,3 +64,25 @@ def test_each_kernel_makes_the_predicted_step_faster():
     ]
     assert seconds == sorted(seconds, reverse=True)
     assert len(set(seconds)) == len(seconds)
+
+
+def test_other_flags_that_leave_speed_unused_are_named():
+    h200 = load_hardware("h200")
+
+    def name(flags: str) -> list[str]:
+        config = f"{LLAMA} --zero-stage 3 --global-batch-size 64 {flags}".replace("7b ", "13b ")
+        resolved = resolve(load_config(shlex.split(f"{config} --lr 1e-4")).config, 8)
+        found = list_unused_speed(resolved, h200, predict_plan(resolved, h200))
+        assert all(gain >= 0.02 for gain, _ in found)
+        return [advice for _, advice in found]
+
+    assert name("") == ["give --micro-batch-size 2"]
+    assert name("--micro-batch-size 2") == []
+    assert name("--micro-batch-size 2 --checkpoint-activations") == [
+        "leave out --checkpoint-activations",
+        "give --micro-batch-size 4",
+    ]
+    assert name("--micro-batch-size 2 --attention-backend flash") == [
+        "leave out --attention-backend"
+    ]
+    assert "give --bf16" in describe(LLAMA.replace("--bf16", ""))

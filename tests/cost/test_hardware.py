@@ -268,11 +268,9 @@ def test_a_compiled_run_moves_fewer_bytes():
         resolve(load_config(shlex.split(SMALL + flag)).config, 8)
         for flag in ("", " --use-torch-compile")
     )
-    eager = predict_plan(plan, A100)
-    assert eager.job.software.pointwise > 2
-    assert predict_plan(compiled, A100).job.software.pointwise == 1
-    # Without the kernels of the package, the compiler has more to fuse.
-    assert predict_plan(compiled, A100).seconds < 0.98 * eager.seconds
+    kernels = predict_plan(plan, A100)
+    # The kernels of the package leave little to fuse.
+    assert predict_plan(compiled, A100).seconds == pytest.approx(kernels.seconds, rel=0.02)
     without = replace(
         plan.config.kernels,
         gradient_accumulation_fusion=False,
@@ -284,7 +282,8 @@ def test_a_compiled_run_moves_fewer_bytes():
         replace(each, config=replace(each.config, kernels=replace(without, use_torch_compile=on)))
         for each, on in ((plan, False), (compiled, True))
     )
-    assert predict_plan(compiled, A100).seconds < 0.95 * predict_plan(plain, A100).seconds
+    plain, fused = (predict_plan(each, A100).rank_seconds[0] for each in (plain, compiled))
+    assert fused.pointwise < 0.8 * plain.pointwise
     assert not predict_plan(plan, load_hardware("v100-32g")).job.software.flash
 
 

@@ -110,6 +110,15 @@ JOBS = {
     ),
 }
 MORE = {
+    "compiled": Job(f"{LLAMA} --use-torch-compile"),
+    "compiled without kernels, norms of projections": Job(
+        f"{LLAMA} --use-torch-compile --no-gradient-accumulation-fusion "
+        "--no-cross-entropy-loss-fusion --qk-norm full",
+        1,
+    ),
+    "recomputation, kernels of blocks": Job(
+        f"{LLAMA} --micro-batch-size 4 --zero-stage 3 --checkpoint-activations"
+    ),
     "float8, dropout, stages": Job(
         f"{GPT} --micro-batch-size 8 --pipeline-model-parallel-size 2 {TENSORWISE}", 4, (0, 1)
     ),

@@ -21,6 +21,7 @@ from megatron.extras.planner.cost.layout import (
     Recompute,
     Software,
 )
+from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
@@ -58,8 +59,10 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         TRAINER,
         flash=hardware.has_flash,
         overhead=TRAINER.overhead if hardware.has_gpu else _CPU_OVERHEAD,
-        # A compiled layer has fused kernels.
-        pointwise=1.0 if config.kernels.use_torch_compile else TRAINER.pointwise,
+        step_gap=TRAINER.step_gap if hardware.has_gpu else 0.0,
+        pads_products=hardware.has_gpu,
+        compiled=config.kernels.use_torch_compile,
+        cudnn=kernels.attention_backend[:1] == ("fused",),
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
         dropout=config.model.hidden_dropout > 0,
         half=half,
@@ -78,7 +81,8 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
 
 def describe_device(hardware: Hardware) -> KernelDevice:
     """Return what the choice of kernels knows about a kind of device. Triton is assumed."""
-    return KernelDevice("GPU" if hardware.has_gpu else CPU)
+    gpu = "9.0" if hardware.prefers_cudnn else "GPU"
+    return KernelDevice(gpu if hardware.has_gpu else CPU)
 
 
 def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
@@ -215,7 +219,26 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         hsdp=False if deepspeed else None,
         pad=pad,
         accepts=build_layout_rules(plan),
+        fuses_gradients=_build_rule_of_sums(plan, hardware),
     )
+
+
+def _build_rule_of_sums(plan: Plan, hardware: Hardware) -> Callable[[RankLayout], bool] | None:
+    """Return a function that tells whether sums of gradients are in fp32 by default in a layout.
+
+    It is that of `megatron.plan.kernel_choice`. None if the layout does not matter.
+    """
+    config = plan.config
+    given = config.kernels.gradient_accumulation_fusion is not None
+    if given or config.parallel.deepspeed or not hardware.has_gpu:
+        return None
+    smallest = min(plan.batch_size.get_size(0, 0), plan.batch_size.final)
+
+    def fuses(layout: RankLayout) -> bool:
+        rounds = -(-smallest // (layout.data * layout.micro_batch))
+        return not reduces_each_microbatch(layout, rounds)
+
+    return fuses
 
 
 def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:

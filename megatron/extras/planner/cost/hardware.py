@@ -46,6 +46,8 @@ class Hardware:
     """Whether the device computes in bf16. It is written true or false."""
     has_flash: bool = True
     """Whether the device has a FlashAttention kernel. A GPU needs compute capability 8.0."""
+    prefers_cudnn: bool = False
+    """Whether the trainer prefers cuDNN's attention, as with compute capability 9.0."""
     fp32_tflops: float | None = None
     """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
     does not use TF32 unless it is turned on."""
@@ -55,6 +57,18 @@ class Hardware:
     """Share of the peak that a large matrix product reaches, without losses at its edges."""
     attention_share: float = 0.5
     """Share of the peak that a flash attention kernel reaches with heads of 128."""
+    cudnn_attention_share: float | None = None
+    """The same for cuDNN's kernel, if it was measured."""
+    attention_fill: float | None = None
+    """Tokens of a sequence that take as long as what such a kernel does apart from them."""
+    gemm_depth: int = 192
+    """Length of the inner dimension of a product that takes as long as filling and emptying the
+    pipeline of a tile."""
+    gemm_splits: int = 1
+    """1: products are not divided along the inner dimension. 2: into 2 parts if that is faster. 3:
+    also into 4."""
+    gemm_aligned: int = 64
+    """Sizes of a product that are multiples of this many elements are read at full speed."""
     memory_share: float = 0.85
     """Share of the memory bandwidth that a pointwise kernel reaches."""
     node_share: float = 0.8
@@ -127,8 +141,8 @@ class Hardware:
 
 _ALIASES = {"a100": "a100-80g"}
 """Short names of hardware files."""
-_COUNTS = ("multiprocessors", "ranks_per_node")
-_SWITCHES = ("has_gpu", "has_bf16", "has_flash")
+_COUNTS = ("multiprocessors", "ranks_per_node", "gemm_depth", "gemm_splits", "gemm_aligned")
+_SWITCHES = ("has_gpu", "has_bf16", "has_flash", "prefers_cudnn")
 _LEAST = 1e-9
 _MOST = 1e9
 """No number of a hardware is outside of these, whatever its unit."""

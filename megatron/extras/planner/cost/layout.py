@@ -153,6 +153,14 @@ class Software:
     """Memory traffic of pointwise operations relative to fused kernels."""
     kernel_gap: float = 0.0
     """Seconds that pass between two kernels of a stream."""
+    step_gap: float = 0.0
+    """Seconds of a step in which no kernel runs, as between two steps."""
+    compiled: bool = False
+    """Whether layers are compiled. Only this trainer uses it."""
+    cudnn: bool = False
+    """Whether cuDNN's kernel is the first choice for attention. Only this trainer uses it."""
+    pads_products: bool = False
+    """Whether products with sizes that are no multiples of 8 are padded."""
     hidden_tensor: float = 0.0
     """Share of the tensor-parallel communication that overlaps with matrix products."""
     overlaps_entries: bool = False
@@ -214,6 +222,9 @@ class Software:
 
 EAGER_POINTWISE = 3.2
 """Memory traffic of pointwise operations without torch.compile, relative to fused kernels."""
+_OPERATORS = 1.45
+"""Time of a byte in PyTorch's operators of this trainer, relative to a copy. Fitted on steps of a
+7B. Norms and sums of equal types have numbers of their own (`cost.layers`)."""
 
 SOFTWARE = {
     each.name: each
@@ -294,11 +305,14 @@ SOFTWARE = {
             logit_bytes=70,
             held_logit_bytes=16,
         ),
-        # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. No GPU run of it has been
-        # measured yet, so its constants are those of FSDP without compilation.
+        # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. What overlaps is as in other
+        # trainers with FSDP. A trace of a 1.3B has the gap, and the bytes of a logit are 44.
         Software(
             "trainer",
-            pointwise=EAGER_POINTWISE,
+            pointwise=_OPERATORS,
+            step_gap=6e-3,
+            pads_products=True,
+            logit_bytes=round(44 * _OPERATORS),
             hidden_data=1.0,
             contention=0.15,
             hidden_pipeline=True,

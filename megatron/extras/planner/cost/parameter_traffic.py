@@ -99,37 +99,26 @@ def count_sum_bytes(
     """Return the bytes that the sums of a stage's gradients move in a step."""
     outside = count_outside_parameters(shape, layout.tensor, stage)
     layers = len(stage.layers)
-    rounded = layers * flops.count_layer_parameters(shape, layout.tensor) + outside
-    fused = 0
-    exact = 0
+    inside = layers * flops.count_layer_parameters(shape, layout.tensor)
+    copied = _count_copied(layout, microbatches)
     if not software.half:
         # No product is rounded to 16 bits.
-        exact = rounded
-    elif software.fused_gradients:
+        return (inside + outside) * (_count_added(layout, microbatches) + copied)
+    fused = 0
+    if software.fused_gradients:
         fused = layers * flops.count_layer_matrix_parameters(shape, layout.tensor)
-        # The gradient of the output matrix is computed in fp32, and then added.
-        if stage.last:
-            exact = flops.count_word_embedding_parameters(shape, layout.tensor)
-    rounded -= fused + exact
-    return (
-        rounded * _count_rounded(layout, software, microbatches)
-        + exact * (_count_added(layout, microbatches) + _count_copied(layout, microbatches))
-        + fused * _count_copied(layout, microbatches)
-    )
+    converted = _count_rounded(layout, microbatches, in_fp32=software.fused_gradients)
+    # Those outside of layers are computed in 16 bits in any case.
+    others = _count_rounded(layout, microbatches, in_fp32=False)
+    return fused * copied + (inside - fused) * converted + outside * others
 
 
-def count_gradient_bytes(
-    shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
-) -> float:
-    """Return the bytes that products and sums move in a step for the gradients of a stage."""
-    matrices = len(stage.layers) * flops.count_layer_matrix_parameters(shape, layout.tensor)
-    products = microbatches * count_product_bytes(layout, software, microbatches) * matrices
-    return products + count_sum_bytes(shape, layout, software, stage, microbatches)
+def _count_rounded(layout: RankLayout, microbatches: int, *, in_fp32: bool) -> int:
+    """Return the bytes for a parameter whose gradient is computed in 16 bits.
 
-
-def _count_rounded(layout: RankLayout, software: Software, microbatches: int) -> int:
-    """Return the bytes for a parameter whose gradient is computed in 16 bits."""
-    if not uses_fsdp(layout) or software.fused_gradients:
+    `in_fp32` tells that FSDP2 takes the gradients of its module in fp32.
+    """
+    if not uses_fsdp(layout) or in_fp32:
         # Autograd converts each gradient to fp32.
         summed = _CAST * microbatches + _count_added(layout, microbatches)
         return summed + _count_copied(layout, microbatches)

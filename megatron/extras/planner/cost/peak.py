@@ -10,7 +10,7 @@ Notation: N parameters of the rank before they are sharded, S ranks that share a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
 from megatron.extras.planner.cost.parameter_traffic import (
@@ -109,8 +109,6 @@ class _RankPeak:
         self._passes = schedule.microbatches * len(stages)
         """Backward passes of the step."""
         self._value = 2 if software.half else 4
-        self._gradient_value = 4 if software.fused_gradients else self._value
-        """Bytes of an element of a gradient that FSDP2 holds."""
         self._half = software.half
         self._fsdp = uses_fsdp(layout)
         self._s = layout.shard_size
@@ -120,7 +118,9 @@ class _RankPeak:
         # A gradient in fp32 is added to the sum at once, if the sum is kept.
         in_fp32 = not self._half or software.fused_gradients
         self._holds = self._fsdp and (not in_fp32 or self._reduces_each)
-        """Whether FSDP2 holds gradients as autograd computes them."""
+        """Whether FSDP2 holds gradients of layers as autograd computes them."""
+        self._holds_outside = self._fsdp and (self._half or self._reduces_each)
+        """The same for other gradients, which are never fused."""
         self._float8 = software.float8
         self._tensors, self._windowed = self._measure(software)
         # Layers that are left out of float8.
@@ -133,13 +133,18 @@ class _RankPeak:
     def _measure(self, software: Software) -> tuple[TensorSizes, TensorSizes]:
         """Return the tensors of layers without and with a sliding window."""
         config = self._shape.config
-        tensors = measure_tensors(self._shape, self._layout, software, holds=self._holds)
+        measure = partial(
+            measure_tensors,
+            self._shape,
+            self._layout,
+            software,
+            holds=self._holds,
+            holds_outside=self._holds_outside,
+        )
+        tensors = measure()
         if config.sliding_window is None or config.sliding_window >= config.seq_length:
             return tensors, tensors
-        windowed = measure_tensors(
-            self._shape, self._layout, software, holds=self._holds, windowed=True
-        )
-        return tensors, windowed
+        return tensors, measure(windowed=True)
 
     def _get_tensors(self, layer: int) -> TensorSizes:
         tensors, windowed = self._tensors, self._windowed
@@ -301,8 +306,8 @@ class _RankPeak:
         root = self._count_root(stage)
         gradients = point.gradients - self._get_loss_gradient(stage)
         buffers = point.buffers
-        if self._holds:
-            gradients += self._gradient_value * root
+        if self._holds_outside:
+            gradients += self._value * root
         if not each.accumulated and not self._reduces_each:
             # The sum over microbatches starts here.
             gradients += 4 * root
@@ -316,10 +321,9 @@ class _RankPeak:
             # The gradient of the table is the one that FSDP2 holds, unless it is added to that of
             # the output matrix.
             tied = not self._shape.config.untie_embeddings_and_output_weights
-            held = self._holds and self._gradient_value == self._value
-            if held and not (tied and stage.last):
+            if self._holds_outside and not (tied and stage.last):
                 working -= self._tensors.table_gradient
-            if not self._holds and self._half and each.accumulated:
+            if not self._holds_outside and self._half and each.accumulated:
                 # Autograd converts the gradient to fp32, which has twice the bytes.
                 working += 2 * self._tensors.table_gradient
         yield replace(

@@ -48,6 +48,9 @@ class SearchSpace:
     """Returns the padded vocabulary size of a tensor-parallel size. Default: that of `shape`."""
     accepts: Callable[[RankLayout], bool] | None = None
     """Returns whether a layout keeps the rules that are not known here. Default: all do."""
+    fuses_gradients: Callable[[RankLayout], bool] | None = None
+    """Returns whether products add to the gradients in fp32 where the recipe allows it. Default: as
+    in the software."""
     also: Software | None = None
     """Software that each layout is predicted with as well, such as that with float8."""
 
@@ -56,6 +59,13 @@ class SearchSpace:
         if self.pad is None:
             return self.shape
         return replace(self.shape, padded_vocab_size=self.pad(tensor))
+
+    def choose_software(self, layout: RankLayout, software: Software) -> Software:
+        """Return the software with the sums of gradients of a layout."""
+        if self.fuses_gradients is None:
+            return software
+        possible = software.half and (software.float8 is None or software.float8.rowwise)
+        return replace(software, fused_gradients=possible and self.fuses_gradients(layout))
 
 
 @dataclass(frozen=True)
@@ -275,8 +285,9 @@ def _predict_with(space: SearchSpace, software: Software) -> Iterator[StepPredic
     for layout in iterate_layouts(space):
         try:
             shape = space.get_shape(layout.tensor)
+            used = space.choose_software(layout, software)
             prediction = StepPrediction(
-                StepJob(shape, layout, space.batch_size, software, space.hardware)
+                StepJob(shape, layout, space.batch_size, used, space.hardware)
             )
         except ConfigError:
             # The layers or the vocabulary cannot be divided so.

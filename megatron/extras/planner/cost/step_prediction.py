@@ -41,7 +41,6 @@ from megatron.extras.planner.cost.memory import (
 )
 from megatron.extras.planner.cost.parameter_traffic import (
     count_gather_bytes,
-    count_gradient_bytes,
     count_head_parameters,
     count_product_bytes,
     count_root_parameters,
@@ -148,20 +147,6 @@ class StepPrediction:
             for stage in self.stages[rank :: self.job.layout.pipeline]
         )
 
-    def count_gradient_bytes(self, *, fused: bool) -> float:
-        """Return the bytes that the gradients of pipeline rank 0 move in a step.
-
-        Args:
-            fused: Whether products add to the gradients in fp32.
-        """
-        job = self.job
-        software = replace(job.software, fused_gradients=fused)
-        microbatches = self.schedule.microbatches
-        return sum(
-            count_gradient_bytes(job.shape, job.layout, software, stage, microbatches)
-            for stage in select_stages_of_rank(self.stages, 0, job.layout.pipeline)
-        )
-
     def count_recomputed_layers(self) -> tuple[int, ...]:
         """Return the number of layers of each stage that are recomputed completely."""
         share = self.job.layout.layers_recomputed
@@ -266,6 +251,9 @@ class StepPrediction:
         optimizer = self.job.software.optimizer
         dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
         traffic += _ROUNDED_BYTES * dtypes.count("bf16")
+        if self.job.software.counts_tensors:
+            # A kernel of its own reads the masters again to write the weights in half precision.
+            traffic = self.job.software.pointwise * (traffic + 4 * self.job.software.half)
         return estimate_memory_seconds(traffic * parameters, self.job.hardware, 20)
 
     @cached_property
@@ -298,7 +286,7 @@ class StepPrediction:
     @property
     def _fixed_seconds(self) -> float:
         fixed = self.data_parallel.waited + self.optimizer_seconds
-        return fixed + self.weight_scale_seconds.total
+        return fixed + self.weight_scale_seconds.total + self.job.software.step_gap
 
     @property
     def seconds(self) -> float:
@@ -421,8 +409,8 @@ def _estimate_parameter_traffic(job: StepJob, stage: Stage, microbatches: int) -
         for count in (count_gather_bytes, count_sum_bytes)
     )
     return Passes(
-        Seconds(pointwise=forward / job.hardware.memory_rate),
-        Seconds(pointwise=backward / job.hardware.memory_rate),
+        Seconds(pointwise=job.software.pointwise * forward / job.hardware.memory_rate),
+        Seconds(pointwise=job.software.pointwise * backward / job.hardware.memory_rate),
     )
 
 

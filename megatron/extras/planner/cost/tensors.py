@@ -23,12 +23,18 @@ LOGIT_TILE_ROWS = 256
 """Divisor of the rows of such a chunk."""
 
 Kernel = Literal["flash", "efficient", "none"]
-"""flash takes 16 bits without a bias. The memory-efficient kernel takes a bias and fp32, but no
-grouped queries. Without a kernel, the probabilities are in memory."""
+"""flash takes 16 bits without a bias. cuDNN's kernel keeps the same tensors, and takes a bias. The
+memory-efficient kernel takes a bias and fp32, but no grouped queries. Without a kernel, the
+probabilities are in memory."""
 
 
 def choose_kernel(
-    shape: ModelShape, *, half: bool, flash: bool = True, windowed: bool = False
+    shape: ModelShape,
+    *,
+    half: bool,
+    flash: bool = True,
+    windowed: bool = False,
+    cudnn: bool = False,
 ) -> Kernel:
     """Return the attention kernel that torch chooses on a GPU.
 
@@ -37,9 +43,10 @@ def choose_kernel(
         half: Whether it computes in bf16 or fp16.
         flash: Whether the GPU has a flash kernel.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
+        cudnn: Whether cuDNN's kernel is the first choice.
     """
     biased = windowed or shape.config.position_embedding_type == "alibi"
-    if flash and half and not biased:
+    if flash and half and (cudnn or not biased):
         return "flash"
     if shape.query_groups == shape.config.num_attention_heads:
         return "efficient"
@@ -90,6 +97,7 @@ def measure_tensors(
     software: Software,
     *,
     holds: bool,
+    holds_outside: bool | None = None,
     windowed: bool = False,
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
@@ -99,6 +107,7 @@ def measure_tensors(
         layout: The layout.
         software: The trainer. Only its precision, `kept_operators` and what is fused are used.
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
+        holds_outside: The same for parameters outside of layers. Default: as in layers.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
     """
     # Only these fields matter, so many layouts of a search have the same sizes.
@@ -112,14 +121,21 @@ def measure_tensors(
         partition_inputs=layout.partition_inputs,
         host_inputs=layout.host_inputs,
     )
-    return _measure(shape, key, software, holds, windowed)
+    if holds_outside is None:
+        holds_outside = holds
+    return _measure(shape, key, software, holds, holds_outside, windowed)
 
 
 @lru_cache(maxsize=4096)
 def _measure(
-    shape: ModelShape, layout: RankLayout, software: Software, holds: bool, windowed: bool
+    shape: ModelShape,
+    layout: RankLayout,
+    software: Software,
+    holds: bool,
+    holds_outside: bool,
+    windowed: bool,
 ) -> TensorSizes:
-    tensors = _Tensors(shape, layout, software, holds, windowed)
+    tensors = _Tensors(shape, layout, software, holds, holds_outside, windowed)
     return TensorSizes(
         stream=tensors.x,
         layer=tensors.layer,
@@ -134,7 +150,7 @@ def _measure(
         loss_kept=tensors.x + tensors.whole + tensors.output_gradient,
         loss_forward=tensors.loss_forward,
         loss_backward=tensors.loss_backward,
-        loss_gradient=tensors.gradient_value * tensors.output_matrix if tensors.holds else 0,
+        loss_gradient=tensors.value * tensors.output_matrix if holds_outside else 0,
     )
 
 
@@ -165,6 +181,7 @@ class _Tensors:
         layout: RankLayout,
         software: Software,
         holds: bool,
+        holds_outside: bool,
         windowed: bool,
     ) -> None:
         config = shape.config
@@ -180,6 +197,7 @@ class _Tensors:
         self._fused_rounding = software.float8 is not None and software.float8.fused
         self._fused_loss = software.fused_loss
         self._fused_gate = software.fused_gate
+        self._compiled = software.compiled
         # The norms of heads are between the projection and the rotation.
         self._fused_rotation = (
             software.fused_rotation
@@ -197,11 +215,16 @@ class _Tensors:
         self._exchanges = layout.exchange_heads
         self._tokens = config.seq_length * layout.micro_batch // layout.context
         self.holds = holds
+        self._holds_outside = holds_outside
         self.value = 2 if software.half else 4
         self.gradient_value = 4 if software.fused_gradients else self.value
         """Bytes of an element of a weight's gradient that FSDP2 holds."""
         self._kernel = choose_kernel(
-            shape, half=software.half, flash=software.flash, windowed=windowed
+            shape,
+            half=software.half,
+            flash=software.flash,
+            windowed=windowed,
+            cudnn=software.cudnn,
         )
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
@@ -258,7 +281,7 @@ class _Tensors:
         grouped = self._shape.query_groups < self._config.num_attention_heads
         # "full" is computed in fp32: the input in fp32, and the input times the reciprocal of its
         # norm.
-        in_fp32 = {None: 0, "head": 0, "full": 2}[self._config.qk_norm]
+        in_fp32 = 2 if self._config.qk_norm == "full" and not self._compiled else 0
         size += in_fp32 * (self._q + self._k) * 4 / self.value
         if copied:
             return size
@@ -341,8 +364,9 @@ class _Tensors:
         """The inner activations of the MLP."""
         if self._config.glu_activation is not None:
             # The gate, its activation, the other half and their product. ReLU keeps only its
-            # result, and no activation keeps nothing. A kernel computes the activation again.
-            if self._fused_gate:
+            # result, and no activation keeps nothing. A kernel computes the activation again,
+            # and so does a compiled layer.
+            if self._fused_gate or self._compiled:
                 return 3 * self._f
             kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3}
             return kept[self._config.glu_activation] * self._f
@@ -483,10 +507,11 @@ class _Tensors:
         left = self._count_rounded([self.whole], self._f)
         yield down[0], self._f + down[1] + dropped + self._gathered + left
         if gated:
+            fused = self._fused_gate or self._compiled
             # Gradients of both factors. Then the one of the gate passes its activation function,
             # unless a kernel computes both.
-            yield 2 * self._f, self._mlp - self._f
-            if not self._fused_gate:
+            yield 2 * self._f, self._mlp - (0 if fused else self._f)
+            if not fused:
                 yield self._f, 2 * self._f
             yield from self._list_entry_steps([self._f, self._f], up)
         else:
@@ -629,7 +654,7 @@ class _Tensors:
     @cached_property
     def output_gradient(self) -> float:
         """The gradient of the output matrix that the loss keeps. In fp16 it is in fp32."""
-        return (4 if self._fp16 else self.gradient_value) * self.output_matrix
+        return (4 if self._fp16 else self.value) * self.output_matrix
 
     @cached_property
     def loss_forward(self) -> float:
@@ -660,10 +685,7 @@ class _Tensors:
     @property
     def _converted_output_gradient(self) -> float:
         """The gradient of the output matrix after its conversion. 0 if it is not converted."""
-        # A fused gradient is in fp32, and so is the sum.
-        if self._fused:
-            return 0.0
         if self._fp16:
             return self.value * self.output_matrix
         # Autograd's sum is in fp32.
-        return 4 * self.output_matrix if self._half and not self.holds else 0.0
+        return 4 * self.output_matrix if self._half and not self._holds_outside else 0.0

@@ -56,6 +56,7 @@ def _build_end(prediction: StepPrediction, start: float, rank: int) -> list[dict
     for name, seconds in (
         ("data-parallel communication", prediction.data_parallel.waited),
         ("optimizer", prediction.optimizer_seconds),
+        ("between steps", prediction.job.software.step_gap),
     ):
         if seconds > 0:
             found.append(
@@ -70,6 +71,6 @@ def _build_end(prediction: StepPrediction, start: float, rank: int) -> list[dict
                     "args": {},
                 }
             )
-        # Both follow each other.
+        # They follow each other.
         start += seconds
     return found
