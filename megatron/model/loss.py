@@ -271,6 +271,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     logits, real, local[part], holds_target[part], top, to_softmax, of_part
                 )
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
+        # A padded copy must not add to the peak, which the next product may reach.
+        del used
         if keep_gradients:
             ctx.gradient_dtype = gradient_dtype
             # In fp16, the sum over all positions may exceed 65504 for a frequent token, and no loss
