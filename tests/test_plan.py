@@ -722,22 +722,3 @@ def test_a_trace_that_the_run_never_reaches_is_a_warning():
     assert "profile" not in warnings_of(1, logging=logging)
     logging["profile_iterations"] = "101-102"
     assert "begins after the last iteration, 100" in warnings_of(1, logging=logging)
-
-
-def test_widths_that_are_slow_on_gpus_are_named_with_the_next_good_one():
-    odd = {"ffn_hidden_size": 1020, "num_attention_heads": 3, "hidden_size": 252}
-    assert "is not a multiple of 8" not in warnings_of(1, model=odd)
-    half = {"precision": {"bf16": True}}
-    found = warnings_of(1, model=odd, **half)
-    assert "hidden size 252 (--hidden-size) is not a multiple of 8" in found
-    assert "width of the MLP 1,020 (--ffn-hidden-size) is not a multiple of 8" in found
-    assert "in 16 bits take up to twice the time. 1,024 is the next width" in found
-    # 256 is a multiple of 8, and three heads cannot share it.
-    assert "width of all heads 252 (--kv-channels x --num-attention-heads)" in found
-    assert "264 is the next width" in found
-    # 1,032 is a multiple of 8, and a quarter of it is not.
-    parallel = {"tensor_model_parallel_size": 4}
-    found = warnings_of(4, model={"ffn_hidden_size": 1032}, parallel=parallel, **half)
-    assert "width of the MLP 1,032 / 4 tensor-parallel ranks = 258" in found
-    assert "1,056 is the next width" in found
-    assert "not a multiple of 8" not in warnings_of(4, parallel=parallel, **half)

@@ -9,6 +9,8 @@ pass gathers the slices again, while the input's gradient is computed
 The invariant: all numbers equal those of `F.linear(enter_tensor_parallel(x, tp), weight, bias)`,
 bit for bit. The same products are computed in the same order, and the same tensors are reduced.
 Fused weight gradients are the exception. They are not rounded to 16 bits (`weight_gradient.py`).
+On a GPU, products whose sizes are slow are computed with more columns, which are zero
+(`padding.py`).
 """
 
 from collections.abc import Sequence
@@ -28,6 +30,14 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.padding import (
+    multiply_padded,
+    needs_padding,
+    pad_columns,
+    pad_matrix,
+    pad_width,
+    trim_matrix,
+)
 from megatron.parallel.products import Products, find_products
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
@@ -48,7 +58,8 @@ def apply_entered_linears(
     """Enter a tensor-parallel region, and apply linear layers to the same input.
 
     Args:
-        x: [s, b, in], or [s/t, b, in] with sequence parallelism.
+        x: [s, b, in], or [s/t, b, in] with sequence parallelism. It may have the padding of a
+            layer before it.
         layers: Weight [out/t, in] and bias [out/t] of each layer.
         tp: The tensor-parallel ranks.
         numbers: What `number_layer` returned for each layer. The weights' gradients are then added
@@ -56,11 +67,14 @@ def apply_entered_linears(
         products: Computes the products in another number format.
 
     Returns:
-        The output of each layer, [s, b, out/t].
+        The output of each layer, [s, b, out/t]. On a GPU it may have padding, so that `pad_width`
+        is its width.
     """
-    if not numbers and products is None and tp.size == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in layers)
     weights = [weight for weight, _ in layers]
+    # Autograd would keep padded copies of weights for the backward pass.
+    plain = not numbers and products is None and not any(needs_padding(x, each) for each in weights)
+    if plain and tp.size == 1:
+        return tuple(F.linear(x, weight, bias) for weight, bias in layers)
     biases = [bias for _, bias in layers]
     if not torch.compiler.is_compiling():
         return _EnteredLinears.apply(x, tp, bool(numbers), products, *weights, *biases)
@@ -87,7 +101,7 @@ def _multiply(
     if products is not None:
         return products.multiply(entered, weights, biases)
     layers = zip(weights, biases, strict=True)
-    return [F.linear(entered, weight, bias) for weight, bias in layers], []
+    return [multiply_padded(entered, weight, bias) for weight, bias in layers], []
 
 
 def _differentiate(
@@ -106,7 +120,7 @@ def _differentiate(
     """Compute the gradients of all layers, with communication during the products.
 
     Args:
-        grads: Gradient of each output, [s, b, out/t].
+        grads: Gradient of each output, [s, b, out/t], padded as the output.
         x: The input as `apply_entered_linears` gets it.
         weights: The weight of each layer, or a copy of it.
         tp: The tensor-parallel ranks.
@@ -121,6 +135,7 @@ def _differentiate(
         The gradient of the input, those of the weights, and those of the biases.
     """
     rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
+    width = x.shape[-1]
     gradients = None
     if products is not None:
         # It may send small messages, which must not wait for the all-gather below.
@@ -132,7 +147,8 @@ def _differentiate(
     if needs_x and gradients is not None:
         grad_x = _begin_sum(gradients.multiply_weights(), x, tp)
     elif needs_x:
-        grad_x = _begin_sum(_multiply_back(rows, weights), x, tp)
+        partial = _multiply_back(rows, weights, pad_width(width, rows[0]))
+        grad_x = _begin_sum(trim_matrix(partial, len(partial), width), x, tp)
     grad_weights: list[Tensor | None] = [None] * len(weights)
     # With two layers, the sum is communicated during both products.
     if any(need_weights):
@@ -141,13 +157,15 @@ def _differentiate(
             if not needed:
                 continue
             if leaves is not None:
-                add_to_gradient(leaves[number], rows[number].t(), states)
+                add_to_gradient(leaves[number], rows[number].t(), pad_columns(states))
             elif gradients is not None:
                 grad_weights[number] = gradients.multiply_input(number, states)
             else:
-                grad_weights[number] = rows[number].t().mm(states)
+                product = rows[number].t().mm(pad_columns(states))
+                grad_weights[number] = trim_matrix(product, *weights[number].shape)
     grad_biases = [
-        row.sum(0) if needed else None for row, needed in zip(rows, need_biases, strict=True)
+        row.sum(0)[: len(weight)] if needed else None
+        for row, weight, needed in zip(rows, weights, need_biases, strict=True)
     ]
     return None if grad_x is None else grad_x.wait(), grad_weights, grad_biases
 
@@ -197,13 +215,13 @@ class _EnteredLinears(torch.autograd.Function):
         return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
-def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the input's gradient from all layers, [s b, in]. It is this rank's partial sum."""
+def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor], columns: int) -> Tensor:
+    """Return the input's gradient from all layers, [s b, columns], a partial sum of this rank."""
     # Each product is rounded before it is added, as autograd does it. The last layer comes first
     # in a backward pass, but the order of two summands does not change a sum.
-    total = rows[0].mm(weights[0])
+    total = rows[0].mm(pad_matrix(weights[0], rows[0].shape[1], columns))
     for row, weight in zip(rows[1:], weights[1:], strict=True):
-        total += row.mm(weight)
+        total += row.mm(pad_matrix(weight, row.shape[1], columns))
     return total
 
 
@@ -288,14 +306,14 @@ def run_backward(
 
 
 _entered_linears = torch.library.custom_op(
-    "megatron::linears",
+    "megatron::padded_linears",
     run_forward,
     mutates_args=(),
     schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, Tensor[] formats, "
     "int kept, str region) -> Tensor[]",
 )
 _entered_linears_backward = torch.library.custom_op(
-    "megatron::linears_backward",
+    "megatron::padded_linears_backward",
     run_backward,
     mutates_args=(),
     schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, Tensor[] numbers, "
@@ -314,8 +332,11 @@ def _shape_forward(
     region: str,
 ) -> list[Tensor]:
     tp = _regions[region]
-    rows = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
-    outs = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0])) for weight in weights]
+    parts = tp.size if tp.sequence_parallel else 1
+    widths = [weight.shape[0] for weight in weights]
+    if not formats:
+        widths = [pad_width(width, x, parts) for width in widths]
+    outs = [x.new_empty((x.shape[0] * parts, *x.shape[1:-1], width)) for width in widths]
     return outs + [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
 
 

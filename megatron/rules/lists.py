@@ -306,7 +306,6 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     if_given(outputs.check_profiled_ranks, "logging.profile_iterations", "logging.memory_snapshot"),
     if_given(data.warn_about_phases, "data.data_phases"),
     model.warn_about_shape,
-    if_given(model.warn_about_widths, "precision.bf16", "precision.fp16"),
     if_given(layout.warn_about_pipeline, "parallel.pipeline_model_parallel_size"),
     data.warn_about_files,
 )

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -162,6 +162,65 @@ def _count_product(name: str, args: Any, out: Any) -> int:
     if name not in ("mm", "addmm") or out.dtype.itemsize == args[1].dtype.itemsize:
         return 0
     return out.nbytes * (2 if name == "addmm" else 1)
+
+
+@dataclass
+class PaddingReport:
+    """The products of matrices in 16 bits in a step, and what their padding moves."""
+
+    products: int = 0
+    slow: list[str] = field(default_factory=list)
+    """Products with a size that is no multiple of 8, or with rows of no multiple of 16 bytes."""
+    moved: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
+    """torch's operator and the shape of its result -> the bytes that it reads and writes."""
+
+
+def find_padding(case: Case) -> PaddingReport:
+    """Run a step, and return what its products and copies are."""
+    from megatron.extras.planner.dry_run.fake_gpu import _FACTORS, FakeGpu
+    from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
+
+    found = PaddingReport()
+    run = FakeGpu._run
+
+    def start(_: FakeRank) -> None:
+        # The construction has products of few rows, which are not padded.
+        found.products = 0
+        found.slow.clear()
+        found.moved.clear()
+
+    def record(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        out = run(self, func, types, args, kwargs)
+        name = func.__name__.partition(".")[0]
+        # Inside the operators of a compiled graph, torch does not replace these two by others.
+        if name == "contiguous" and not args[0].is_contiguous():
+            name = "clone"
+        first = {**_FACTORS, "linear": 0}.get(name)
+        if first is not None and args[first].element_size() == 2:
+            found.products += 1
+            matrices = (*args[first : first + 2], out)
+            if any(_is_slow(each) for each in matrices):
+                found.slow.append(" ".join(f"{tuple(each.shape)}" for each in matrices))
+        if name in _PADDING:
+            read = args[: _PADDING[name]]
+            found.moved[name, tuple(out.shape)] += out.nbytes + sum(each.nbytes for each in read)
+        return out
+
+    with mock.patch.object(FakeGpu, "_run", record):
+        run_rank(plan_case(case), case.rank, visit=start)
+    return found
+
+
+_PADDING = {"copy_": 1, "clone": 1, "add_": 2}
+"""Operator that moves padded matrices -> how many matrices it reads. They have one shape."""
+
+
+def _is_slow(matrix: Any) -> bool:
+    """Return whether Tensor Cores read or write a matrix slowly."""
+    width = matrix.shape[-1]
+    lengths = [stride * matrix.element_size() for stride in matrix.stride() if stride != 1]
+    sizes = (width, matrix.numel() // width)
+    return any(size % 8 for size in sizes) or any(length % 16 for length in lengths)
 
 
 def count_attention(case: Case) -> dict[str, int]:

@@ -195,7 +195,8 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
     "machine": make_machine,
     "copy": make_columns("mib", "tb_per_second"),
     "products": make_columns(
-        "name", "shape", "forward", "input", "weight", "weight + sum", "weight, fused sum"
+        *("name", "shape", "forward", "input", "weight", "weight + sum", "weight, fused sum"),
+        "forward, padded",
     ),
     "attention": make_columns(
         *("heads", "groups", "width", "length", "batch", "kernel", "forward", "backward"),

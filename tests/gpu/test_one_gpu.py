@@ -396,6 +396,52 @@ def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
 
 @needs_gpu
 @pytest.mark.gpu_core
+@pytest.mark.parametrize("fused", [False, True])
+def test_padded_products_of_small_integers_are_exact(fused: bool) -> None:
+    from megatron.parallel.entered_linear import ALONE
+    from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+    from megatron.parallel.weight_gradient import number_layer
+
+    generator = torch.Generator().manual_seed(1)
+    results: list[list[torch.Tensor]] = []
+    drawn = [
+        torch.randint(-1, 2, shape, generator=generator)
+        for shape in ((1365, 64), (64, 1365), *[(256, 2, 64)] * 4)
+    ]
+    for device in ("cpu", "cuda"):
+        up = ColumnParallelLinear(64, 1365, bias=False, tp=ALONE, init=Init.NORMAL)
+        down = RowParallelLinear(1365, 64, bias=False, tp=ALONE, init=Init.NORMAL)
+        weights, inputs = (
+            [each.to(device, torch.float32 if device == "cpu" else torch.float16) for each in part]
+            for part in (drawn[:2], drawn[2:])
+        )
+        for layer, weight in zip((up, down), weights, strict=True):
+            layer.weight = torch.nn.Parameter(weight)
+            layer.weight.grad_dtype = torch.float32
+            layer.number = number_layer(layer) if fused and device == "cuda" else None
+        found = []
+        for x, gradient in zip(inputs[:2], inputs[2:], strict=True):
+            out = up(x.requires_grad_())
+            assert out.shape[-1] == (1365 if device == "cpu" else 1368)
+            # Signs keep all numbers below 2,048, where fp16 has each integer.
+            hidden = out.detach().sign().requires_grad_()
+            out.backward(hidden.detach())
+            last = down(hidden)
+            last.backward(gradient)
+            assert x.grad is not None
+            assert hidden.grad is not None
+            found += [out, x.grad, last, hidden.grad]
+        for layer in (up, down):
+            assert layer.weight.grad is not None
+            found.append(layer.weight.grad)
+        results.append([each.detach().float().cpu()[..., :1365] for each in found])
+    for expected, exact in zip(*results, strict=True):
+        assert torch.equal(expected, exact)
+    report(f"padded products, fused gradients {fused}", note="small integers are exact")
+
+
+@needs_gpu
+@pytest.mark.gpu_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_of_blocks_equal_the_operators_of_torch(dtype: torch.dtype) -> None:
     from model.kernel_comparisons import ACTIVATIONS, compare_gate, compare_rotary

@@ -108,6 +108,7 @@ class _RankPeak:
         self._visits = schedule.count_in_flight(rank)
         self._passes = schedule.microbatches * len(stages)
         """Backward passes of the step."""
+        self._forwards_first = schedule.name in ("GPipe", "looped BFS")
         self._value = 2 if software.half else 4
         self._half = software.half
         self._fsdp = uses_fsdp(layout)
@@ -175,8 +176,7 @@ class _RankPeak:
             size += self._tensors.embedding
         if stage.last:
             # Its backward pass follows at once, unless all forward passes come first.
-            first = self._schedule.name in ("GPipe", "looped BFS")
-            return size + (self._tensors.loss_kept if first else 0.0)
+            return size + (self._tensors.loss_kept if self._forwards_first else 0.0)
         # torch's schedule holds the output until its gradient arrives.
         return size + self._tensors.stream
 
@@ -262,7 +262,8 @@ class _RankPeak:
             # FSDP2 frees what it gathered into when it gathers the next time.
             last = self._count_head(each.stage) or self._of_layer
             point = replace(point, buffers=point.buffers + self._value * last)
-        yield replace(point, activations=kept, working=self._tensors.loss_forward)
+        if not (self._forwards_first and each.accumulated):
+            yield replace(point, activations=kept, working=self._tensors.loss_forward)
         yield replace(point, activations=kept, working=self._tensors.loss_backward)
 
     def _list_layer(self, each: _Pass, done: int, kept: float) -> Iterator[StepPoint]:

@@ -670,10 +670,12 @@ class _Tensors:
         chunk = 4 * min(rows, self._tokens) * columns
         # The product of a chunk, with its fp32 logits or with those of the chunk before.
         computed = 1.5 * chunk
+        # Products of odd widths have a padded copy of the matrix.
+        copied = self.value * self.output_matrix if self._half and columns % 8 else 0
         if not self._half or self._fused_loss:
             # In fp32 and for kernels they are in the place of their gradient.
             computed = last = 0
-        return held + max(computed, last + self.output_gradient)
+        return held + max(computed + copied, last + self.output_gradient)
 
     @cached_property
     def loss_backward(self) -> float:
