@@ -44,6 +44,12 @@ class KernelsConfig:
     of --glu-activation. It is on by default in Megatron-LM, and off here, because it has not run on
     a GPU yet. It needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute
     the same."""
+    residual_norm_fusion: bool = False
+    """Compute the norms before attention and before the MLP in Triton kernels that also add to the
+    residual stream, or to its gradient. Not with --norm-placement output, with
+    --fp32-residual-connection, or in compiled layers, where PyTorch's operators compute the same.
+    It has not run on a GPU yet. It needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's
+    operators compute the same."""
     cross_entropy_loss_fusion: bool = False
     """Compute softmax and gradient of the logits in Triton kernels, which keep the logits in the
     dtype of the step. It is off in Megatron-LM too. It needs pip install 'megatron-3d[kernels]'. On
@@ -60,6 +66,7 @@ class KernelsConfig:
         asked = {
             "--rope-fusion": self.rope_fusion,
             "--bias-swiglu-fusion": self.bias_swiglu_fusion,
+            "--residual-norm-fusion": self.residual_norm_fusion,
             "--cross-entropy-loss-fusion": self.cross_entropy_loss_fusion,
         }
         return tuple(flag for flag, given in asked.items() if given)
