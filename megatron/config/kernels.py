@@ -20,8 +20,9 @@ class KernelsConfig:
     deterministic_mode: bool = False
     """Use only kernels that give the same bits each time, and NCCL's ring algorithm. On a GPU,
     backward passes of attention otherwise add up in an order that changes, so a resumed run is not
-    bit-identical. It is slower. The run ends with an error at an operator that has no such kernel.
-    apex, DeepSpeed and torch.compile choose kernels of their own. A CPU needs no such flag."""
+    bit-identical. Attention leaves out fused (cuDNN), whose backward pass does not repeat. It is
+    slower. The run ends with an error at an operator that has no such kernel. apex, DeepSpeed and
+    torch.compile choose kernels of their own. A CPU needs no such flag."""
     attention_backend: tuple[AttentionBackend, ...] = ("auto",)
     """Kernels that attention may use, the preferred one first, as in: fused flash unfused. Each
     layer takes the first that can compute it. auto: PyTorch chooses. by-gpu: cuDNN's first on GPUs

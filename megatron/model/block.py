@@ -141,8 +141,7 @@ class Block(nn.Module):
         self, x: Tensor, positions: Positions, dropout_key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
         """Return the input for the residual connection, and the output of attention."""
-        norms = self.input_norm, self.attention_output_norm
-        x, read = self._add_and_normalise(x, None, norms)
+        x, read = self._add_and_normalise(x, None, self.input_norm, self.attention_output_norm)
         attended = self.attention(read, positions, dropout_key)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
@@ -155,22 +154,22 @@ class Block(nn.Module):
             # Attention and MLP read the same input.
             after, read = x + attended, _normalise_input(*norms, x)
         else:
-            after, read = self._add_and_normalise(x, attended, norms)
+            after, read = self._add_and_normalise(x, attended, *norms)
         out = self.mlp(read)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
         return after + self.mlp_dropout(out, dropout_key)
 
     def _add_and_normalise(
-        self, x: Tensor, branch: Tensor | None, norms: tuple[Norm | None, Norm | None]
+        self, x: Tensor, branch: Tensor | None, before: Norm | None, after: Norm | None
     ) -> tuple[Tensor, Tensor]:
         """Return x + branch, and the input of attention or MLP that is made from it."""
         fuse = self.mlp.operators.add_and_normalise
-        if fuse is not None and norms[0] is not None:
-            return fuse(x, branch, norms[0])
+        if fuse is not None and before is not None:
+            return fuse(x, branch, before)
         if branch is not None:
             x = x + branch
-        return x, _normalise_input(*norms, x)
+        return x, _normalise_input(before, after, x)
 
 
 def _normalise_input(before: Norm | None, after: Norm | None, x: Tensor) -> Tensor:
