@@ -91,7 +91,7 @@ def compare_norm(
     if with_branch:
         assert torch.equal(grads[-1], grads[0])
 
-    weight, bias = norm.weight.detach().double(), torch.zeros(())
+    weight, bias = norm.weight.detach().double(), torch.zeros((), device=device)
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         bias = norm.bias.detach().double()
     leaves = [total.detach().double().requires_grad_(), weight.requires_grad_()]
