@@ -216,6 +216,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),
     ),
     no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
+    no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
     no_effect(
         "with {model.position_embedding_type}, which has no table of positions",
         lambda config: config.model.position_embedding_type != "absolute",

@@ -316,6 +316,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"attention_backend": ()}, "--attention-backend  needs at least one kernel, or auto"),
     ({"attention_backend": ("flash", "auto")}, "flash auto: auto is a choice of its own"),
     ({"attention_backend": ("by-gpu", "flash")}, "by-gpu flash: by-gpu is a choice of its own"),
+    (
+        {"attention_backend": ("fused", "flash"), "deterministic_mode": True},
+        "--attention-backend fused flash cannot be combined with --deterministic-mode",
+    ),
     ({"attention_backend": ("unfused", "flash")}, "the kernels after it would never be used"),
     (
         {"use_torch_compile": True, "attention_backend": ("unfused",)},
@@ -409,6 +413,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     (
         {"rope_fusion": True},
         "--rope-fusion has no effect without --position-embedding-type rotary.",
+    ),
+    (
+        {"residual_norm_fusion": True, "norm_placement": "output"},
+        "--residual-norm-fusion has no effect without --norm-placement input.",
     ),
     (
         {"bias_swiglu_fusion": True},

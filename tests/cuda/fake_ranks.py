@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -325,6 +326,57 @@ def train(arguments: list[str]) -> StepTrace:
         loaded = load_config(arguments)
         pretrain(loaded, parts=choose_parts(loaded.config))
         return gpu.end_step()
+
+
+def train_and_list_attention(arguments: list[str]) -> tuple[set[tuple[str, bool]], bool]:
+    """Train as `train` does, where PyTorch's own order of attention kernels begins with cuDNN.
+
+    The settings of the process are then as before.
+
+    Returns:
+        The operators of attention that ran, each with whether torch required deterministic kernels
+        then, and whether the training compiled its layers.
+    """
+    import torch
+    from torch.utils import deterministic
+
+    from megatron.extras.planner.dry_run import stand_ins
+    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+    from megatron.model.block import Block
+
+    list_allowed = stand_ins._list_allowed_kernels
+
+    # Newer versions of torch have this order on an H200.
+    @torch.compiler.assume_constant_result
+    def prefer_cudnn() -> list[str]:
+        allowed: list[str] = list_allowed()
+        return ["CUDNN_ATTENTION", "MATH"] if "OVERRIDEABLE" in allowed else allowed
+
+    found: set[tuple[str, bool]] = set()
+    run = FakeGpu._run
+
+    def look(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if "dot_product" in func.__name__:
+            name = func.__name__.partition(".")[0]
+            found.add((name, torch.are_deterministic_algorithms_enabled()))
+        return run(self, func, types, args, kwargs)
+
+    compiled = mock.patch.object(
+        Block, "compile_halves", autospec=True, side_effect=Block.compile_halves
+    )
+    torch.compiler.reset()
+    try:
+        with (
+            mock.patch.object(FakeGpu, "_run", look),
+            mock.patch.object(stand_ins, "_list_allowed_kernels", prefer_cudnn),
+            mock.patch.dict(os.environ),
+            compiled as compile_halves,
+        ):
+            train(arguments)
+            return found, compile_halves.called
+    finally:
+        torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def train_without_pinning(arguments: list[str]) -> tuple[StepTrace, str]:

@@ -461,6 +461,21 @@ def test_kernels_of_blocks_equal_the_operators_of_torch(dtype: torch.dtype) -> N
         assert max(units.values()) <= 2, units
 
 
+@needs_gpu
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_norms_equal_the_operators_of_torch(dtype: torch.dtype) -> None:
+    from model.norm_comparisons import NORMS, compare_norm
+
+    for norm in NORMS:
+        for sizes in ((2048, 2, 768), (1021, 2, 4096), (77, 1, 8192), (300, 2, 1001)):
+            for with_branch in (True, False):
+                units = compare_norm(norm, sizes, dtype, "cuda", with_branch=with_branch)
+                case = f"{norm} kernel, {sizes}, addition {with_branch}, {dtype}"
+                report(case, note=f"in units of rounding: {units}")
+                assert max(units.values()) <= 1, units
+
+
 @needs_runs
 @pytest.mark.gpu_core
 @pytest.mark.parametrize("rowwise", [False, True])
