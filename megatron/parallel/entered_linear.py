@@ -68,7 +68,10 @@ def apply_entered_linears(
     assert len(present) in (0, len(biases)), "in a graph, all layers have a bias or none has one"
     formats = [] if products is None else [products.number]
     kept = 0 if products is None else products.kept
-    made = _entered_linears(x, weights, present, list(numbers), formats, kept, _name_region(tp))
+    keeps_input = products is not None and products.keeps_input
+    made = _entered_linears(
+        x, weights, present, list(numbers), formats, kept, keeps_input, _name_region(tp)
+    )
     return tuple(made[: len(weights)])
 
 
@@ -107,7 +110,7 @@ def _differentiate(
 
     Args:
         grads: Gradient of each output, [s, b, out/t].
-        x: The input as `apply_entered_linears` gets it.
+        x: The input as `apply_entered_linears` gets it, or what `products` keeps of it.
         weights: The weight of each layer, or a copy of it.
         tp: The tensor-parallel ranks.
         leaves: The weights whose `grad` the products are added to, or None to return the gradients.
@@ -140,7 +143,9 @@ def _differentiate(
         for number, needed in enumerate(need_weights):
             if not needed:
                 continue
-            if leaves is not None:
+            if leaves is not None and gradients is not None:
+                gradients.add_to_gradient(leaves[number], number, states)
+            elif leaves is not None:
                 add_to_gradient(leaves[number], rows[number].t(), states)
             elif gradients is not None:
                 grad_weights[number] = gradients.multiply_input(number, states)
@@ -172,6 +177,8 @@ class _EnteredLinears(torch.autograd.Function):
         ctx.products = products
         ctx.count = count
         outs, kept = _multiply(x, weights, parameters[count:], tp, products)
+        if products is not None and products.keeps_input:
+            x = kept.pop()
         # This is the slice of the sequence, not the gathered input.
         ctx.save_for_backward(x, *weights, *kept)
         return tuple(outs)
@@ -244,11 +251,12 @@ def run_forward(
     numbers: list[Tensor],
     formats: list[Tensor],
     kept: int,
+    keeps_input: bool,
     region: str,
 ) -> list[Tensor]:
     """Compute the forward operator. See `apply_entered_linears`.
 
-    `biases` is empty if the layers have no bias. The last `kept` results are for the backward pass.
+    `biases` is empty if the layers have no bias. The outputs are followed by what `products` keeps.
     """
     given: Sequence[Tensor | None] = biases or [None] * len(weights)
     outs, saved = _multiply(x, weights, given, _regions[region], find_products(formats))
@@ -292,7 +300,7 @@ _entered_linears = torch.library.custom_op(
     run_forward,
     mutates_args=(),
     schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, Tensor[] formats, "
-    "int kept, str region) -> Tensor[]",
+    "int kept, bool keeps_input, str region) -> Tensor[]",
 )
 _entered_linears_backward = torch.library.custom_op(
     "megatron::linears_backward",
@@ -311,12 +319,17 @@ def _shape_forward(
     numbers: list[Tensor],
     formats: list[Tensor],
     kept: int,
+    keeps_input: bool,
     region: str,
 ) -> list[Tensor]:
     tp = _regions[region]
     rows = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
     outs = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0])) for weight in weights]
-    return outs + [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
+    outs += [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
+    if keeps_input:
+        by_columns = x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.float8_e4m3fn)
+        outs.append(by_columns.movedim(0, -1))
+    return outs
 
 
 @_entered_linears_backward.register_fake
@@ -330,7 +343,7 @@ def _shape_backward(
     kept: list[Tensor],
     region: str,
 ) -> list[Tensor]:
-    made = [x.new_empty(x.shape)]
+    made = [grads[0].new_empty(x.shape)]
     if not numbers:
         made += [weight.new_empty(weight.shape) for weight in weights]
     if biased:
@@ -339,10 +352,13 @@ def _shape_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, numbers, formats, _, ctx.region = inputs
+    x, weights, biases, numbers, formats, kept, keeps_input, ctx.region = inputs
     ctx.biased = bool(biases)
     ctx.sizes = len(weights), len(numbers), len(formats)
-    ctx.save_for_backward(x, *weights, *numbers, *formats, *output[len(weights) :])
+    scalars = output[len(weights) : len(weights) + kept]
+    ctx.save_for_backward(
+        output[-1] if keeps_input else x, *weights, *numbers, *formats, *scalars
+    )
 
 
 def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -356,7 +372,7 @@ def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     )
     grad_biases = others[-layers:] if ctx.biased else []
     grad_weights = [None] * layers if numbers else others[:layers]
-    without = [None] * len(numbers), [None] * len(formats), None, None
+    without = [None] * len(numbers), [None] * len(formats), None, None, None
     return grad_x, grad_weights, grad_biases, *without
 
 
