@@ -356,9 +356,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.biased = bool(biases)
     ctx.sizes = len(weights), len(numbers), len(formats)
     scalars = output[len(weights) : len(weights) + kept]
-    ctx.save_for_backward(
-        output[-1] if keeps_input else x, *weights, *numbers, *formats, *scalars
-    )
+    ctx.save_for_backward(output[-1] if keeps_input else x, *weights, *numbers, *formats, *scalars)
 
 
 def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:

@@ -283,4 +283,3 @@ class _Gradients:
     def _multiply(self, a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
         emulated = self._products.recipe.emulated
         return multiply_rounded(a, b, dtype, emulated=emulated, fast=False)
-
