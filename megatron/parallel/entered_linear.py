@@ -28,7 +28,7 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.products import Products, find_products
+from megatron.parallel.products import GradientProducts, Products, find_products
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
 ALONE = TensorParallel()
@@ -143,10 +143,8 @@ def _differentiate(
         for number, needed in enumerate(need_weights):
             if not needed:
                 continue
-            if leaves is not None and gradients is not None:
-                gradients.add_to_gradient(leaves[number], number, states)
-            elif leaves is not None:
-                add_to_gradient(leaves[number], rows[number].t(), states)
+            if leaves is not None:
+                _add_product(leaves[number], number, rows, states, gradients)
             elif gradients is not None:
                 grad_weights[number] = gradients.multiply_input(number, states)
             else:
@@ -212,6 +210,20 @@ def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     for row, weight in zip(rows[1:], weights[1:], strict=True):
         total += row.mm(weight)
     return total
+
+
+def _add_product(
+    leaf: Tensor,
+    number: int,
+    rows: Sequence[Tensor],
+    states: Tensor,
+    gradients: GradientProducts | None,
+) -> None:
+    """Add the gradient of a layer's weight to the leaf."""
+    if gradients is None:
+        add_to_gradient(leaf, rows[number].t(), states)
+    else:
+        gradients.add_to_gradient(leaf, number, states)
 
 
 def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:

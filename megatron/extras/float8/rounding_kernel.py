@@ -1,5 +1,6 @@
-"""The Triton kernels of `rounding.py`. The last dimension of all tensors has
-stride 1.
+"""The Triton kernels of `rounding.py`.
+
+The last dimension of all tensors has stride 1.
 
 Casts of GPUs cut off large values, while PyTorch's give infinities or nan. `_convert` does what
 PyTorch does. The scale is computed from the exponent of the largest value. It equals torchao's
