@@ -75,14 +75,6 @@ def test_fused_gradients_are_those_of_operands_in_bf16(run: Runner, other: Runne
     assert numbers(other) == [pytest.approx(each, rel=1e-2) for each in numbers(run)]
 
 
-def test_float8_products_are_added_in_fp32(run: Runner, other: Runner) -> None:
-    """With one scale, a product is rounded to bf16 in any case. The flag changes no number."""
-    flags = f"{MODEL} --train-iters 3 {FLOAT8}"
-    run(flags)
-    other(f"{flags} --gradient-accumulation-fusion")
-    assert numbers(other) == numbers(run)
-
-
 def evaluate(run: Runner, flags: str) -> tuple[str, float]:
     """Return the log and the loss of an evaluation of the run's checkpoint by two stages."""
     flags = f"{MODEL} --pipeline-model-parallel-size 2 --num-layers 4 {flags}"
