@@ -38,7 +38,7 @@ from megatron.parallel.padding import (
     pad_width,
     trim_matrix,
 )
-from megatron.parallel.products import Products, find_products
+from megatron.parallel.products import GradientProducts, Products, find_products
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
 ALONE = TensorParallel()
@@ -82,7 +82,10 @@ def apply_entered_linears(
     assert len(present) in (0, len(biases)), "in a graph, all layers have a bias or none has one"
     formats = [] if products is None else [products.number]
     kept = 0 if products is None else products.kept
-    made = _entered_linears(x, weights, present, list(numbers), formats, kept, _name_region(tp))
+    keeps_input = products is not None and products.keeps_input
+    made = _entered_linears(
+        x, weights, present, list(numbers), formats, kept, keeps_input, _name_region(tp)
+    )
     return tuple(made[: len(weights)])
 
 
@@ -121,7 +124,7 @@ def _differentiate(
 
     Args:
         grads: Gradient of each output, [s, b, out/t], padded as the output.
-        x: The input as `apply_entered_linears` gets it.
+        x: The input as `apply_entered_linears` gets it, or what `products` keeps of it.
         weights: The weight of each layer, or a copy of it.
         tp: The tensor-parallel ranks.
         leaves: The weights whose `grad` the products are added to, or None to return the gradients.
@@ -157,7 +160,7 @@ def _differentiate(
             if not needed:
                 continue
             if leaves is not None:
-                add_to_gradient(leaves[number], rows[number].t(), pad_columns(states))
+                _add_product(leaves[number], number, rows, states, gradients)
             elif gradients is not None:
                 grad_weights[number] = gradients.multiply_input(number, states)
             else:
@@ -190,6 +193,8 @@ class _EnteredLinears(torch.autograd.Function):
         ctx.products = products
         ctx.count = count
         outs, kept = _multiply(x, weights, parameters[count:], tp, products)
+        if products is not None and products.keeps_input:
+            x = kept.pop()
         # This is the slice of the sequence, not the gathered input.
         ctx.save_for_backward(x, *weights, *kept)
         return tuple(outs)
@@ -223,6 +228,20 @@ def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor], columns: i
     for row, weight in zip(rows[1:], weights[1:], strict=True):
         total += row.mm(pad_matrix(weight, row.shape[1], columns))
     return total
+
+
+def _add_product(
+    leaf: Tensor,
+    number: int,
+    rows: Sequence[Tensor],
+    states: Tensor,
+    gradients: GradientProducts | None,
+) -> None:
+    """Add the gradient of a layer's weight to the leaf."""
+    if gradients is None:
+        add_to_gradient(leaf, rows[number].t(), pad_columns(states))
+    else:
+        gradients.add_to_gradient(leaf, number, states)
 
 
 def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
@@ -262,11 +281,12 @@ def run_forward(
     numbers: list[Tensor],
     formats: list[Tensor],
     kept: int,
+    keeps_input: bool,
     region: str,
 ) -> list[Tensor]:
     """Compute the forward operator. See `apply_entered_linears`.
 
-    `biases` is empty if the layers have no bias. The last `kept` results are for the backward pass.
+    `biases` is empty if the layers have no bias. The outputs are followed by what `products` keeps.
     """
     given: Sequence[Tensor | None] = biases or [None] * len(weights)
     outs, saved = _multiply(x, weights, given, _regions[region], find_products(formats))
@@ -310,7 +330,7 @@ _entered_linears = torch.library.custom_op(
     run_forward,
     mutates_args=(),
     schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, Tensor[] formats, "
-    "int kept, str region) -> Tensor[]",
+    "int kept, bool keeps_input, str region) -> Tensor[]",
 )
 _entered_linears_backward = torch.library.custom_op(
     "megatron::padded_linears_backward",
@@ -329,6 +349,7 @@ def _shape_forward(
     numbers: list[Tensor],
     formats: list[Tensor],
     kept: int,
+    keeps_input: bool,
     region: str,
 ) -> list[Tensor]:
     tp = _regions[region]
@@ -337,7 +358,11 @@ def _shape_forward(
     if not formats:
         widths = [pad_width(width, x, parts) for width in widths]
     outs = [x.new_empty((x.shape[0] * parts, *x.shape[1:-1], width)) for width in widths]
-    return outs + [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
+    outs += [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
+    if keeps_input:
+        by_columns = x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.float8_e4m3fn)
+        outs.append(by_columns.movedim(0, -1))
+    return outs
 
 
 @_entered_linears_backward.register_fake
@@ -351,7 +376,7 @@ def _shape_backward(
     kept: list[Tensor],
     region: str,
 ) -> list[Tensor]:
-    made = [x.new_empty(x.shape)]
+    made = [grads[0].new_empty(x.shape)]
     if not numbers:
         made += [weight.new_empty(weight.shape) for weight in weights]
     if biased:
@@ -360,10 +385,11 @@ def _shape_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, numbers, formats, _, ctx.region = inputs
+    x, weights, biases, numbers, formats, kept, keeps_input, ctx.region = inputs
     ctx.biased = bool(biases)
     ctx.sizes = len(weights), len(numbers), len(formats)
-    ctx.save_for_backward(x, *weights, *numbers, *formats, *output[len(weights) :])
+    scalars = output[len(weights) : len(weights) + kept]
+    ctx.save_for_backward(output[-1] if keeps_input else x, *weights, *numbers, *formats, *scalars)
 
 
 def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -377,7 +403,7 @@ def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     )
     grad_biases = others[-layers:] if ctx.biased else []
     grad_weights = [None] * layers if numbers else others[:layers]
-    without = [None] * len(numbers), [None] * len(formats), None, None
+    without = [None] * len(numbers), [None] * len(formats), None, None, None
     return grad_x, grad_weights, grad_biases, *without
 
 

@@ -296,15 +296,6 @@ FAILURES: list[tuple[dict[str, object], str]] = [
             "fp8_format": "e4m3",
             "fp8_recipe": "tensorwise",
             "bf16": True,
-            "gradient_accumulation_fusion": True,
-        },
-        "--gradient-accumulation-fusion needs --fp8-recipe rowwise",
-    ),
-    (
-        {
-            "fp8_format": "e4m3",
-            "fp8_recipe": "tensorwise",
-            "bf16": True,
             "num_layers": 3,
             "first_last_layers_bf16": True,
             "num_layers_at_end_in_bf16": 2,

@@ -465,46 +465,50 @@ def check_replicas(case: Case) -> tuple[list[str], float, StepTrace]:
     return tuple(results)
 
 
-def count_rounding_bytes(case: Case) -> tuple[int, dict[Product, int]]:
-    """Run a step in float8. Return the bytes that rounding moves in layers, and the products.
+def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]]:
+    """Run a step in float8. Return the bytes that kernels of float8 move, and the products.
 
-    These are the bytes of the operators that are called by the functions of float8, apart from
-    products, with matrices in 16 bits, in fp32 or in float8.
+    The first part has an entry for each kernel. "copies" are those in front of products, and "sums"
+    those of weights' gradients.
     """
     from megatron.extras.float8 import products as float8
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
 
-    moved = 0
-    depth = 0
+    moved: Counter[str] = Counter()
+    parts: list[str] = []
     run = FakeGpu._run
 
     def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        nonlocal moved
         out = run(self, func, types, args, kwargs)
         name = func.__name__.partition(".")[0]
-        if depth and name in _ROUNDING and args[0].dim() == 2 and args[0].shape[1] > 1:
-            moved += args[0].nbytes + (out.nbytes if out.dim() == 2 else 0)
+        if func.namespace == "megatron":
+            written = out if isinstance(out, list) else [out]
+            of_weight = " of masters" if args[0].dtype.itemsize == 4 else ""
+            moved[name + of_weight] += args[0].nbytes + sum(each.nbytes for each in written)
+        elif parts and name in _MOVING and out.dim() == 2:
+            # What is in place is read too.
+            arguments = [each for each in args if hasattr(each, "nbytes")]
+            moved[parts[-1]] += out.nbytes + sum(each.nbytes for each in arguments)
         return out
 
-    def enter(function: Any) -> Any:
+    def enter(function: Any, part: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            depth += 1
+            parts.append(part)
             try:
                 return function(*args, **kwargs)
             finally:
-                depth -= 1
+                parts.pop()
 
         return call
 
+    add = float8._Gradients.add_to_gradient
     with (
         mock.patch.object(FakeGpu, "_run", count),
-        mock.patch.object(float8, "find_largest", enter(float8.find_largest)),
-        mock.patch.object(float8, "round_to_float8", enter(float8.round_to_float8)),
-        mock.patch.object(float8, "multiply_rounded", enter(float8.multiply_rounded)),
+        mock.patch.object(float8, "multiply_rounded", enter(float8.multiply_rounded, "copies")),
+        mock.patch.object(float8._Gradients, "add_to_gradient", enter(add, "sums")),
     ):
         step = run_case(case).step
-    return moved, step.products
+    return dict(moved), step.products
 
 
-_ROUNDING = {"linalg_vector_norm", "_to_copy", "mul", "clamp", "clone", "constant_pad_nd"}
+_MOVING = {"_to_copy", "add_", "clone", "constant_pad_nd", "mul"}
