@@ -415,7 +415,8 @@ def test_padded_products_of_small_integers_are_exact(fused: bool) -> None:
             [each.to(device, torch.float32 if device == "cpu" else torch.float16) for each in part]
             for part in (drawn[:2], drawn[2:])
         )
-        for layer, weight in zip((up, down), weights, strict=True):
+        layers: list[ColumnParallelLinear | RowParallelLinear] = [up, down]
+        for layer, weight in zip(layers, weights, strict=True):
             layer.weight = torch.nn.Parameter(weight)
             layer.weight.grad_dtype = torch.float32
             layer.number = number_layer(layer) if fused and device == "cuda" else None
@@ -431,7 +432,7 @@ def test_padded_products_of_small_integers_are_exact(fused: bool) -> None:
             assert x.grad is not None
             assert hidden.grad is not None
             found += [out, x.grad, last, hidden.grad]
-        for layer in (up, down):
+        for layer in layers:
             assert layer.weight.grad is not None
             found.append(layer.weight.grad)
         results.append([each.detach().float().cpu()[..., :1365] for each in found])
