@@ -24,6 +24,7 @@ from typing import Any
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         if given.json:
             print_line(json.dumps({"error": message}, indent=1))
         print_to_stderr(f"error: {message}")
-        return 2
+        return exit_codes.USER_ERROR
     # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
     # Reading the text back with `parse_constant` turns them into null.
     record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)

@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
@@ -97,7 +98,7 @@ def _preprocess(given: PreprocessArguments) -> int:
     except KeyboardInterrupt:
         # The journal on disk makes the same command continue, so a traceback would be noise.
         print_to_stderr("interrupted; the same command continues from the last journal entry")
-        return 130
+        return exit_codes.INTERRUPTED
     for key, prefix in done.prefixes.items():
         documents = format_count(done.documents[key], "document")
         print_line(f"{prefix}: {documents}, {format_count(done.tokens[key], 'token')}")
@@ -137,7 +138,7 @@ def _prepare_corpus(given: PreprocessArguments, engine: EngineName) -> int:
         )
     except KeyboardInterrupt:
         print_to_stderr("interrupted; the same command keeps the shards that are complete")
-        return 130
+        return exit_codes.INTERRUPTED
     for name, reason in corpus.failed.items():
         print_to_stderr(f"FAILED: {name}: {reason}")
     print_line(
@@ -147,7 +148,7 @@ def _prepare_corpus(given: PreprocessArguments, engine: EngineName) -> int:
         f"{format_count(corpus.count('bad_documents'), 'bad document')}, "
         f"{format_count(len(corpus.failed), 'failed file')}"
     )
-    return 1 if corpus.failed else 0
+    return exit_codes.FOUND if corpus.failed else 0
 
 
 if __name__ == "__main__":

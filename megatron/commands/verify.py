@@ -34,6 +34,7 @@ from megatron.commands.training_imports import hide_from_collector
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.run_plan import Plan
+from megatron.rules.layout import WORLD_SIZE
 
 _SWITCHES = ("--expand", "--help", "--json", "--no-expand", "--no-json", "-h")
 _WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--world-size")
@@ -113,7 +114,7 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
         plan = resolve(
             loaded.config,
             world_size,
-            loaded.origin,
+            {**loaded.origin, WORLD_SIZE: "--world-size"},
             # With --load the position is in a checkpoint, and a copy starts from scratch.
             consumed_samples=0 if loaded.config.checkpoint.load is None else None,
             ranks_per_node=options.ranks_per_node or source.ranks_per_node or RANKS_PER_NODE,

@@ -299,6 +299,7 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     if_given(batch.check_final_step, "batch.step_batch_size_schedule"),
     batch.check_batch_sizes,
     if_given(batch.check_first_batch, "batch.train_samples"),
+    training.warn_missing_warmup,
     if_given(training.warn_about_skipped_end, "batch.skip_train_iteration_range"),
     if_given(curriculum.check_curriculum, "curriculum.curriculum_schedule_type"),
     if_given(curriculum.check_cut_sequences, "curriculum.curriculum_schedule_type"),

@@ -5,7 +5,6 @@ of each key. Keys of DeepSpeed are read by `deepspeed_json`. What depends on the
 is computed later, in `compat_neox_derived`, because flags may replace the sizes.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 
 from megatron.config.command_line import CommandLine
-from megatron.config.fields import ValueWithOrigin
+from megatron.config.fields import ValueWithOrigin, find_close_names
 from megatron.config.normalise import read_argv
 from megatron.config.yaml_file import compose, get_line, get_plain_value, read_items
 from megatron.extras.translators.compat_neox import NEOX, NEOX_KEYS
@@ -212,7 +211,7 @@ def _read_rows(line: CommandLine, keys: Mapping[str, _Key]) -> None:
     for name, key in keys.items():
         row = _find_row(name, key.texts)
         if row is None:
-            close = difflib.get_close_matches(name, _list_names(), n=1)
+            close = find_close_names(name, _list_names())
             hint = "remove it"
             if close:
                 hint = f"perhaps you meant {close[0].replace('-', '_')}"
