@@ -165,7 +165,7 @@ def build_report(
         # the report must list all of it.
         checked = verify(folder)
         if checked.damage or checked.not_finite:
-            code = 1
+            code = exit_codes.FOUND
         else:
             code = 0
         return InspectionReport(
@@ -194,7 +194,9 @@ def build_report(
         }
         lines = [title, f"{other}, iteration {second.iteration:,}", *format_comparison(found)]
         return InspectionReport(
-            {**record, **asdict(found), "equal": found.equal}, lines, 0 if found.equal else 1
+            {**record, **asdict(found), "equal": found.equal},
+            lines,
+            exit_codes.SUCCESS if found.equal else exit_codes.FOUND,
         )
     record = summarise_checkpoint(checkpoint)
     if root is None:

@@ -22,6 +22,7 @@ from megatron.tokenizer.sentencepiece_model import (
     SentencePieceTokenizer,
     read_sentencepiece,
 )
+from megatron.tokenizer.tiktoken_file import describe_tiktoken
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LARGEST_ID = (1 << 26) - 1
@@ -200,8 +201,9 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(
-            f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}"
-            f"{_hint_at_type(path)}"
+            describe_tiktoken(path)
+            or f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: "
+            f"{error}{_hint_at_type(path)}"
         ) from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest > _LARGEST_ID:
@@ -276,7 +278,8 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
     for flag, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if file is None:
             raise ConfigError(
-                f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
+                describe_tiktoken(config.tokenizer_name_or_path)
+                or f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
                 f"--merge-file merges.txt{_hint_at_other_types(config)}."
             )
         if not Path(file).is_file():
@@ -311,7 +314,9 @@ def _build_sentencepiece(config: TokenizerConfig) -> SentencePieceTokenizer:
         fetch_tokenizer(name)
     found = find_sentencepiece_model(name)
     if found is None:
-        raise ConfigError(f"--tokenizer-model {name}: this folder has no {FILE}.")
+        raise ConfigError(
+            describe_tiktoken(name) or f"--tokenizer-model {name}: this folder has no {FILE}."
+        )
     return read_sentencepiece(found)
 
 
@@ -323,7 +328,10 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
     folder = fetch_tokenizer(name)
     found = find_tokenizer_json(name)
     if found is None:
-        return _build_from_transformers(name, folder)
+        try:
+            return _build_from_transformers(name, folder)
+        except ConfigError as error:
+            raise ConfigError(describe_tiktoken(folder) or str(error)) from error
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = read_end_token(found.parent)
