@@ -17,7 +17,7 @@ tokenizer. Training refuses another one where this file is beside the data.
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -28,6 +28,7 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
+from megatron.config.data import TokenizerConfig
 from megatron.extras.corpus.engines import EngineName
 from megatron.extras.corpus.prepare import prepare_corpus
 from megatron.extras.corpus.shards import CorpusJob
@@ -60,6 +61,9 @@ class PreprocessArguments:
     on_bad_line: Literal["stop", "skip"] = "stop"
     """What to do with a line that is not JSON or lacks a key. Either way the line is reported with
     its file and number."""
+    special_tokens_in_text: bool = False
+    """Let a text that spells a special token, such as <|endoftext|>, have this token. By default it
+    is ordinary text. Either way they are counted."""
     engine: EngineName | None = None
     """Make one shard for each input file: with processes of this machine (local), as a job array of
     Slurm, or on Ray (the cluster of RAY_ADDRESS, or this machine). All machines must see the same
@@ -77,11 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     return run_tool(lambda: _preprocess(given))
 
 
+def _make_tokenizer_config(given: PreprocessArguments) -> TokenizerConfig:
+    return replace(
+        given.tokenizer.make_config(), special_tokens_in_text=given.special_tokens_in_text
+    )
+
+
 def _preprocess(given: PreprocessArguments) -> int:
     job = PreprocessJob(
         input=given.input,
         output_prefix=given.output_prefix,
-        tokenizer=given.tokenizer.make_config(),
+        tokenizer=_make_tokenizer_config(given),
         json_keys=given.json_keys,
         append_eod=given.append_eod,
         workers=given.workers,
@@ -102,6 +112,8 @@ def _preprocess(given: PreprocessArguments) -> int:
     for key, prefix in done.prefixes.items():
         documents = format_count(done.documents[key], "document")
         print_line(f"{prefix}: {documents}, {format_count(done.tokens[key], 'token')}")
+    if done.special_tokens is not None:
+        print_line(done.special_tokens)
     # Speeds are per byte of text, not per byte of JSON.
     megabytes = done.text_bytes / 1e6
     speed = done.megabytes_per_second
@@ -124,7 +136,7 @@ def _prepare_corpus(given: PreprocessArguments, engine: EngineName) -> int:
         key=given.json_keys[0],
         append_eod=given.append_eod,
         on_bad_line=given.on_bad_line,
-        tokenizer=given.tokenizer.make_config(),
+        tokenizer=_make_tokenizer_config(given),
     )
     try:
         corpus = prepare_corpus(

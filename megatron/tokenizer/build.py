@@ -66,6 +66,8 @@ class HFTokenizer:
         # A tokenizer.json may ask for truncation or padding. Both would change a corpus silently.
         backend.no_truncation()
         backend.no_padding()
+        # A text that spells a special token is ordinary text. See `build_tokenizer`.
+        backend.encode_special_tokens = True
         self.backend = backend
         self.eod = eod
         # Ids may have gaps, so the number of entries can be smaller than the largest id.
@@ -98,11 +100,17 @@ class TransformersTokenizer:
         self.backend = backend
         self.eod = eod
         self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
+        self.special_tokens_in_text = False
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
         return self.backend.encode(
-            text, add_special_tokens=False, truncation=False, padding=False, verbose=False
+            text,
+            add_special_tokens=False,
+            split_special_tokens=not self.special_tokens_in_text,
+            truncation=False,
+            padding=False,
+            verbose=False,
         )
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -130,6 +138,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         "PretrainedFromHF": _build_from_hf,
     }
     tokenizer = builders[config.tokenizer_type](config)
+    if config.special_tokens_in_text:
+        _read_special_tokens(tokenizer, config)
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
     # allowed.
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
@@ -138,6 +148,23 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"{tokenizer.vocab_size} ids; leave the flag out."
         )
     return tokenizer
+
+
+def _read_special_tokens(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+    """Let texts that spell a special token have this token.
+
+    Raises:
+        ConfigError: The tokenizer cannot do that.
+    """
+    if config.tokenizer_type != "PretrainedFromHF":
+        raise ConfigError(
+            "--special-tokens-in-text needs --tokenizer-type PretrainedFromHF. "
+            f"{config.tokenizer_type} always encodes special tokens in a text as ordinary text."
+        )
+    if isinstance(tokenizer, HFTokenizer):
+        tokenizer.backend.encode_special_tokens = False
+    elif isinstance(tokenizer, TransformersTokenizer):
+        tokenizer.special_tokens_in_text = True
 
 
 def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

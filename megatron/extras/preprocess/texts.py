@@ -94,6 +94,8 @@ def _pick_values(record: Any, keys: Sequence[str]) -> list[str] | str:
         if key not in record:
             return f"no key {key!r}, only {_name_keys(record)}; name others with --json-keys"
         value = record[key]
+        if value is None:
+            return _describe_null(key)
         if not isinstance(value, str):
             return f"the value of {key!r} is {type(value).__name__}, not a string"
         values.append(value)
@@ -125,7 +127,12 @@ def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, l
     columns = [block.content.column(key).to_pylist() for key in keys]
     for line, values in enumerate(zip(*columns, strict=True), block.first_line):
         empty = [key for key, value in zip(keys, values, strict=True) if value is None]
-        yield line, f"the value of {empty[0]!r} is null, not a string" if empty else list(values)
+        yield line, _describe_null(empty[0]) if empty else list(values)
+
+
+def _describe_null(key: str) -> str:
+    """Return why a line is bad whose text is null, in each format."""
+    return f"the value of {key!r} is null, not a string"
 
 
 def _parse_plain_text(
