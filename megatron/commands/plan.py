@@ -337,14 +337,14 @@ def _choose_exit_code(plan: Plan, hardware: Hardware, search: _Search | None) ->
     """
     if plan.errors:
         return exit_codes.USER_ERROR
+    fits = True
     if search is not None:
         fits = bool(search.found.result.fastest)
-        return exit_codes.SUCCESS if fits else exit_codes.DOES_NOT_FIT
-    if not can_be_predicted(plan, hardware):
+    elif can_be_predicted(plan, hardware):
+        fits = predict_plan(plan, hardware).verdict is not Verdict.DOES_NOT_FIT
+    if fits:
         return exit_codes.SUCCESS
-    if predict_plan(plan, hardware).verdict is Verdict.DOES_NOT_FIT:
-        return exit_codes.DOES_NOT_FIT
-    return exit_codes.SUCCESS
+    return exit_codes.DOES_NOT_FIT
 
 
 def _list_assumptions(plan: Plan, world_size: int | None) -> list[str]:

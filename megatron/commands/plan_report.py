@@ -1,6 +1,7 @@
 """The report of a plan: text for people, and JSON for programs."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -356,23 +357,31 @@ def compute_last_rate(plan: Plan) -> float | None:
     # The rate of a run by time follows the time.
     if plan.train_seconds is not None or not plan.train_iters:
         return None
+    lr = plan.lr_schedule
     steps = Steps(plan.batch_size, plan.config.model.seq_length, plan.curriculum)
     end = steps.find_iteration(Progress(), plan.train_iters)
     if plan.config.batch.train_tokens is not None:
         tokens = plan.config.batch.train_tokens
         end = steps.find_tokens(Progress(), tokens, plan.train_iters)
-    if plan.lr_schedule.decay_tokens is not None:
-        # The decay begins at the tokens of the end of warm-up, which only a forecast finds.
-        return plan.forecast().predict([end.iteration])[0].lr
-    samples = end.samples
-    # Skipped iterations do not change the rate.
-    for first, last in plan.skip_ranges:
-        before, after = (
-            steps.find_iteration(Progress(), min(iteration, end.iteration))
-            for iteration in (first - 1, last)
-        )
-        samples -= after.samples - before.samples
-    return plan.lr_schedule.get_lr(samples)
+
+    def count_applied(iteration: int) -> tuple[int, int]:
+        """Return the samples and tokens up to an iteration, without those that are skipped."""
+        at = steps.find_iteration(Progress(), iteration)
+        samples, tokens = at.samples, at.tokens
+        for bounds in plan.skip_ranges:
+            first, last = (min(iteration, each) for each in (bounds[0] - 1, bounds[1]))
+            before, after = (steps.find_iteration(Progress(), each) for each in (first, last))
+            samples -= after.samples - before.samples
+            tokens -= after.tokens - before.tokens
+        return samples, tokens
+
+    # A run may have millions of iterations, so the end of the warm-up is found by bisection.
+    iterations = range(end.iteration + 1)
+    warm = bisect_left(iterations, lr.warmup_steps, key=lambda each: count_applied(each)[0])
+    warmup_tokens = 0
+    if lr.is_warm(count_applied(end.iteration)[0]):
+        warmup_tokens = count_applied(warm)[1]
+    return lr.get_lr(*count_applied(end.iteration), warmup_tokens)
 
 
 def _describe_warmup(lr: LRSchedule) -> str:

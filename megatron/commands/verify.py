@@ -156,8 +156,9 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
     if report["verified"]:
         return exit_codes.SUCCESS
     # A difference is a verdict, whatever the time.
-    has_verdict = not found.out_of_time or any(not row.passed for row in found.rows)
-    return exit_codes.FOUND if has_verdict else exit_codes.OUT_OF_TIME
+    if found.out_of_time and all(row.passed for row in found.rows):
+        return exit_codes.OUT_OF_TIME
+    return exit_codes.FOUND
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ and YAML files follow the same rules.
 import ast
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
-import re
 import textwrap
 import types
 import typing
@@ -296,24 +294,3 @@ def read_attribute_docs(cls: type) -> dict[str, str]:
             assert isinstance(declared.target, ast.Name)
             docs[declared.target.id] = " ".join(str(literal.value.value).split())
     return docs
-
-
-def find_close_names(
-    typed: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6
-) -> list[str]:
-    """Return the known names that are spelled nearly as a typed one, the nearest first.
-
-    Each word of `typed` must be among the words of the other name, perhaps in another spelling.
-    Otherwise, a name for evaluations would lead to one that changes the training.
-    """
-    words = _find_words(typed)
-    alike = [
-        name
-        for name in known
-        if all(difflib.get_close_matches(word, _find_words(name)) for word in words)
-    ]
-    return difflib.get_close_matches(typed, alike, n=most, cutoff=cutoff)
-
-
-def _find_words(name: str) -> list[str]:
-    return [word for word in re.split(r"[\W_]+", name) if word]

@@ -10,15 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.base.close_names import find_close_names
 from megatron.base.plural import format_some
 from megatron.config.command_line import CommandLine, Translator
-from megatron.config.fields import (
-    Arity,
-    Field,
-    ValueWithOrigin,
-    all_fields,
-    find_close_names,
-)
+from megatron.config.fields import Arity, Field, ValueWithOrigin, all_fields
 
 
 def read_argv(argv: Sequence[str], translator: Translator | None = None) -> CommandLine:
@@ -212,9 +207,8 @@ def _describe_strays(strays: list[str], before: list[str]) -> str:
         attach = f"; write {before[0]}={strays[0]}"
     else:
         attach = ""
-    verb = "belongs" if len(strays) == 1 else "belong"
     shown = format_some(f"'{token}'" for token in strays)
-    return f"{shown}{after} {verb} to no flag{attach}."
+    return f"{shown}{after} belongs to no flag{attach}."
 
 
 _EPOCHS = (

@@ -15,15 +15,9 @@ from typing import Any
 
 import yaml
 
+from megatron.base.close_names import find_close_names
 from megatron.base.plain_text import make_plain
-from megatron.config.fields import (
-    Field,
-    ValueWithOrigin,
-    all_fields,
-    find_close_names,
-    flatten,
-    list_groups,
-)
+from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
 
 # YAML resolves plain scalars to these tags by itself. Any other tag was written by the user.

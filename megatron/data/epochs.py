@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import DataError
-from megatron.base.plural import format_some
+from megatron.base.plural import format_count, format_some
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.gpt_dataset import count_tokens
@@ -139,15 +139,12 @@ def warn_about_many_epochs(uses: Sequence[DatasetUse]) -> list[str]:
     many = sorted((use for use in uses if use.epochs > MANY_EPOCHS), key=lambda use: -use.epochs)
     if not many:
         return []
-    first = many[0]
-    found = (
-        f"{first.prefix} has {first.tokens:,} tokens for training, and the run reads "
-        f"{first.asked:,.0f} from it, which is {first.epochs:,.1f} epochs"
+    shown = format_some(
+        f"{use.prefix} has {use.tokens:,} tokens for training, and the run reads {use.asked:,.0f} "
+        f"from it, which is {use.epochs:,.1f} epochs"
+        for use in many
     )
-    if len(many) > 1:
-        shown = format_some(f"{use.prefix} ({use.epochs:,.1f})" for use in many)
-        found = f"{len(many)} data sets are read for more than {MANY_EPOCHS} epochs: {shown}"
     return [
-        f"{found}. More than {MANY_EPOCHS} epochs improve the model little. Use more data, or a "
-        "shorter run"
+        f"{format_count(len(many), 'data set')} with many epochs: {shown}. More than {MANY_EPOCHS} "
+        "epochs improve the model little. Use more data, or a shorter run"
     ]

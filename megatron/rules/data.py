@@ -202,13 +202,9 @@ def warn_about_files(context: PlanContext) -> Iterator[Finding]:
         prefixes = values[1::2] if len(values) > 1 else values
         files = [name if name.endswith(".json") else f"{name}.idx" for name in prefixes]
         missing = [file for file in files if not Path(file).is_file()]
-        if len(missing) == 1:
-            yield warning(f"{where}: {missing[0]} is not on this machine.")
-        elif missing:
-            yield warning(
-                f"{where}: {len(missing)} of {len(files)} data sets are not on this machine: "
-                f"{format_some(missing)}."
-            )
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            yield warning(f"{where}: {format_some(missing)} {verb} not on this machine.")
     if (
         parallel.deepspeed
         and parallel.deepspeed_config

@@ -202,10 +202,8 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("data.data_path", "data.data_phases"),
         *_list_fields("data.train_weighted_split_paths"),
     ),
-    no_effect(
-        "without --dataset-format and --eval-tasks: prepared data have ids and no texts",
-        lambda config: config.data.dataset_format is None and not config.batch.eval_tasks,
-        "tokenizer.special_tokens_in_text",
+    no_effect_without(
+        *("data.dataset_format", ": prepared data have ids", "tokenizer.special_tokens_in_text")
     ),
     no_effect_without("parallel.deepspeed", "", "parallel.deepspeed_config"),
     no_effect(

@@ -171,12 +171,10 @@ def warn_missing_warmup(context: PlanContext) -> Iterator[Finding]:
     Source: https://arxiv.org/abs/2302.13971, section 2.3 (2,000 iterations).
     """
     plan = context.plan
+    # The length of a run by time is not known, and a resume is warm.
+    starts = plan.train_seconds is None and context.start.iteration == 0
     is_long = plan.train_iters >= _LONG_ITERATIONS or plan.train_tokens >= _LONG_TOKENS
-    # The length of a run by time is not known. Another rule warns about this style.
-    has_length = plan.train_seconds is None and not context.config.batch.eval_only
-    other_style = context.config.optimizer.lr_decay_style != "inverse-square-root"
-    starts = is_long and has_length and context.start.iteration == 0
-    if starts and other_style and has_no_warmup(context.config):
+    if starts and is_long and has_no_warmup(context.config):
         yield warning(
             f"{context.describe('optimizer.lr')} applies from the first iteration on, without a "
             "warm-up, and large models then often diverge. Published runs warm up over about 2,000 "

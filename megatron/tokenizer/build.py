@@ -100,18 +100,15 @@ class TransformersTokenizer:
         self.backend = backend
         self.eod = eod
         self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
-        self.special_tokens_in_text = False
+        self.options = dict.fromkeys(
+            ("add_special_tokens", "truncation", "padding", "verbose"), False
+        )
+        # A text that spells a special token is ordinary text. See `build_tokenizer`.
+        self.options["split_special_tokens"] = True
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        return self.backend.encode(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=not self.special_tokens_in_text,
-            truncation=False,
-            padding=False,
-            verbose=False,
-        )
+        return self.backend.encode(text, **self.options)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -139,7 +136,16 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     }
     tokenizer = builders[config.tokenizer_type](config)
     if config.special_tokens_in_text:
-        _read_special_tokens(tokenizer, config)
+        # A text that spells a special token has this token.
+        if isinstance(tokenizer, HFTokenizer) and not config.has_two_files:
+            tokenizer.backend.encode_special_tokens = False
+        elif isinstance(tokenizer, TransformersTokenizer):
+            tokenizer.options["split_special_tokens"] = False
+        else:
+            raise ConfigError(
+                f"--special-tokens-in-text is not possible with {config.tokenizer_type}, which has "
+                "no special tokens in a text. Leave it out, or use PretrainedFromHF."
+            )
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
     # allowed.
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
@@ -148,23 +154,6 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"{tokenizer.vocab_size} ids; leave the flag out."
         )
     return tokenizer
-
-
-def _read_special_tokens(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
-    """Let texts that spell a special token have this token.
-
-    Raises:
-        ConfigError: The tokenizer cannot do that.
-    """
-    if config.tokenizer_type != "PretrainedFromHF":
-        raise ConfigError(
-            "--special-tokens-in-text needs --tokenizer-type PretrainedFromHF. "
-            f"{config.tokenizer_type} always encodes special tokens in a text as ordinary text."
-        )
-    if isinstance(tokenizer, HFTokenizer):
-        tokenizer.backend.encode_special_tokens = False
-    elif isinstance(tokenizer, TransformersTokenizer):
-        tokenizer.special_tokens_in_text = True
 
 
 def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

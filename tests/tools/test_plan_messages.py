@@ -32,9 +32,8 @@ def test_many_missing_files_are_one_line(capsys, tmp_path: Path) -> None:
         capsys, "--world-size", "1", *TINY, "--vocab-size", "256", "--data-path", *mixture
     )
     (line,) = [line for line in text.splitlines() if "not on this machine" in line]
-    assert "113 of 113 data sets are not on this machine: " in line
     assert line.count(".idx") == 3
-    assert line.endswith("part-3.idx and 110 more.")
+    assert line.endswith("part-3.idx and 110 more are not on this machine.")
     assert len(text) < 6000
     # A wrong weight does not repeat the mixture either.
     mixture[::2] = ["none"] * 113
@@ -50,20 +49,21 @@ def test_many_phases_of_missing_data_are_short(capsys, tmp_path: Path) -> None:
     phases.write_text(yaml.safe_dump([{"data_path": mixture}]))
     words = ["--world-size", "1", *TINY, "--vocab-size", "256", "--data-phases", str(phases)]
     text = report(capsys, *words)
-    assert "50 of 50 data sets are not on this machine" in text
+    assert "part-2.idx and 47 more are not on this machine." in text
     assert text.count("part-49.idx") == 0
 
 
 def test_stray_words_are_one_error(capsys) -> None:
     text = report(capsys, *TINY, "--seed", "1", *map(str, range(100)), code=2)
-    assert "'0', '1', '2' and 97 more after --seed 1 belong to no flag." in text
+    assert "'0', '1', '2' and 97 more after --seed 1 belongs to no flag." in text
 
 
 def test_data_that_are_read_often_are_one_warning() -> None:
     uses = [DatasetUse(f"data/{n}", 10, 50.0 + n) for n in range(100)]
     (warning,) = warn_about_many_epochs(uses)
-    assert warning.startswith("100 data sets are read for more than 4 epochs: data/99 (14.9), ")
-    assert "data/97 (14.7) and 97 more. More than 4 epochs" in warning
+    assert warning.startswith("100 data sets with many epochs: data/99 has 10 tokens for training")
+    assert "data/97 has" in warning
+    assert "which is 14.7 epochs and 97 more. More than 4 epochs" in warning
 
 
 def test_what_is_assumed_stands_beside_the_result(capsys, tmp_path: Path) -> None:
@@ -98,6 +98,12 @@ def test_what_is_assumed_stands_beside_the_result(capsys, tmp_path: Path) -> Non
         ("--lr-decay-style constant", "0.001, constant, warm-up 0 samples", 1e-3),
         ("--train-tokens 3200", "0.00055 at the last iteration; ", 5.5e-4),
         ("--lr-decay-tokens 12800", "0.00055 at the last iteration; ", 5.5e-4),
+        # The decay begins after 10 iterations of 64 tokens, 640 tokens, and has 5,760 of 12,160.
+        (
+            "--lr-decay-tokens 12800 --lr-warmup-samples 38 --lr-decay-style linear",
+            "0.000574 at the last iteration; ",
+            1e-4 + 9e-4 * (1 - 5760 / 12160),
+        ),
     ],
 )
 def test_the_rate_of_the_last_iteration(capsys, flags: str, expected: str, rate: float) -> None:

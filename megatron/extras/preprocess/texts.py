@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.plural import format_some
 from megatron.extras.preprocess.blocks import InputBlock, PlainText
 
 # A record may have thousands of keys. A message names this many.
@@ -105,12 +106,7 @@ def _pick_values(record: Any, keys: Sequence[str]) -> list[str] | str:
 def _name_keys(record: dict[str, Any]) -> str:
     """Return the keys of a record for a message, those with texts first."""
     keys = sorted(record, key=lambda key: not isinstance(record[key], str))
-    if not keys:
-        return "an empty object"
-    named = ", ".join(repr(key) for key in keys[:_NAMED_KEYS])
-    if len(keys) > _NAMED_KEYS:
-        return f"{named} and {len(keys) - _NAMED_KEYS} more"
-    return named
+    return format_some(map(repr, keys), _NAMED_KEYS) or "an empty object"
 
 
 def _has_half_surrogate_pair(values: Sequence[str]) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
+from megatron.base.close_names import find_close_names
 from megatron.config.command_line import CommandLine
-from megatron.config.fields import ValueWithOrigin, find_close_names
+from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import read_argv
 from megatron.config.yaml_file import compose, get_line, get_plain_value, read_items
 from megatron.extras.translators.compat_neox import NEOX, NEOX_KEYS

@@ -90,7 +90,7 @@ class Launcher:
             LaunchError: A rank has failed.
             LaunchTimeoutError: A rank has not ended in time.
         """
-        limit = choose_limit(world_size) if self.limit is None else self.limit
+        limit = self.limit or choose_limit(world_size)
         output = self.folder / f"{name}.output"
         # The log of a rank helps to explain its error.
         output.mkdir()

@@ -127,7 +127,9 @@ class Delivery:
             print_to_stderr(f"error: {make_plain(trouble)}")
         if troubles:
             return exit_codes.USER_ERROR
-        return exit_codes.FOUND if alert else exit_codes.SUCCESS
+        if alert:
+            return exit_codes.FOUND
+        return exit_codes.SUCCESS
 
 
 def deliver(

@@ -76,8 +76,11 @@ def describe_argument(text: str, argument: int) -> str:
 
     Examples are "NODES ($3, line 4)", and "$3 (line 4)" without a variable.
     """
-    written = f"${argument}" if argument < 10 else f"${{{argument}}}"
-    use = rf"(?:\$\{{{argument}[:}}]" + (rf"|\${argument})" if argument < 10 else ")")
+    written = f"${{{argument}}}"
+    use = rf"\$\{{{argument}[:}}]"
+    if argument < 10:
+        written = f"${argument}"
+        use = rf"(?:{use}|\${argument})"
     lines = [re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines()]
     first = next((n for n, line in enumerate(lines, start=1) if re.search(use, line)), 0)
     if assigned := re.search(rf"\b(\w+)=[\"']?{use}", "\n".join(lines)):
