@@ -289,8 +289,10 @@ def test_vocabulary():
         "tokenizer_type": "PretrainedFromHF",
         "tokenizer_name_or_path": "nowhere/at-all",
     }
-    # A plan needs no tokenizer. The training refuses to start without it.
-    assert "nowhere/at-all" in warnings_of(1, tokenizer=absent)
+    # A size that nobody knows is not assumed.
+    assert "nowhere/at-all does not exist on this machine, so the size" in errors_of(
+        1, tokenizer=absent
+    )
 
 
 def test_pipeline_stages():

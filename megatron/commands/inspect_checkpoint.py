@@ -24,6 +24,7 @@ from typing import Any
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         if given.json:
             print_line(json.dumps({"error": message}, indent=1))
         print_to_stderr(f"error: {message}")
-        return 2
+        return exit_codes.USER_ERROR
     # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
     # Reading the text back with `parse_constant` turns them into null.
     record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)
@@ -164,7 +165,7 @@ def build_report(
         # the report must list all of it.
         checked = verify(folder)
         if checked.damage or checked.not_finite:
-            code = 1
+            code = exit_codes.FOUND
         else:
             code = 0
         return InspectionReport(
@@ -193,7 +194,9 @@ def build_report(
         }
         lines = [title, f"{other}, iteration {second.iteration:,}", *format_comparison(found)]
         return InspectionReport(
-            {**record, **asdict(found), "equal": found.equal}, lines, 0 if found.equal else 1
+            {**record, **asdict(found), "equal": found.equal},
+            lines,
+            exit_codes.SUCCESS if found.equal else exit_codes.FOUND,
         )
     record = summarise_checkpoint(checkpoint)
     if root is None:

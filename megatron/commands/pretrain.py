@@ -14,10 +14,10 @@ In a checkout, `pretrain_gpt.py` does the same. The work of a rank is in
 import contextlib
 import faulthandler
 import os
-import signal
 import sys
 from collections.abc import MutableMapping
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts, load_command_line
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         # crash. The process does not wait for other ranks, because they may be in a collective.
         print_to_stderr("interrupted before training started; nothing was saved")
         sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)
+        os._exit(exit_codes.INTERRUPTED)
 
 
 def _train(argv: list[str]) -> None:

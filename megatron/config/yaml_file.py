@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from megatron.base.close_names import find_close_names
 from megatron.base.plain_text import make_plain
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
@@ -363,7 +364,7 @@ def _suggest_key(dotted: str) -> str:
     owners = [
         field.dotted for field in all_fields().values() if field.name == name.replace("-", "_")
     ]
-    close = owners or difflib.get_close_matches(dotted, all_fields(), n=1)
+    close = owners or find_close_names(dotted, all_fields())
     if close:
         return f"; perhaps you meant '{close[0]}'."
     return f"; --help lists the {group} options."

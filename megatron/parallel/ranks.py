@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import CheckpointError, HungRanksError, MegatronError, make_error
+from megatron.base.plural import format_some
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
 from megatron.parallel.rank_progress import Phase, RankProgress
@@ -202,18 +203,14 @@ class Ranks:
             if seconds - reported < _REPORT_SECONDS and seconds < PATIENCE_SECONDS:
                 continue
             reported = seconds
-            names = ", ".join(self.names[rank] for rank in busy[:_SHOWN])
-            if len(busy) > _SHOWN:
-                more = f" and {len(busy) - _SHOWN} more"
-            else:
-                more = ""
+            names = format_some((self.names[rank] for rank in busy), _SHOWN)
             if seconds >= PATIENCE_SECONDS:
                 raise CheckpointError(
                     f"{what} has taken {seconds:.0f} s, the longest time that ranks wait, and is "
-                    f"not done on {names}{more}; check the file system on that host, and start "
+                    f"not done on {names}; check the file system on that host, and start "
                     "again with the same command"
                 )
-            log(f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the run waits")
+            log(f"{what} has taken {seconds:.0f} s and is not done on {names}; the run waits")
 
     def _ask(self, done: bool, seconds: float) -> tuple[list[int], float]:
         """Return the ranks that are not done, and the seconds that rank 0 has waited."""

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.base.errors import LOST_EXIT_CODE, LayoutError, LostRanksError
+from megatron.base import exit_codes
+from megatron.base.errors import LayoutError, LostRanksError
 from megatron.base.plain_text import print_to_stderr
 from megatron.parallel.hang_verdict import describe_places
 from megatron.parallel.messages import OutOfStepError
@@ -191,7 +192,7 @@ class RollCall:
         # without it. The message is flushed first, because `os._exit` flushes nothing.
         if not self._leaving.wait(self._limit.roll_call.total_seconds()):
             print_to_stderr(f"{LostRanksError.__name__}: {self._describe_exit()}")
-            os._exit(LOST_EXIT_CODE)
+            os._exit(exit_codes.FOUND)
 
     def _leave(self, left: str, *, last: bool) -> None:
         """Report that this rank does not answer any more, and why.

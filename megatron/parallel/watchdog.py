@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron.base import exit_codes
 from megatron.base.durable import replace_file
-from megatron.base.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
+from megatron.base.errors import HungRanksError, LostRanksError
 from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_progress import RankProgress, Stopwatch
@@ -155,7 +156,7 @@ class Watchdog(RollCall):
             follow.join(3 * self._window)
             # The process of the store has ended, and with it the verdict.
             self._report(HungRanksError(self._describe_exit()), self._describe_exit())
-            os._exit(LOST_EXIT_CODE)
+            os._exit(exit_codes.FOUND)
         # A silent store has not asked for the name.
         name = self._call_name or self._describe_call()
         verdict = self._verdict or self._describe_hang(found)
@@ -208,7 +209,7 @@ class Watchdog(RollCall):
         """End this process. Rank 0 stays until the others have read the verdict in its store."""
         if self._rank == 0 and len(self._names) > 1 and store_is_rank_zeros():
             time.sleep(_LINGER_SECONDS)
-        os._exit(LOST_EXIT_CODE)
+        os._exit(exit_codes.FOUND)
 
     # -- files ------------------------------------------------------------------------------------
 

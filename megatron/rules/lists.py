@@ -202,6 +202,9 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("data.data_path", "data.data_phases"),
         *_list_fields("data.train_weighted_split_paths"),
     ),
+    no_effect_without(
+        *("data.dataset_format", ": prepared data have ids", "tokenizer.special_tokens_in_text")
+    ),
     no_effect_without("parallel.deepspeed", "", "parallel.deepspeed_config"),
     no_effect(
         "without --context-parallel-size",
@@ -300,6 +303,7 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     if_given(batch.check_final_step, "batch.step_batch_size_schedule"),
     batch.check_batch_sizes,
     if_given(batch.check_first_batch, "batch.train_samples"),
+    training.warn_missing_warmup,
     if_given(training.warn_about_skipped_end, "batch.skip_train_iteration_range"),
     if_given(curriculum.check_curriculum, "curriculum.curriculum_schedule_type"),
     if_given(curriculum.check_cut_sequences, "curriculum.curriculum_schedule_type"),

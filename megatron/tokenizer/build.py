@@ -22,6 +22,7 @@ from megatron.tokenizer.sentencepiece_model import (
     SentencePieceTokenizer,
     read_sentencepiece,
 )
+from megatron.tokenizer.tiktoken_file import describe_tiktoken
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LARGEST_ID = (1 << 26) - 1
@@ -65,6 +66,8 @@ class HFTokenizer:
         # A tokenizer.json may ask for truncation or padding. Both would change a corpus silently.
         backend.no_truncation()
         backend.no_padding()
+        # A text that spells a special token is ordinary text. See `build_tokenizer`.
+        backend.encode_special_tokens = True
         self.backend = backend
         self.eod = eod
         # Ids may have gaps, so the number of entries can be smaller than the largest id.
@@ -97,12 +100,15 @@ class TransformersTokenizer:
         self.backend = backend
         self.eod = eod
         self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
+        self.options = dict.fromkeys(
+            ("add_special_tokens", "truncation", "padding", "verbose"), False
+        )
+        # A text that spells a special token is ordinary text. See `build_tokenizer`.
+        self.options["split_special_tokens"] = True
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        return self.backend.encode(
-            text, add_special_tokens=False, truncation=False, padding=False, verbose=False
-        )
+        return self.backend.encode(text, **self.options)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -129,6 +135,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         "PretrainedFromHF": _build_from_hf,
     }
     tokenizer = builders[config.tokenizer_type](config)
+    if config.special_tokens_in_text:
+        # A text that spells a special token has this token.
+        if isinstance(tokenizer, HFTokenizer) and not config.has_two_files:
+            tokenizer.backend.encode_special_tokens = False
+        elif isinstance(tokenizer, TransformersTokenizer):
+            tokenizer.options["split_special_tokens"] = False
+        else:
+            raise ConfigError(
+                f"--special-tokens-in-text is not possible with {config.tokenizer_type}, which has "
+                "no special tokens in a text. Leave it out, or use PretrainedFromHF."
+            )
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
     # allowed.
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
@@ -200,8 +217,9 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(
-            f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}"
-            f"{_hint_at_type(path)}"
+            describe_tiktoken(path)
+            or f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: "
+            f"{error}{_hint_at_type(path)}"
         ) from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest > _LARGEST_ID:
@@ -276,7 +294,8 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
     for flag, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if file is None:
             raise ConfigError(
-                f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
+                describe_tiktoken(config.tokenizer_name_or_path)
+                or f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
                 f"--merge-file merges.txt{_hint_at_other_types(config)}."
             )
         if not Path(file).is_file():
@@ -311,7 +330,9 @@ def _build_sentencepiece(config: TokenizerConfig) -> SentencePieceTokenizer:
         fetch_tokenizer(name)
     found = find_sentencepiece_model(name)
     if found is None:
-        raise ConfigError(f"--tokenizer-model {name}: this folder has no {FILE}.")
+        raise ConfigError(
+            describe_tiktoken(name) or f"--tokenizer-model {name}: this folder has no {FILE}."
+        )
     return read_sentencepiece(found)
 
 
@@ -323,7 +344,10 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
     folder = fetch_tokenizer(name)
     found = find_tokenizer_json(name)
     if found is None:
-        return _build_from_transformers(name, folder)
+        try:
+            return _build_from_transformers(name, folder)
+        except ConfigError as error:
+            raise ConfigError(describe_tiktoken(folder) or str(error)) from error
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = read_end_token(found.parent)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.tokenizer.tiktoken_file import describe_tiktoken
 
 FILE = "tokenizer.model"
 _REQUIRED_PARTS = {1, 2, 3}
@@ -95,7 +96,7 @@ def read_sentencepiece(path: Path) -> SentencePieceTokenizer:
         ) from error
     problem = _find_problem(content)
     if problem is not None:
-        raise ConfigError(f"--tokenizer-model {path} {problem}.")
+        raise ConfigError(describe_tiktoken(path) or f"--tokenizer-model {path} {problem}.")
     processor = _import_sentencepiece().SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(content)
@@ -155,12 +156,6 @@ def _find_problem(content: bytes) -> str | None:
         return (
             "is JSON. A tokenizer.json needs --tokenizer-type PretrainedFromHF with "
             "--tokenizer-name-or-path FOLDER"
-        )
-    # Each line of tiktoken's files is a token in base64 and its rank.
-    if content.split(b"\n", 1)[0].endswith(b" 0"):
-        return (
-            "is a file of tiktoken, as of Llama 3. Use --tokenizer-type PretrainedFromHF with the "
-            "folder of its tokenizer.json"
         )
     return "is not a SentencePiece model, or is truncated. Copy the file again"
 

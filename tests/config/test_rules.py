@@ -423,6 +423,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--gradient-accumulation-fusion leaves out the projection to queries, keys and values",
     ),
     ({"cp_comm_type": "a2a"}, "--cp-comm-type a2a has no effect without --context-parallel-size."),
+    (
+        {"special_tokens_in_text": True},
+        "--special-tokens-in-text has no effect without --dataset-format: prepared data have ids",
+    ),
     ({"fp8_recipe": "rowwise"}, "--fp8-recipe rowwise has no effect without --fp8-format."),
     (
         {"num_layers_at_start_in_bf16": 2},

@@ -25,6 +25,7 @@ from megatron.extras.preprocess.encoders import EncoderMismatchError, choose_enc
 from megatron.extras.preprocess.inputs import read_blocks
 from megatron.extras.preprocess.sampling import sample_texts
 from megatron.extras.preprocess.workers import BlockEncoder, EncodingJob
+from megatron.extras.stream.special_tokens import SpecialTokenCounter
 from megatron.tokenizer import build_tokenizer
 
 SCRATCH = ".new-"
@@ -53,6 +54,7 @@ class CorpusJob:
             "append_eod": self.append_eod,
             "on_bad_line": self.on_bad_line,
             "tokenizer": describe_tokenizer(self.tokenizer),
+            "special_tokens_in_text": self.tokenizer.special_tokens_in_text,
         }
 
     def get_prefix(self, source: InputFile) -> str:
@@ -98,7 +100,8 @@ def list_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         before: `CorpusJob.made_with` of the shard.
         now: That of this job.
     """
-    changed = [name for name in now if before.get(name) != now[name]]
+    # Older records lack what was off.
+    changed = [name for name in now if before.get(name, False) != now[name]]
     stopped = before.get("on_bad_line") == "stop"
     return [name for name in changed if name != "on_bad_line" or not stopped]
 
@@ -196,7 +199,7 @@ class ShardMaker:
         prefix = str(scratch / Path(final).name)
         bad = list[str]()
         number_bad = 0
-        text_bytes = 0
+        text_bytes = special_tokens = 0
         with IndexedDatasetWriter(prefix, self._dtype) as writer:
             for encoded in map(self._encode, read_blocks([path], keys)):
                 for line in encoded.bad:
@@ -210,6 +213,7 @@ class ShardMaker:
                         self._log(f"bad document left out: {source}: {bad[-1]}")
                 number_bad += len(encoded.bad)
                 text_bytes += encoded.text_bytes
+                special_tokens += encoded.special_tokens
                 writer.add_documents(encoded.tokens[0], encoded.sizes[0])
             # A wrong key would otherwise give an empty shard. A file without lines may be empty.
             if number_bad and not writer.num_documents:
@@ -217,6 +221,9 @@ class ShardMaker:
                     f"none of its documents is usable, such as {bad[0]}. Correct --input or "
                     "--json-keys."
                 )
+        if special_tokens:
+            counter = SpecialTokenCounter(self._tokenizer)
+            self._log(f"{source}: {counter.describe(special_tokens)}")
         write_record(prefix, self._made_with["tokenizer"])
         files = list_files(prefix)
         return Shard(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from megatron.base.errors import CheckpointError, DamagedError
+from megatron.base.plural import format_some
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest
 from megatron.checkpoint.finite import values_not_finite
 from megatron.checkpoint.folder import parse_iteration
@@ -357,12 +358,8 @@ def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) 
             for begin, size in spans
         ):
             keys.append(key)
-    if len(keys) > _SHOWN_TENSORS:
-        more = f" and {len(keys) - _SHOWN_TENSORS} more"
-    else:
-        more = ""
     if keys:
-        return f"; affects {', '.join(keys[:_SHOWN_TENSORS])}{more}"
+        return f"; affects {format_some(keys, _SHOWN_TENSORS)}"
     return ""
 
 

@@ -34,6 +34,7 @@ class PreprocessProgress:
         bad_lines: Lines that gave no document.
         text_bytes: Size of the texts.
         disk_bytes: Bytes of the input files on disk.
+        special_tokens: Special tokens that the texts spell.
         rejected: Encoders that gave wrong ids.
         complete: Whether everything is written, and only the final names are missing.
     """
@@ -44,6 +45,7 @@ class PreprocessProgress:
     bad_lines: int = 0
     text_bytes: int = 0
     disk_bytes: int = 0
+    special_tokens: int = 0
     rejected: tuple[str, ...] = ()
     complete: bool = False
 
@@ -148,6 +150,7 @@ def compute_run_fingerprint(
         "tokenizer": _digest(
             [tokenizer.tokenizer_type, *map(_digest_file, _list_tokenizer_files(tokenizer))]
         ),
+        "--special-tokens-in-text": str(tokenizer.special_tokens_in_text),
     }
 
 

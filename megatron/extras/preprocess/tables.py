@@ -133,7 +133,7 @@ def _import_pyarrow(path: str, format: str) -> Any:
 
 
 def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
-    """Check that a table has a column of strings for each key."""
+    """Check that a table has a column of strings, or only of nulls, for each key."""
     for key in keys:
         if key not in schema.names:
             raise DataError(
@@ -144,7 +144,8 @@ def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
         # A dictionary-encoded column holds texts. A list has a value type as well, and holds none.
         if str(kind).startswith("dictionary"):
             kind = kind.value_type
-        if str(kind) not in ("string", "large_string", "string_view"):
+        # A column whose values are all null has a type of its own. Each of its rows is a bad line.
+        if str(kind) not in ("string", "large_string", "string_view", "null"):
             raise DataError(
                 f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."
             )

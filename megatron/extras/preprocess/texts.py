@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.plural import format_some
 from megatron.extras.preprocess.blocks import InputBlock, PlainText
 
 # A record may have thousands of keys. A message names this many.
@@ -94,6 +95,8 @@ def _pick_values(record: Any, keys: Sequence[str]) -> list[str] | str:
         if key not in record:
             return f"no key {key!r}, only {_name_keys(record)}; name others with --json-keys"
         value = record[key]
+        if value is None:
+            return _describe_null(key)
         if not isinstance(value, str):
             return f"the value of {key!r} is {type(value).__name__}, not a string"
         values.append(value)
@@ -103,12 +106,7 @@ def _pick_values(record: Any, keys: Sequence[str]) -> list[str] | str:
 def _name_keys(record: dict[str, Any]) -> str:
     """Return the keys of a record for a message, those with texts first."""
     keys = sorted(record, key=lambda key: not isinstance(record[key], str))
-    if not keys:
-        return "an empty object"
-    named = ", ".join(repr(key) for key in keys[:_NAMED_KEYS])
-    if len(keys) > _NAMED_KEYS:
-        return f"{named} and {len(keys) - _NAMED_KEYS} more"
-    return named
+    return format_some(map(repr, keys), _NAMED_KEYS) or "an empty object"
 
 
 def _has_half_surrogate_pair(values: Sequence[str]) -> bool:
@@ -125,7 +123,12 @@ def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, l
     columns = [block.content.column(key).to_pylist() for key in keys]
     for line, values in enumerate(zip(*columns, strict=True), block.first_line):
         empty = [key for key, value in zip(keys, values, strict=True) if value is None]
-        yield line, f"the value of {empty[0]!r} is null, not a string" if empty else list(values)
+        yield line, _describe_null(empty[0]) if empty else list(values)
+
+
+def _describe_null(key: str) -> str:
+    """Return why a line is bad whose text is null, in each format."""
+    return f"the value of {key!r} is null, not a string"
 
 
 def _parse_plain_text(

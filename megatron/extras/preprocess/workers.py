@@ -37,6 +37,7 @@ from megatron.extras.preprocess.encoders import (
 )
 from megatron.extras.preprocess.shared_buffer import SharedBuffer, create_memory_file
 from megatron.extras.preprocess.texts import BadLine, extract_texts
+from megatron.extras.stream.special_tokens import SpecialTokenCounter
 from megatron.tokenizer import build_tokenizer
 
 # While a fast library is in use, only texts up to this length are encoded a second time.
@@ -64,6 +65,7 @@ class Encoded:
         bad: The lines that gave no document.
         lines: Number of lines or rows.
         text_bytes: Size of the block's texts in UTF-8, whatever the format of its file.
+        special_tokens: Special tokens that its texts spell.
         end: Where the next block begins.
         disk_bytes: How far into its file on disk the block reaches.
     """
@@ -73,6 +75,7 @@ class Encoded:
     bad: list[BadLine]
     lines: int
     text_bytes: int
+    special_tokens: int
     end: Position
     disk_bytes: int
 
@@ -89,6 +92,7 @@ class BlockEncoder:
         self._job = job
         self._tokenizer = build_tokenizer(job.tokenizer)
         self._encoder = make_encoder(job.encoder, self._tokenizer)
+        self._special_tokens = SpecialTokenCounter(self._tokenizer)
 
     def __call__(self, block: InputBlock) -> Encoded:
         """Return an encoded block.
@@ -108,7 +112,10 @@ class BlockEncoder:
             sizes.append(lengths)
         # Bytes of text, so that the speed of a run does not depend on the format of its inputs.
         text_bytes = sum(len(text.encode("utf-8")) for column in texts for text in column)
-        return Encoded(tokens, sizes, bad, block.lines, text_bytes, block.end, block.disk_bytes)
+        special = sum(map(self._special_tokens.count, texts))
+        return Encoded(
+            tokens, sizes, bad, block.lines, text_bytes, special, block.end, block.disk_bytes
+        )
 
     def _check(self, texts: list[str], ids: NDArray, sizes: NDArray[np.int64], line: int) -> None:
         """Check the ids of one text of a block.

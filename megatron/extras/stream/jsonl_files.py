@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.extras.stream.remote import RemoteDataFile
-from megatron.extras.stream.row_format import GROUP_ROWS, FileGroups, FilePath, Kind, Row
+from megatron.extras.stream.row_format import GROUP_ROWS, NO_IDS, FileGroups, FilePath, Kind, Row
 
 _SCAN_BYTES = 16 << 20
 
@@ -49,8 +49,9 @@ class JsonlFormat:
         kind: Kind = "text"
         if groups:
             first_rows = next(self.read_rows(path, column, *groups[0][:2], 0))
-            # The first line may be blank, so the kind is that of the first rows.
-            if not any(isinstance(row, str) for row in first_rows):
+            # The first line may be blank or null, so the kind is that of the first rows.
+            has_text = any(isinstance(row, str) for row in first_rows)
+            if not has_text and any(row is not NO_IDS for row in first_rows):
                 kind = "tokens"
         return FileGroups.of(kind, groups)
 
@@ -84,8 +85,12 @@ class JsonlFormat:
 def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
     """Return the text or the ids of a line of a JSONL file. A blank line is an empty document."""
     if not line.strip():
-        return np.empty(0, np.int64)
-    value = _parse_object(path, offset, line).get(column)
+        return NO_IDS
+    record = _parse_object(path, offset, line)
+    value = record.get(column)
+    # As in the other formats, a null is an empty document.
+    if value is None and column in record:
+        return NO_IDS
     if isinstance(value, str):
         # Only an escape can give half a surrogate pair, which no tokenizer accepts.
         if b"\\u" in line and value.encode(errors="ignore").decode() != value:

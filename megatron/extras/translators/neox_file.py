@@ -5,7 +5,6 @@ of each key. Keys of DeepSpeed are read by `deepspeed_json`. What depends on the
 is computed later, in `compat_neox_derived`, because flags may replace the sizes.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from megatron.base.close_names import find_close_names
 from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import read_argv
@@ -212,7 +212,7 @@ def _read_rows(line: CommandLine, keys: Mapping[str, _Key]) -> None:
     for name, key in keys.items():
         row = _find_row(name, key.texts)
         if row is None:
-            close = difflib.get_close_matches(name, _list_names(), n=1)
+            close = find_close_names(name, _list_names())
             hint = "remove it"
             if close:
                 hint = f"perhaps you meant {close[0].replace('-', '_')}"

@@ -33,6 +33,7 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from megatron.base import exit_codes
 from megatron.base.durable import append_lines, replace_file
 from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
@@ -125,8 +126,10 @@ class Delivery:
         for trouble in troubles:
             print_to_stderr(f"error: {make_plain(trouble)}")
         if troubles:
-            return 2
-        return 1 if alert else 0
+            return exit_codes.USER_ERROR
+        if alert:
+            return exit_codes.FOUND
+        return exit_codes.SUCCESS
 
 
 def deliver(
