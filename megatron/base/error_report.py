@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import CheckpointError, HungRanksError
+from megatron.base.outside_file import load_json
 
 FOLDER_VARIABLE = "MEGATRON_ERROR_FOLDER"
 """Environment variable with the folder of the reports. The array task sets it for all ranks."""
@@ -143,13 +144,12 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
     for path in sorted(folder.iterdir()):
         try:
             if path.suffix == ".json":
-                report = _parse_report(json.loads(path.read_bytes()))
+                report = _parse_report(load_json(path))
             else:
                 report = None
         # One bad file must not hide the others. TypeError means other fields than ErrorReport has,
-        # AttributeError that the file holds no object, and RecursionError that it is nested too
-        # deeply.
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        # and AttributeError that the file holds no object.
+        except (OSError, ValueError, TypeError, AttributeError):
             report = None
         if report is None:
             unreadable.append(path.name)

@@ -26,6 +26,7 @@ import tyro
 
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
+from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.checkpoint.finite import counts_text
 from megatron.checkpoint.folder import (
@@ -406,7 +407,8 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     return {
         "path": str(root),
         "pointers": {
-            p.name: p.read_text(errors="replace").strip() if p.is_file() else None for p in pointers
+            p.name: load_text(p, POINTER_BYTES, errors="replace").strip() if p.exists() else None
+            for p in pointers
         },
         "remark": remark,
         "checkpoints": checkpoints,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import iterate_lines, open_regular
 from megatron.base.plain_text import print_line
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -175,8 +176,9 @@ def _read_log_curves(source: Path) -> Curves:
     validation: dict[tuple[int, str], float] = {}
     last = 0
     # Logs of crashed runs may contain bytes that are not UTF-8.
-    with source.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with open_regular(source) as file:
+        for raw in iterate_lines(file):
+            line = raw.decode("utf-8", "replace")
             if (step := parse_log_line(line)) is not None:
                 first = int(step["iteration"])
                 if first <= last:

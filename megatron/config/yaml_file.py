@@ -10,11 +10,11 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.base.plain_text import make_plain
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
@@ -44,7 +44,7 @@ class YamlContents:
 def read_file(path: str) -> YamlContents:
     """Return the contents of a file, with a message for each error in it."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = load_text(path, SETTINGS_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError):
             reason = error.strerror

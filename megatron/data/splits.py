@@ -11,10 +11,10 @@ Source: the BigScience fork of Megatron-DeepSpeed.
 import dataclasses
 import math
 import shlex
-from pathlib import Path
 from typing import Literal
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text
 from megatron.config.data import DataConfig
 
 GRAMMAR = (
@@ -214,7 +214,7 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
     """
     try:
         # Quoted arguments may contain line ends, so they are split as on a command line.
-        text = Path(path).read_text(encoding="utf-8").strip()
+        text = load_text(path).strip()
         if text[:1] in ("'", '"'):
             return tuple(shlex.split(text))
         return tuple(line for line in text.splitlines() if line.strip())

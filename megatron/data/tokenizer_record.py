@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import load_bytes, parse_json
 from megatron.config.data import TokenizerConfig
-from megatron.data.array_file import open_regular
 from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
 from megatron.tokenizer import (
     compute_digest_of_ids,
@@ -81,9 +81,7 @@ def read_record(prefix: str) -> dict[str, dict[str, str]] | None:
     if is_manifest(prefix):
         fix = "make the corpus again with the same command of preprocess_data.py"
     try:
-        # A pipe with this name would be waited for.
-        with open_regular(path) as opened:
-            text = opened.read()
+        text = load_bytes(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -96,13 +94,13 @@ def _parse_record(
 ) -> dict[str, dict[str, str]] | None:
     """Return the tokenizer that a record names. See `read_record`. `fix` is for the message."""
     try:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = parse_json(text)
         tokenizer = {
             part: {"name": str(file["name"]), "digest": str(file["digest"])}
             for part, file in content["tokenizer"].items()
         }
         sizes = content.get("bytes")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged; {fix}") from error
     try:
         # With other sizes, another data set has replaced the recorded one. Those that a manifest

@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron.base.outside_file import iterate_lines, open_regular
 from megatron.base.plain_text import print_line
 from megatron.observe.report import IterationReport
 from megatron.observe.timers import FORWARD_BACKWARD, compute_seconds
@@ -216,8 +217,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     entries: dict[int, dict[str, Any]] = {}
     last = 0
-    with open(path, "rb") as file:
-        for line in file:
+    with open_regular(path) as file:
+        for line in iterate_lines(file):
             record = _parse(line)
             if record is None:
                 continue

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import INDEX_BYTES, load_json
 from megatron.config.data import TokenizerConfig, TokenizerType
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
 from megatron.tokenizer.sentencepiece_model import (
@@ -411,8 +412,8 @@ def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
 def _read_json(file: str, named: str) -> dict[str, Any]:
     """Return the JSON object in a file. `named` is the file's name in messages."""
     try:
-        content = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = load_json(file, INDEX_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{named} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{named} must be a JSON object; it is {type(content).__name__}.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import INDEX_BYTES, load_bytes
 
 FILE = "tokenizer.model"
 _REQUIRED_PARTS = {1, 2, 3}
@@ -87,7 +88,7 @@ def read_sentencepiece(path: Path) -> SentencePieceTokenizer:
             of a document, or `sentencepiece` is not installed.
     """
     try:
-        content = path.read_bytes()
+        content = load_bytes(path, INDEX_BYTES)
     except OSError as error:
         raise ConfigError(
             f"--tokenizer-model {path} cannot be read: {error.strerror}. Give the file "

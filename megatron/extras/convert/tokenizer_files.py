@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_json
 from megatron.config.data import TokenizerConfig
 from megatron.extras.convert.sentencepiece_json import convert_sentencepiece, list_known_differences
 from megatron.tokenizer import (
@@ -181,7 +182,7 @@ def _write_settings(folder: Path, names: Mapping[str, str]) -> None:
     path = folder / _SETTINGS
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if path.exists():
-        settings = json.loads(path.read_bytes())
+        settings = load_json(path)
     missing = {name: token for name, token in names.items() if not read_special_token(folder, name)}
     if path.exists() and not missing:
         return
@@ -221,8 +222,8 @@ def _read_generation_config(path: Path) -> dict[str, Any]:
         ConfigError: It is damaged.
     """
     try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        fields = load_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must be a JSON object; it is {type(fields).__name__}.")

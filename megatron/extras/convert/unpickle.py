@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import INDEX_BYTES, check_regular, load_bytes
 
 
 class StandIn:
@@ -266,6 +267,10 @@ def load_pickle_file(path: Path) -> Any:
         CheckpointError: the file is missing or damaged, or it names something that is not allowed.
     """
     # torch can map only the newer format, which is a zip file.
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     return _load(path, path, mmap=zipfile.is_zipfile(path))
 
 
@@ -323,7 +328,7 @@ def load_metadata(path: Path) -> Any:
         CheckpointError: the file is missing or damaged, or it names something that is not allowed.
     """
     try:
-        return _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        return _MetadataUnpickler(io.BytesIO(load_bytes(path, INDEX_BYTES))).load()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import DataError
+from megatron.base.outside_file import open_regular
 from megatron.extras.preprocess.blocks import BLOCK_BYTES, InputBlock, PlainText, Position
 from megatron.extras.preprocess.input_files import InputFormat, find_format, is_compressed
 from megatron.extras.preprocess.json_array import is_array, read_array_blocks
@@ -77,7 +78,7 @@ def open_lines(
         DataError: the file cannot be read or is truncated.
     """
     try:
-        with open(path, "rb") as raw:
+        with open_regular(path) as raw:
             if is_compressed(path):
                 if path.lower().endswith(".gz"):
                     pieces = _read_gzip_pieces(raw, piece_bytes)

@@ -5,11 +5,11 @@ keys therefore have the same documents. A blank line is neither a document nor b
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.outside_file import parse_json
 from megatron.extras.preprocess.blocks import InputBlock, PlainText
 
 # A record may have thousands of keys. A message names this many.
@@ -75,8 +75,8 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
         with contextlib.suppress(ValueError):
             return _pick_values(fast(raw), keys)
     try:
-        record = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        record = parse_json(raw.decode("utf-8"))
+    except ValueError as error:
         return f"not JSON: {error} (a file of plain text needs the suffix .txt, .text or .md)"
     values = _pick_values(record, keys)
     # Only here, because the fast parser rejects half surrogate pairs.

@@ -1,7 +1,6 @@
 """JSONL files as rows. A group has 1024 lines."""
 
 import io
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import open_regular, parse_json
 from megatron.extras.stream.remote import RemoteDataFile
 from megatron.extras.stream.row_format import GROUP_ROWS, FileGroups, FilePath, Kind, Row
 
@@ -105,9 +105,8 @@ def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
 def _parse_object(path: FilePath, offset: int, line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line. Any other value gives an empty object."""
     try:
-        record = json.loads(line)
-    # Brackets that are nested thousands of levels deep raise RecursionError.
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         raise DataError(
             f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "
             "written, wait for its end. If not, repair or leave out the file."
@@ -133,7 +132,7 @@ def _open_bytes(path: FilePath) -> Iterator[IO[bytes] | io.RawIOBase]:
             yield remote
         return
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise DataError(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from megatron.base.durable import replace_file_by
 from megatron.base.errors import DataError
+from megatron.base.outside_file import open_regular
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.url import is_url, redact
 from megatron.data.content import FileSet
@@ -272,7 +273,7 @@ def _sample_file(path: FilePath, record: FileRecord) -> str:
     digest = xxhash.xxh3_64()
     last = max(0, record.size - _SAMPLE_BYTES)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             for number in range(_SAMPLES):
                 begin = last * number // (_SAMPLES - 1)
                 digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, begin))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.base.outside_file import iterate_lines, open_regular
 from megatron.extras.operations.chronicle.records import parse_object
 
 
@@ -65,9 +66,10 @@ def read_backlog(path: Path, end: int, after: int, until: int) -> list[dict[str,
     if after >= until or not path.exists():
         return found
     last = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
+        lines = iterate_lines(file)
         while file.tell() < end:
-            record = parse_record(file.readline())
+            record = parse_record(next(lines, b""))
             if record is None:
                 continue
             iteration = record["iteration"]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import SETTINGS_BYTES, load_text, parse_json
 from megatron.config.config_with_origin import describe_value
 from megatron.config.fields import ValueWithOrigin, all_fields
 from megatron.extras.translators.deepspeed_keys import (
@@ -56,8 +57,8 @@ def read_json(path: str) -> dict[str, Any]:
     if Path(path).is_dir():
         raise ConfigError(f"{named} is not a file but a folder; name the JSON in it.")
     try:
-        # utf-8-sig drops the byte-order mark that editors on Windows write first.
-        text = Path(path).read_text(encoding="utf-8-sig")
+        # Editors on Windows write a byte-order mark first.
+        text = load_text(path, SETTINGS_BYTES).removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{named} cannot be read: {error}.") from error
     content = _parse_json(text, named)
@@ -77,7 +78,7 @@ def _parse_json(text: str, named: str) -> Any:
     """
     parse_number = functools.partial(_parse_finite, named)
     try:
-        return json.loads(
+        return parse_json(
             text,
             object_pairs_hook=functools.partial(_refuse_doubled_keys, named),
             parse_float=parse_number,

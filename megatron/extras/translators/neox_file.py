@@ -8,11 +8,11 @@ is computed later, in `compat_neox_derived`, because flags may replace the sizes
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import read_argv
@@ -144,7 +144,7 @@ def _merge_files(paths: Sequence[str], errors: list[str]) -> dict[str, _Key]:
     keys: dict[str, _Key] = {}
     for path in paths:
         try:
-            root, broken = compose(Path(path).read_text(encoding="utf-8"), path)
+            root, broken = compose(load_text(path, SETTINGS_BYTES), path)
         except (OSError, UnicodeDecodeError) as error:
             root, broken = None, f"--config {path} cannot be read: {error}."
         if broken is not None:

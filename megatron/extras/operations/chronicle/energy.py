@@ -5,12 +5,15 @@ Energy of iterations that were rolled back was used too, so the rows that a roll
 """
 
 import csv
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+
+from megatron.base.outside_file import open_regular
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def _iterate_rows(path: Path) -> Iterator[tuple[float, str, float, float]]:
     """Yield (time, launch, kWh, kg) of each complete row."""
     if not path.is_file():
         return
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_regular(path), "utf-8", "replace", "") as file:
         for row in csv.DictReader(file):
             try:
                 # codecarbon writes the host's local time without a zone.

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import iterate_lines, open_regular
 from megatron.extras.operations.chronicle.energy import EnergyUse, read_energy
 from megatron.extras.operations.chronicle.records import (
     Event,
@@ -144,7 +145,7 @@ class _MetricsReader:
         present: list[int] = []
         first_evaluation = len(self.evaluations)
         last = 0
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             # A launch that still runs appends to the file, and counts its own rows.
             lines = _take_bytes(file, end)
             for record in iterate_objects(path, lines, self.damaged):
@@ -341,8 +342,8 @@ def _find_metrics_file(folder: Path, events: list[Event]) -> Path:
 def _iterate_interventions(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
-    with open(path, "rb") as file:
-        for record in iterate_objects(path, file, damaged):
+    with open_regular(path) as file:
+        for record in iterate_objects(path, iterate_lines(file), damaged):
             if record:
                 yield record
 

@@ -36,6 +36,7 @@ from typing import IO, Any, Protocol
 from megatron.base.durable import append_lines, replace_file
 from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
+from megatron.base.outside_file import load_json
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.observe.chronicle import CHRONICLE, append_event
 from megatron.rules.finding import Finding, error
@@ -290,7 +291,7 @@ def read_record(path: Path) -> Any:
             record.
     """
     try:
-        return json.loads(path.read_bytes())
+        return load_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron.base.durable import replace_file, sync_folder, write_file
 from megatron.base.errors import CheckpointError, OperationsError
+from megatron.base.outside_file import load_bytes, load_text
 from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
@@ -203,7 +204,7 @@ def find_unfinished(root: Path) -> RollbackPlan | None:
     # `latest` is written before the folder gets its final name, so the plan may be in either one.
     for folder in (root / ROLLED_BACK / match[1], root / ROLLED_BACK / _PREPARING):
         try:
-            plan = RollbackPlan.parse_json((folder / PLAN).read_text())
+            plan = RollbackPlan.parse_json(load_text(folder / PLAN))
         except FileNotFoundError:
             continue
         except (ValueError, TypeError, KeyError) as damage:
@@ -464,7 +465,7 @@ def _format_chronicle_entry(plan: RollbackPlan) -> str:
 def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
     """Append an entry to a file once, on a line of its own."""
     if path.exists():
-        before = path.read_bytes()
+        before = load_bytes(path)
     else:
         before = b""
     # This step may be repeated. The entry holds the time of the plan, so it is unique.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, OperationsError
+from megatron.base.outside_file import POINTER_BYTES, load_text, parse_json
 from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
@@ -176,7 +177,7 @@ class RollbackPlan:
             ValueError, TypeError, KeyError: The text is no plan, or the plan would write outside of
                 the rollback's folder.
         """
-        record = json.loads(text)
+        record = parse_json(text)
         plan = cls(**{**record, "files": [FileCut(**entry) for entry in record["files"]]})
         # A plan is read back from the disk. A damaged one must not move files to another folder.
         for name in (plan.name, *(file.part for file in plan.files)):
@@ -397,7 +398,7 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
 def read_pointer_text(path: Path) -> str:
     """Return the text of a pointer, or an empty text without a pointer."""
     if path.is_file():
-        return path.read_text(errors="replace").strip()
+        return load_text(path, POINTER_BYTES, errors="replace").strip()
     return ""
 
 
