@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, DamagedError
-from megatron.base.outside_file import INDEX_BYTES, load_bytes, open_regular, parse_json
+from megatron.base.outside_file import (
+    INDEX_BYTES,
+    RECORD_BYTES,
+    SETTINGS_BYTES,
+    load_bytes,
+    open_regular,
+    parse_json,
+)
 from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
 
 FORMAT = 4
@@ -34,6 +41,8 @@ APPLIED_STEPS = "applied_steps"
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 CONFIG = "config.yaml"
+_LIMITS = {MANIFEST: RECORD_BYTES, CONFIG: SETTINGS_BYTES}
+"""Bytes of a file that are read. Any other may have `INDEX_BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +256,7 @@ def read_text(folder: Path, name: str) -> str:
     """
     # Bytes, because text mode would translate line ends, and the digest is of the bytes.
     try:
-        return load_bytes(folder / name, INDEX_BYTES).decode()
+        return load_bytes(folder / name, _LIMITS.get(name, INDEX_BYTES)).decode()
     # A missing file is damage, so an older checkpoint is taken. Any other I/O error may be
     # temporary, and must not cost a good checkpoint.
     except (FileNotFoundError, NotADirectoryError) as missing:

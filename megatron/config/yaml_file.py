@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -128,7 +129,9 @@ def compose(text: str, name: str, *, fast: bool = False) -> tuple[yaml.Node | No
             line = error.problem_mark.line + 1
         else:
             line = 1
-        return None, f"{name}:{line} is not YAML: {error.problem}."
+        # PyYAML quotes whatever follows one of these words.
+        problem = re.sub("(alias|anchor|handle|directive) .*", r"\1", str(error.problem))
+        return None, f"{name}:{line} is not YAML: {problem}."
     except yaml.YAMLError as error:
         return None, f"{name}:1 is not YAML: {str(error).splitlines()[0]}."
     except RecursionError:
@@ -218,9 +221,10 @@ def read_items(
     if node is None or (isinstance(node, yaml.ScalarNode) and is_null(node)):
         return []
     if not isinstance(node, yaml.MappingNode):
+        # The value is not shown. A script may name any file, whose content is not for a log.
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "text"
         errors.append(
-            f"{name}:{get_line(node)} {what} must be a mapping (key: value), not "
-            f"{_format_node(node)}."
+            f"{name}:{get_line(node)} {what} must be a mapping (key: value), and is {kind}."
         )
         return []
     items: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}

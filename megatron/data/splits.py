@@ -258,7 +258,15 @@ def _read_weighted(
         given = read_weighted_split_paths(path)
     if given and data.data_path:
         raise ConfigError(f"{flag} and --data-path are both given; keep one.")
-    mixtures = tuple(parse_weighted_split_paths(text) for text in given)
+    try:
+        mixtures = tuple(parse_weighted_split_paths(text) for text in given)
+    except ConfigError:
+        if path is None:
+            raise
+        # The error quotes the file. A script may name any file, whose content is not for a log.
+        raise ConfigError(
+            f"{flag}-path {path} does not hold what {flag} takes: {GRAMMAR}."
+        ) from None
     names = [mixture.name for mixture in mixtures]
     # The name identifies a set in logs and in the recorded state.
     if len(set(names)) < len(names):

@@ -85,22 +85,15 @@ def _parse_json(text: str, named: str) -> Any:
             parse_constant=parse_number,
         )
     except json.JSONDecodeError as error:
-        line = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()
-        if line:
-            place = repr(line[:80])
-        else:
-            place = "the end of a line"
+        # The line itself is not shown. A script may name any file, whose content is not for a log.
         raise ConfigError(
-            f"{named}:{error.lineno} is not JSON: {error.msg}, at {place}; JSON has no comments, "
-            "no trailing commas and no underscores in numbers, and every bracket is closed."
+            f"{named}:{error.lineno} is not JSON: {error.msg}, at column {error.colno}; JSON has "
+            "no comments, no trailing commas and no underscores in numbers, and every bracket is "
+            "closed."
         ) from error
-    # Python refuses to convert an integer of more than 4300 digits.
+    # It is nested too deeply, or has an integer of more than 4300 digits, which Python refuses.
     except ValueError as error:
-        raise ConfigError(f"{named} has a number with too many digits: {error}.") from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"{named} is nested too deeply; a configuration has at most four levels."
-        ) from error
+        raise ConfigError(f"{named} cannot be read: {error}.") from error
 
 
 def _refuse_doubled_keys(named: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
