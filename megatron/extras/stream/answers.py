@@ -1,18 +1,24 @@
 """Bounds of what a server sends: bytes and silence of an answer, and the time of a request.
 
 A web server may send more than it was asked for, or send without end. `BoundedResponse` reads no
-further than the range that was asked for, or than `PAGE_BYTES` of anything else. Other file systems
-have time limits of their own. For all of them, `run_limited` stops waiting after a time.
+further than the range that was asked for, or than `PAGE_BYTES` of anything else. `HubBound` bounds
+the answers of the Hugging Face Hub. Other file systems have time limits of their own. For all file
+systems, `run_limited` stops waiting after a time.
 """
 
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 PAGE_BYTES = 16 << 20
 """Longest page of a listing."""
+CALL_BYTES = 256 << 20
+"""Bytes of all answers to one call of the Hub's client, which may read many pages."""
+_ANSWER_BYTES = 1024
+"""Counted for each answer, so that pages without content have an end, too."""
 SILENT_SECONDS = 20.0
 """Longest time in which a web server sends no byte."""
 REQUEST_SECONDS = 600.0
@@ -26,7 +32,7 @@ _TARGET = re.compile(rb"""\shref=["']([^"'<>]+)""", re.IGNORECASE)
 
 
 class AnswerTooLongError(Exception):
-    """A server sends more than it was asked for. Asking again has no use."""
+    """A server sends more than it may. Asking again has no use."""
 
 
 def run_limited(request: Callable[[], Result], seconds: float) -> Result:
@@ -94,6 +100,56 @@ def make_web_options(url: str) -> dict[str, Any]:
     # These would replace what the user has configured, such as headers.
     configured = fsspec.config.conf.get(protocol, {}).get("client_kwargs", {})
     return {"client_kwargs": {"timeout": silence, **configured, "response_class": BoundedResponse}}
+
+
+class HubBound:
+    """Bounds the bytes of all answers to one call of the Hub's client, and the time of each."""
+
+    def __init__(self) -> None:
+        """Start with the first call."""
+        self.start_call()
+
+    def start_call(self) -> None:
+        """Count from 0 again."""
+        self._left = CALL_BYTES
+
+    def bound(self, response: Any, base: Any) -> None:
+        """Bound an answer of httpx whose body has not been read.
+
+        Args:
+            response: The answer.
+            base: The class `SyncByteStream` of httpx.
+
+        Raises:
+            AnswerTooLongError: The answer is compressed, or there are too many answers.
+        """
+        # A short text may be huge when it is decompressed. The request asks for plain answers.
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise AnswerTooLongError("the server compresses its answer, which was not asked for")
+        stream = response.stream
+        end = time.monotonic() + REQUEST_SECONDS
+        take = self._take
+
+        class BoundedStream(base):  # type: ignore[misc]
+            """The parts of the body."""
+
+            def __iter__(self) -> Iterator[bytes]:
+                for part in stream:
+                    take(len(part), end)
+                    yield part
+
+            def close(self) -> None:
+                stream.close()
+
+        take(_ANSWER_BYTES, end)
+        response.stream = BoundedStream()
+
+    def _take(self, size: int, end: float) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise AnswerTooLongError(f"the server sends more than {CALL_BYTES:,} bytes")
+        if time.monotonic() > end:
+            raise AnswerTooLongError(f"the server sends for more than {REQUEST_SECONDS:g} s")
 
 
 def _shorten_tag(tag: re.Match[bytes]) -> bytes:
