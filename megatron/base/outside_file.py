@@ -75,15 +75,17 @@ def load_bytes(path: str | os.PathLike[str], limit: int = RECORD_BYTES) -> bytes
 
 
 def load_text(
-    path: str | os.PathLike[str], limit: int = RECORD_BYTES, *, errors: str = "strict"
+    path: str | os.PathLike[str], limit: int = RECORD_BYTES, *, decoding: str = "strict"
 ) -> str:
     r"""Return the text of a UTF-8 file, with each end of a line as \n.
 
     Raises:
-        OSError: As of `open_regular`.
-        UnicodeDecodeError: It is not UTF-8, and `errors` is "strict".
+        OSError: As of `open_regular`, or it is not UTF-8, unless `decoding` handles that.
     """
-    text = load_bytes(path, limit).decode("utf-8", errors)
+    try:
+        text = load_bytes(path, limit).decode("utf-8", decoding)
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, "it is not UTF-8 text", os.fspath(path)) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

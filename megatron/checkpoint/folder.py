@@ -166,7 +166,7 @@ def _parse_pointers(root: Path, text: str | None, by_number: str | None) -> Poin
 def _read_pointer_text(path: Path) -> str | None:
     """Return the text of a pointer file, or None if the file does not exist."""
     try:
-        return load_text(path, POINTER_BYTES, errors="replace").strip()
+        return load_text(path, POINTER_BYTES, decoding="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -191,7 +191,7 @@ class Publisher:
     def _is_pointed_to(self, iteration: int) -> bool:
         """Return whether `latest` names the iteration. False if that cannot be read."""
         try:
-            text = load_text(self._root / LATEST, POINTER_BYTES, errors="replace")
+            text = load_text(self._root / LATEST, POINTER_BYTES, decoding="replace")
         except OSError:
             return False
         return text.strip() == f"global_step{iteration}"

@@ -407,7 +407,7 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     return {
         "path": str(root),
         "pointers": {
-            p.name: load_text(p, POINTER_BYTES, errors="replace").strip() if p.exists() else None
+            p.name: load_text(p, POINTER_BYTES, decoding="replace").strip() if p.exists() else None
             for p in pointers
         },
         "remark": remark,

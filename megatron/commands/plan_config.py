@@ -49,7 +49,7 @@ def write_config(
     document = values[_DEEPSPEED_CONFIG]
     if source.documents and document and Path(document).is_file():
         beside = path.with_suffix(".deepspeed.json")
-        files[beside] = load_text(document, errors="surrogateescape")
+        files[beside] = load_text(document, decoding="surrogateescape")
         values[_DEEPSPEED_CONFIG] = str(beside)
     if existing := [file for file in files if file.exists()]:
         raise ConfigError(

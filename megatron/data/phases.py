@@ -55,8 +55,6 @@ def read_phases(path: str, *, streamed: bool = False) -> tuple[DataPhase, ...]:
         text = load_text(path, SETTINGS_BYTES)
     except OSError as error:
         raise ConfigError(f"--data-phases {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--data-phases {path} cannot be read: it is not UTF-8 text.") from error
     root, broken = compose(text, path)
     if broken is not None:
         raise ConfigError(broken)

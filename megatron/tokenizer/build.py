@@ -15,8 +15,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.base.errors import ConfigError
-from megatron.base.outside_file import INDEX_BYTES, load_json
+from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig, TokenizerType
+from megatron.tokenizer.failures import report_failure
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
 from megatron.tokenizer.sentencepiece_model import (
     FILE,
@@ -61,8 +62,9 @@ class Tokenizer(Protocol):
 class HFTokenizer:
     """A tokenizer of the `tokenizers` library, held in `backend`."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
-        """Wrap `backend`, whose end-of-document token has the id `eod`."""
+    def __init__(self, backend: tokenizers.Tokenizer, eod: int, name: str = "") -> None:
+        """Wrap `backend`, whose end-of-document token has the id `eod`. `name` is for messages."""
+        self.name = name
         # A tokenizer.json may ask for truncation or padding. Both would change a corpus silently.
         backend.no_truncation()
         backend.no_padding()
@@ -73,14 +75,13 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. The library encodes them in parallel."""
-        return [
-            encoding.ids
-            for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        with report_failure(self.name, texts):
+            found = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in found]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -93,17 +94,19 @@ class TransformersTokenizer:
     It is slower than the others.
     """
 
-    def __init__(self, backend: Any, eod: int) -> None:
-        """Wrap `backend`, whose end-of-document token has the id `eod`."""
+    def __init__(self, backend: Any, eod: int, name: str) -> None:
+        """Wrap `backend`, whose end-of-document token has the id `eod`. `name` is for messages."""
+        self.name = name
         self.backend = backend
         self.eod = eod
         self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        return self.backend.encode(
-            text, add_special_tokens=False, truncation=False, padding=False, verbose=False
-        )
+        with report_failure(self.name, [text]):
+            return self.backend.encode(
+                text, add_special_tokens=False, truncation=False, padding=False, verbose=False
+            )
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -195,6 +198,7 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         ConfigError: the file is damaged, or of a kind that the library does not support.
     """
     try:
+        check_regular(path, INDEX_BYTES)
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     # The library raises no more specific class. Its class PanicException is no Exception.
     except BaseException as error:
@@ -260,6 +264,7 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokeniz
         ConfigError: the files are not a valid BPE.
     """
     try:
+        check_regular(merge_file, INDEX_BYTES)
         backend = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     # The library raises no more specific class.
     except Exception as error:
@@ -299,7 +304,9 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
             "add it as the last entry."
         )
     return HFTokenizer(
-        build_byte_level_bpe(config.vocab_file, config.merge_file), vocabulary[END_OF_DOCUMENT]
+        build_byte_level_bpe(config.vocab_file, config.merge_file),
+        vocabulary[END_OF_DOCUMENT],
+        config.vocab_file,
     )
 
 
@@ -337,7 +344,7 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
             f'{token!r}). Name one that is in the vocabulary as "eos_token" in '
             "tokenizer_config.json next to tokenizer.json."
         )
-    return HFTokenizer(backend, vocabulary[token])
+    return HFTokenizer(backend, vocabulary[token], str(found))
 
 
 def read_end_token(folder: Path) -> str | None:
@@ -380,6 +387,10 @@ def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
             "needs the package transformers: pip install transformers."
         ) from error
     try:
+        # The library would wait for a FIFO.
+        for path in folder.iterdir():
+            if not path.is_dir():
+                check_regular(path)
         # No code of the tokenizer's authors is run, and nothing is downloaded.
         backend = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
@@ -406,7 +417,7 @@ def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
             f"--tokenizer-name-or-path {name}: no end-of-document token; name an eos_token in its "
             "tokenizer_config.json."
         )
-    return TransformersTokenizer(backend, backend.eos_token_id)
+    return TransformersTokenizer(backend, backend.eos_token_id, name)
 
 
 def _read_json(file: str, named: str) -> dict[str, Any]:

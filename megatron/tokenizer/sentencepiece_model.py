@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import INDEX_BYTES, load_bytes
+from megatron.tokenizer.failures import report_failure
 
 FILE = "tokenizer.model"
 _REQUIRED_PARTS = {1, 2, 3}
@@ -25,8 +26,9 @@ _PICKLES = (b"\x80", b"PK\x03\x04")
 class SentencePieceTokenizer:
     """A tokenizer of the `sentencepiece` library, held in `processor`."""
 
-    def __init__(self, processor: Any, content: bytes) -> None:
-        """Wrap `processor`, which was made from the `content` of a tokenizer.model."""
+    def __init__(self, processor: Any, content: bytes, name: str) -> None:
+        """Wrap `processor`, which was made from the `content` of a tokenizer.model, `name`."""
+        self.name = name
         self.processor = processor
         self.content = content
         self.eod: int = processor.eos_id()
@@ -59,7 +61,8 @@ class SentencePieceTokenizer:
             threads = 1
         for text in texts:
             _check_characters(text)
-        return self.processor.encode(texts, num_threads=threads)
+        with report_failure(self.name, texts):
+            return self.processor.encode(texts, num_threads=threads)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control symbols included."""
@@ -110,7 +113,7 @@ def read_sentencepiece(path: Path) -> SentencePieceTokenizer:
             f"--tokenizer-model {path} has no end-of-sentence piece, which ends documents. Train "
             "it again without --eos_id=-1."
         )
-    return SentencePieceTokenizer(processor, content)
+    return SentencePieceTokenizer(processor, content, str(path))
 
 
 def is_sentencepiece_installed() -> bool:

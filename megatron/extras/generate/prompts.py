@@ -20,8 +20,6 @@ def read_prompts(path: Path) -> list[str]:
         lines = load_text(path).split("\n")
     except OSError as error:
         raise ConfigError(f"--prompt-file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
     if path.suffix == ".jsonl":
         prompts = list(_parse_objects(path, lines))
     else:

@@ -41,20 +41,27 @@ def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str
     """
     texts: list[list[str]] = [[] for _ in keys]
     bad: list[BadLine] = []
-    rows: Iterator[tuple[int, list[str] | str]]
-    if isinstance(block.content, bytes):
-        rows = _parse_lines(block, keys)
-    elif isinstance(block.content, PlainText):
-        rows = _parse_plain_text(block.content, keys)
-    else:
-        rows = _parse_rows(block, keys)
-    for line, values in rows:
+    for line, values in _parse_block(block, keys):
         if isinstance(values, str):
             bad.append(BadLine(block.path, line, values))
         else:
             for column, value in zip(texts, values, strict=True):
                 column.append(value)
     return texts, bad
+
+
+def list_text_lines(block: InputBlock, keys: Sequence[str]) -> list[int]:
+    """Return the number of the line of each text that `extract_texts` returns."""
+    return [line for line, values in _parse_block(block, keys) if not isinstance(values, str)]
+
+
+def _parse_block(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the number of each line or row, with its texts or why it is bad."""
+    if isinstance(block.content, bytes):
+        return _parse_lines(block, keys)
+    if isinstance(block.content, PlainText):
+        return _parse_plain_text(block.content, keys)
+    return _parse_rows(block, keys)
 
 
 def _parse_lines(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:

@@ -36,8 +36,8 @@ from megatron.extras.preprocess.encoders import (
     run_encoder,
 )
 from megatron.extras.preprocess.shared_buffer import SharedBuffer, create_memory_file
-from megatron.extras.preprocess.texts import BadLine, extract_texts
-from megatron.tokenizer import build_tokenizer
+from megatron.extras.preprocess.texts import BadLine, extract_texts, list_text_lines
+from megatron.tokenizer import TokenizerError, build_tokenizer
 
 # While a fast library is in use, only texts up to this length are encoded a second time.
 _CHECKED_CHARS = 50_000
@@ -97,6 +97,23 @@ class BlockEncoder:
             EncoderMismatchError: the library's ids differ from the tokenizer's, or it failed.
         """
         texts, bad = extract_texts(block, self._job.keys)
+        try:
+            tokens, sizes = self._encode(texts, block)
+        except TokenizerError as error:
+            # The library gave ids for a text that the tokenizer fails for.
+            if self._encoder.name != REFERENCE:
+                raise EncoderMismatchError(self._encoder.name, str(error)) from error
+            texts, failing = self._leave_out_failing(texts, block)
+            bad = sorted([*bad, *failing], key=lambda each: each.line)
+            tokens, sizes = self._encode(texts, block)
+        # Bytes of text, so that the speed of a run does not depend on the format of its inputs.
+        text_bytes = sum(len(text.encode("utf-8")) for column in texts for text in column)
+        return Encoded(tokens, sizes, bad, block.lines, text_bytes, block.end, block.disk_bytes)
+
+    def _encode(
+        self, texts: list[list[str]], block: InputBlock
+    ) -> tuple[list[NDArray], list[NDArray[np.int64]]]:
+        """Return for each key the ids and the lengths, see `Encoded`."""
         tokens = []
         sizes = []
         for column in texts:
@@ -106,9 +123,23 @@ class BlockEncoder:
             ids, lengths = self._end_documents(ids, lengths)
             tokens.append(ids)
             sizes.append(lengths)
-        # Bytes of text, so that the speed of a run does not depend on the format of its inputs.
-        text_bytes = sum(len(text.encode("utf-8")) for column in texts for text in column)
-        return Encoded(tokens, sizes, bad, block.lines, text_bytes, block.end, block.disk_bytes)
+        return tokens, sizes
+
+    def _leave_out_failing(
+        self, texts: list[list[str]], block: InputBlock
+    ) -> tuple[list[list[str]], list[BadLine]]:
+        """Return the texts for which the tokenizer does not fail, and the lines of the others."""
+        kept = []
+        bad = []
+        lines = list_text_lines(block, self._job.keys)
+        for line, *row in zip(lines, *texts, strict=True):
+            try:
+                for text in row:
+                    self._tokenizer.encode(text)
+                kept.append(row)
+            except TokenizerError as error:
+                bad.append(BadLine(block.path, line, str(error)))
+        return [[row[key] for row in kept] for key in range(len(texts))], bad
 
     def _check(self, texts: list[str], ids: NDArray, sizes: NDArray[np.int64], line: int) -> None:
         """Check the ids of one text of a block.

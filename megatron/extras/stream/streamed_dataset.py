@@ -20,6 +20,7 @@ from megatron.extras.stream.formats import FORMATS
 from megatron.extras.stream.listing import Listing
 from megatron.extras.stream.row_format import FilePath, Row
 from megatron.extras.stream.shard_order import EpochOrder, RowRange, clip_groups
+from megatron.tokenizer import TokenizerError
 
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]
 
@@ -224,7 +225,11 @@ class StreamedDataset:
     ) -> list[Document]:
         """Return the documents of rows. `places` are their numbers within the row group."""
         texts = [row for row in rows if isinstance(row, str)]
-        encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
+        try:
+            encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
+        except TokenizerError:
+            self._raise_for_document(rows, path, places)
+            raise
         window = [
             self.specials.remove_stripped(next(encoded) if isinstance(row, str) else row)
             for row in rows
@@ -238,6 +243,18 @@ class StreamedDataset:
             document if document.outcome == KEPT else document._replace(ids=document.ids[:0])
             for document in documents
         ]
+
+    def _raise_for_document(self, rows: list[Row], path: FilePath, places: Sequence[int]) -> None:
+        """Raise the error for the first text that the tokenizer fails for."""
+        for row, place in zip(rows, places, strict=True):
+            try:
+                if isinstance(row, str) and self._encode is not None:
+                    self._encode([row])
+            except TokenizerError as error:
+                raise DataError(
+                    f"{path}: row {place} of a row group: {error}. Leave out or shorten the "
+                    "document, or give another tokenizer."
+                ) from error
 
     def _check_vocabulary(
         self, documents: list[Document], path: FilePath, places: Sequence[int]

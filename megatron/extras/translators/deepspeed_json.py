@@ -59,7 +59,7 @@ def read_json(path: str) -> dict[str, Any]:
     try:
         # Editors on Windows write a byte-order mark first.
         text = load_text(path, SETTINGS_BYTES).removeprefix("\ufeff")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error}.") from error
     content = _parse_json(text, named)
     if not isinstance(content, dict):

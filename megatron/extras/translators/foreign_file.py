@@ -51,7 +51,7 @@ def _refuse_kind(path: str) -> None:
     """Raise ConfigError for a file of nanotron or picotron."""
     try:
         root, _ = compose(load_text(path, SETTINGS_BYTES), path)
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         # `read_file` reports it.
         return
     if not isinstance(root, yaml.MappingNode):
@@ -76,7 +76,7 @@ def _read_flat_flags(path: str) -> list[str] | None:
     """
     try:
         root = yaml.compose(load_text(path, SETTINGS_BYTES), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+    except (OSError, yaml.YAMLError, RecursionError):
         # `read_file` reports it.
         return None
     if not isinstance(root, yaml.MappingNode):

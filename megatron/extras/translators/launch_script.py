@@ -271,7 +271,7 @@ def read_text(path: Path) -> str:
     """
     try:
         text = load_text(path, BYTES_LIMIT)
-    except (OSError, UnicodeDecodeError) as failure:
+    except OSError as failure:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
     for character in MARK_CHARACTERS:
         if character in text:

@@ -16,7 +16,7 @@ from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import read_argv
-from megatron.config.yaml_file import compose, get_line, get_plain_value, read_items
+from megatron.config.yaml_file import compose, get_line, read_items
 from megatron.extras.translators.compat_neox import NEOX, NEOX_KEYS
 from megatron.extras.translators.compat_row import Row
 from megatron.extras.translators.deepspeed_json import merge_content
@@ -145,7 +145,7 @@ def _merge_files(paths: Sequence[str], errors: list[str]) -> dict[str, _Key]:
     for path in paths:
         try:
             root, broken = compose(load_text(path, SETTINGS_BYTES), path)
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             root, broken = None, f"--config {path} cannot be read: {error}."
         if broken is not None:
             errors.append(broken)
@@ -174,7 +174,7 @@ def _read_keys(root: yaml.Node | None, path: str, errors: list[str]) -> Iterator
     for node, value in read_items(root, path, "the file", errors):
         place = f"{path}:{get_line(node)}"
         try:
-            yield _Key(node.value, place, get_plain_value(value))
+            yield _Key(node.value, place(value))
         except ValueError as error:
             errors.append(f"{place} {node.value}: {error}.")
 

@@ -398,7 +398,7 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
 def read_pointer_text(path: Path) -> str:
     """Return the text of a pointer, or an empty text without a pointer."""
     if path.is_file():
-        return load_text(path, POINTER_BYTES, errors="replace").strip()
+        return load_text(path, POINTER_BYTES, decoding="replace").strip()
     return ""
 
 

@@ -155,7 +155,7 @@ def _read(run: Path) -> Iterator[PastAttempt]:
     Lines that a full disk or a kill cut off are skipped.
     """
     try:
-        lines = load_text(run / FILE, errors="replace").splitlines()
+        lines = load_text(run / FILE, decoding="replace").splitlines()
     except FileNotFoundError:
         return
     # The time of the start joins the two lines of an attempt.

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
+from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport
 from megatron.base.errors import HungRanksError
 from megatron.base.outside_file import open_regular
 from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.allocation import Allocation
 from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.reported_errors import hosts_at_fault, read_reports
 from megatron.extras.operations.slurm.srun_step import Signals, log, run_step
 from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
 from megatron.observe.log_line import format_training_complete_line

@@ -166,14 +166,10 @@ def load_hardware(name: str) -> Hardware:
     try:
         # A checkpoint, say, would take minutes to read.
         text = load_text(path, _MOST_BYTES).removeprefix("\ufeff")
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"--hardware {name}: the file is not UTF-8 text; give a YAML file of a hardware "
-            "(docs/planner.md)."
-        ) from None
     except OSError as failure:
         raise ConfigError(
-            f"--hardware {name}: {failure.strerror}; give a file that can be read."
+            f"--hardware {name}: {failure.strerror}; give a YAML file of a hardware "
+            "(docs/planner.md)."
         ) from None
     return _parse(text, path.stem)
 
