@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from megatron.base.errors import ConfigError
-from megatron.base.outside_file import load_json
+from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig
 from megatron.extras.convert.sentencepiece_json import convert_sentencepiece, list_known_differences
 from megatron.tokenizer import (
@@ -71,6 +71,7 @@ def copy_files(source: Path, files: list[Path], folder: Path) -> None:
     """Copy files of a folder to another one, under their relative paths."""
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        check_regular(source / path, INDEX_BYTES)
         shutil.copyfile(source / path, folder / path)
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import stat
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from megatron.base.durable import replace_file_by
 from megatron.base.errors import DataError
-from megatron.base.outside_file import open_regular
+from megatron.base.outside_file import INDEX_BYTES, open_regular
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.url import is_url, redact
 from megatron.data.content import FileSet
@@ -423,6 +424,10 @@ def _find_cache_path(folder: str, format: str, column: str, cache_folder: str | 
 def _read_cache(path: Path) -> dict[FileRecord, ListedFile]:
     """Return what was found in files that were listed before. A damaged cache is not used."""
     try:
+        # `_write_cache` compresses nothing, so what is unpacked is as large as the file.
+        with open_regular(path, limit=INDEX_BYTES) as file, zipfile.ZipFile(file) as archive:
+            if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+                return {}
         with np.load(path, allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
             if facts["version"] != _CACHE_VERSION:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.durable import without_links
 from megatron.base.outside_file import iterate_lines, open_regular
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.records import read_events
@@ -261,7 +262,7 @@ class Feed:
         """Wait for the feed of an earlier launch, which may still be sending."""
         path = self._request.state_path.with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
+        with open(path, "ab", opener=without_links) as file:
             with self._report_if_slow("waiting for the feed of an earlier launch"):
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -33,7 +33,7 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron.base.durable import append_lines, replace_file
+from megatron.base.durable import append_lines, replace_file, without_links
 from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
 from megatron.base.outside_file import load_json
@@ -383,7 +383,9 @@ def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
     """
     lock: IO[str] | None = None
     try:
-        lock = open(memory.with_name(f".{memory.name}.lock"), "a")  # noqa: SIM115
+        lock = open(  # noqa: SIM115
+            memory.with_name(f".{memory.name}.lock"), "a", opener=without_links
+        )
         deadline = time.monotonic() + _LOCK_SECONDS
         # A blocking `flock` has no time limit, so the lock is polled.
         while try_lock(lock.fileno(), Path(lock.name)) is LockResult.TAKEN:
