@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 from typing import Any, BinaryIO
 
 POINTER_BYTES = 64 << 10
@@ -19,12 +19,12 @@ POINTER_BYTES = 64 << 10
 SETTINGS_BYTES = 1 << 20
 """Limit of what people write, such as YAML, which is slow to parse."""
 RECORD_BYTES = 64 << 20
-"""Limit of what programs write about a run or a data set, such as a manifest."""
+"""Limit of what programs write about a run or a data set, such as a manifest, or of a line."""
 INDEX_BYTES = 1 << 30
 """Limit of what grows with the data or the model, such as an index or a vocabulary."""
-LINE_BYTES = 64 << 20
 _LEVELS = 100
 """Levels of JSON that are read. Code that walks a deeper value could exceed Python's stack."""
+_TOO_DEEP = f"it is nested in more than {_LEVELS} levels"
 
 
 def open_regular(
@@ -108,34 +108,28 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     try:
         value = json.loads(text, **options)
     except RecursionError:
-        value = None
-        level: list[Any] = [None]
-    else:
-        level = [value]
-        for _ in range(_LEVELS):
-            level = [item for each in level for item in _list_items(each)]
+        raise ValueError(_TOO_DEEP) from None
+    level = [value]
+    for _ in range(_LEVELS):
+        values = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for items in values if isinstance(items, list | ValuesView) for each in items]
     if level:
-        raise ValueError(f"it is nested in more than {_LEVELS} levels")
+        raise ValueError(_TOO_DEEP)
     return value
 
 
-def iterate_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of an open file with their ends.
+def iterate_lines(path: str | os.PathLike[str], begin: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends, from byte `begin` on.
 
     Raises:
-        OSError: A line has more than `LINE_BYTES`, so the file has no lines.
+        OSError: As of `open_regular`, or a line has more than `RECORD_BYTES`.
     """
-    while line := file.readline(LINE_BYTES + 1):
-        if len(line) > LINE_BYTES:
-            raise _make_size_error(file.name, LINE_BYTES, "a line of it")
-        yield line
-
-
-def _list_items(value: Any) -> list[Any]:
-    """Return the values in a list or a dictionary. Anything else has none."""
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+    with open_regular(path) as file:
+        file.seek(begin)
+        while line := file.readline(RECORD_BYTES + 1):
+            if len(line) > RECORD_BYTES:
+                raise _make_size_error(path, RECORD_BYTES, "a line of it")
+            yield line
 
 
 def _check(path: str | os.PathLike[str], status: os.stat_result, limit: int) -> None:

@@ -323,9 +323,7 @@ def _read(path: Path) -> LeaseHolder | None:
     """
     try:
         record = load_json(path, POINTER_BYTES)
-    except FileNotFoundError:
-        return None
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return None
     if not isinstance(record, Mapping):
         return None

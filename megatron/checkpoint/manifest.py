@@ -19,7 +19,6 @@ from typing import Any
 from megatron.base.errors import CheckpointError, DamagedError
 from megatron.base.outside_file import (
     INDEX_BYTES,
-    RECORD_BYTES,
     SETTINGS_BYTES,
     load_bytes,
     open_regular,
@@ -41,8 +40,6 @@ APPLIED_STEPS = "applied_steps"
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 CONFIG = "config.yaml"
-_LIMITS = {MANIFEST: RECORD_BYTES, CONFIG: SETTINGS_BYTES}
-"""Bytes of a file that are read. Any other may have `INDEX_BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +253,8 @@ def read_text(folder: Path, name: str) -> str:
     """
     # Bytes, because text mode would translate line ends, and the digest is of the bytes.
     try:
-        return load_bytes(folder / name, _LIMITS.get(name, INDEX_BYTES)).decode()
+        limit = SETTINGS_BYTES if name == CONFIG else INDEX_BYTES
+        return load_bytes(folder / name, limit).decode()
     # A missing file is damage, so an older checkpoint is taken. Any other I/O error may be
     # temporary, and must not cost a good checkpoint.
     except (FileNotFoundError, NotADirectoryError) as missing:

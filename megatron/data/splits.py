@@ -260,13 +260,10 @@ def _read_weighted(
         raise ConfigError(f"{flag} and --data-path are both given; keep one.")
     try:
         mixtures = tuple(parse_weighted_split_paths(text) for text in given)
-    except ConfigError:
-        if path is None:
-            raise
+    except ConfigError as error:
         # The error quotes the file. A script may name any file, whose content is not for a log.
-        raise ConfigError(
-            f"{flag}-path {path} does not hold what {flag} takes: {GRAMMAR}."
-        ) from None
+        refusal = ConfigError(f"{flag}-path {path} does not hold what {flag} takes: {GRAMMAR}.")
+        raise (error if path is None else refusal) from None
     names = [mixture.name for mixture in mixtures]
     # The name identifies a set in logs and in the recorded state.
     if len(set(names)) < len(names):

@@ -9,7 +9,7 @@ without a record are not checked.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -113,27 +113,6 @@ def _parse_record(
     return None
 
 
-def merge_records(prefixes: Sequence[str]) -> dict[str, dict[str, str]] | None:
-    """Return the tokenizer that all data sets have, or None if that of one is not known.
-
-    Raises:
-        DataError: two were made with different tokenizers, or a record cannot be read.
-    """
-    records = [read_record(prefix) for prefix in prefixes]
-    known = [(prefix, record) for prefix, record in zip(prefixes, records, strict=True) if record]
-    for prefix, record in known[1:]:
-        differing = _compare(record, known[0][1])
-        if differing:
-            raise DataError(
-                f"{prefix} was made with another tokenizer than {known[0][0]}: "
-                f"{'; '.join(differing)} (xxh3_128 of the files). Preprocess them with the same "
-                "tokenizer."
-            )
-    if len(known) < len(prefixes):
-        return None
-    return records[0]
-
-
 def check_tokenizers_of_data(config: TokenizerConfig, prefixes: Iterable[str]) -> None:
     """Check that no data set was made with another tokenizer than that of the run.
 
@@ -156,7 +135,7 @@ def _compare_with_run(
     """Compare the recorded tokenizers with that of the run. See `check_tokenizers_of_data`."""
     problems = []
     for prefix, record in records:
-        differing = _compare(record, here)
+        differing = compare_tokenizers(record, here)
         if differing:
             problems.append(f"{prefix}: {'; '.join(differing)}")
     if not problems:
@@ -173,7 +152,9 @@ def _compare_with_run(
     )
 
 
-def _compare(there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]) -> list[str]:
+def compare_tokenizers(
+    there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]
+) -> list[str]:
     """Return a description of each part that both have with different digests."""
     common = there.keys() & here.keys()
     # The table of ids is compared only if the files have another format. It depends on added

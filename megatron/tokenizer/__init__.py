@@ -12,7 +12,6 @@ from megatron.tokenizer.build import (
     build_tokenizer,
     list_special_token_ids,
 )
-from megatron.tokenizer.failures import TokenizerError, report_failure
 from megatron.tokenizer.files import (
     compute_digest_of_ids,
     compute_tokenizer_digests,
@@ -30,7 +29,6 @@ __all__ = [
     "HFTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
-    "TokenizerError",
     "TransformersTokenizer",
     "build_tokenizer",
     "check_same_vocab_size",
@@ -41,5 +39,4 @@ __all__ = [
     "find_tokenizer_files",
     "find_vocab_size",
     "list_special_token_ids",
-    "report_failure",
 ]

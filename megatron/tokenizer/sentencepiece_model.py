@@ -46,8 +46,7 @@ class SentencePieceTokenizer:
         Raises:
             DataError: The text has half a surrogate pair.
         """
-        (ids,) = self.encode_batch([text])
-        return ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. The library encodes them in parallel.

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 from megatron.base.errors import MegatronError
-from megatron.tokenizer import HFTokenizer, Tokenizer, TokenizerError
+from megatron.tokenizer import HFTokenizer, Tokenizer
+from megatron.tokenizer.failures import TokenizerError
 
 # GPT-2's pattern with possessive quantifiers, which match the same and need no backtracking.
 GPT2_PATTERN = (

@@ -37,7 +37,8 @@ from megatron.extras.preprocess.encoders import (
 )
 from megatron.extras.preprocess.shared_buffer import SharedBuffer, create_memory_file
 from megatron.extras.preprocess.texts import BadLine, extract_texts, list_text_lines
-from megatron.tokenizer import TokenizerError, build_tokenizer
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.failures import TokenizerError
 
 # While a fast library is in use, only texts up to this length are encoded a second time.
 _CHECKED_CHARS = 50_000
@@ -98,32 +99,26 @@ class BlockEncoder:
         """
         texts, bad = extract_texts(block, self._job.keys)
         try:
-            tokens, sizes = self._encode(texts, block)
+            encoded = [self._encode(column, block.first_line) for column in texts]
         except TokenizerError as error:
             # The library gave ids for a text that the tokenizer fails for.
             if self._encoder.name != REFERENCE:
                 raise EncoderMismatchError(self._encoder.name, str(error)) from error
             texts, failing = self._leave_out_failing(texts, block)
             bad = sorted([*bad, *failing], key=lambda each: each.line)
-            tokens, sizes = self._encode(texts, block)
+            encoded = [self._encode(column, block.first_line) for column in texts]
+        tokens = [ids for ids, _ in encoded]
+        sizes = [lengths for _, lengths in encoded]
         # Bytes of text, so that the speed of a run does not depend on the format of its inputs.
         text_bytes = sum(len(text.encode("utf-8")) for column in texts for text in column)
         return Encoded(tokens, sizes, bad, block.lines, text_bytes, block.end, block.disk_bytes)
 
-    def _encode(
-        self, texts: list[list[str]], block: InputBlock
-    ) -> tuple[list[NDArray], list[NDArray[np.int64]]]:
-        """Return for each key the ids and the lengths, see `Encoded`."""
-        tokens = []
-        sizes = []
-        for column in texts:
-            ids, lengths = run_encoder(self._encoder, column)
-            if self._encoder.name != REFERENCE and column:
-                self._check(column, ids, lengths, block.first_line)
-            ids, lengths = self._end_documents(ids, lengths)
-            tokens.append(ids)
-            sizes.append(lengths)
-        return tokens, sizes
+    def _encode(self, texts: list[str], line: int) -> tuple[NDArray, NDArray[np.int64]]:
+        """Return the ids and the lengths of the texts of a key, see `Encoded`."""
+        ids, lengths = run_encoder(self._encoder, texts)
+        if self._encoder.name != REFERENCE and texts:
+            self._check(texts, ids, lengths, line)
+        return self._end_documents(ids, lengths)
 
     def _leave_out_failing(
         self, texts: list[list[str]], block: InputBlock

@@ -20,7 +20,7 @@ from megatron.extras.stream.formats import FORMATS
 from megatron.extras.stream.listing import Listing
 from megatron.extras.stream.row_format import FilePath, Row
 from megatron.extras.stream.shard_order import EpochOrder, RowRange, clip_groups
-from megatron.tokenizer import TokenizerError
+from megatron.tokenizer.failures import TokenizerError
 
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.durable import without_links
-from megatron.base.outside_file import iterate_lines, open_regular
+from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.trackers.records import flatten_record, parse_record, read_backlog
@@ -142,13 +142,12 @@ class Feed:
     def _read_new(self) -> list[dict[str, Any]]:
         """Return the records of the complete lines that were appended."""
         try:
-            with open_regular(self._request.metrics) as file:
-                file.seek(self._offset)
-                # The last line may still be written. It is read as a whole at a later look.
-                lines = [line for line in iterate_lines(file) if line.endswith(b"\n")]
+            lines = list(iterate_lines(self._request.metrics, self._offset))
         except FileNotFoundError:
             # The first line was not written yet, for example because the disk is full.
             return []
+        # The last line may still be written. It is read as a whole at a later look.
+        lines = [line for line in lines if line.endswith(b"\n")]
         self._offset += sum(map(len, lines))
         records = [parse_record(line) for line in lines]
         return [each for each in records if each is not None and each["kind"] != "start"]

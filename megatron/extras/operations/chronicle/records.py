@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.base.outside_file import iterate_lines, open_regular, parse_json
+from megatron.base.outside_file import iterate_lines, parse_json
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,8 @@ def read_events(path: Path, damaged: list[str] | None = None) -> list[Event]:
     """
     if not path.is_file():
         return []
-    with open_regular(path) as file:
-        lines = iterate_lines(file)
-        found = [parse_event(record) for record in iterate_objects(path, lines, damaged)]
+    objects = iterate_objects(path, iterate_lines(path), damaged)
+    found = [parse_event(record) for record in objects]
     return [event for event in found if event is not None]
 
 

@@ -101,10 +101,9 @@ def _read_stamp(path: Path) -> tuple[int, int]:
 def _iterate_lines(path: Path) -> Iterator[tuple[Span, bytes]]:
     """Yield the byte range and the content of each line."""
     begin = 0
-    with open_regular(path) as file:
-        for line in iterate_lines(file):
-            yield (begin, begin + len(line)), line
-            begin += len(line)
+    for line in iterate_lines(path):
+        yield (begin, begin + len(line)), line
+        begin += len(line)
 
 
 def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
