@@ -123,8 +123,8 @@ def read_pointer(root: Path) -> Pointer | None:
         CheckpointError: If the deciding pointer holds anything else, or names a checkpoint that
             does not exist.
     """
-    by_number = _read_pointer_text(root / LATEST_ITERATION)
-    text = _read_pointer_text(root / LATEST)
+    by_number = read_pointer_text(root / LATEST_ITERATION)
+    text = read_pointer_text(root / LATEST)
     if text is None and by_number is None:
         return None
     return _parse_pointers(root, text, by_number)
@@ -163,8 +163,12 @@ def _parse_pointers(root: Path, text: str | None, by_number: str | None) -> Poin
     return Pointer(iteration, contradiction)
 
 
-def _read_pointer_text(path: Path) -> str | None:
-    """Return the text of a pointer file, or None if the file does not exist."""
+def read_pointer_text(path: Path) -> str | None:
+    """Return the text of a pointer file, or None if the file does not exist.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
     try:
         return load_text(path, POINTER_BYTES, decoding="replace").strip()
     except (FileNotFoundError, NotADirectoryError):

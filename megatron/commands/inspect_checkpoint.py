@@ -26,7 +26,6 @@ import tyro
 
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
-from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.checkpoint.finite import counts_text
 from megatron.checkpoint.folder import (
@@ -37,6 +36,7 @@ from megatron.checkpoint.folder import (
     list_saved_iterations,
     locate_checkpoint,
     read_pointer,
+    read_pointer_text,
 )
 from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
@@ -406,10 +406,7 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     pointers = [root / LATEST, root / LATEST_ITERATION]
     return {
         "path": str(root),
-        "pointers": {
-            p.name: load_text(p, POINTER_BYTES, decoding="replace").strip() if p.exists() else None
-            for p in pointers
-        },
+        "pointers": {pointer.name: read_pointer_text(pointer) for pointer in pointers},
         "remark": remark,
         "checkpoints": checkpoints,
         "damaged": [name for name in leftovers if DAMAGED in name],

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig, TokenizerType
-from megatron.tokenizer.failures import report_failure
+from megatron.tokenizer.failures import encode_checked
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
 from megatron.tokenizer.sentencepiece_model import (
     FILE,
@@ -79,9 +79,12 @@ class HFTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. The library encodes them in parallel."""
-        with report_failure(self.name, texts):
+
+        def encode(texts: list[str]) -> list[list[int]]:
             found = self.backend.encode_batch_fast(texts, add_special_tokens=False)
             return [encoding.ids for encoding in found]
+
+        return encode_checked(self.name, encode, texts)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -103,14 +106,16 @@ class TransformersTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        with report_failure(self.name, [text]):
-            return self.backend.encode(
-                text, add_special_tokens=False, truncation=False, padding=False, verbose=False
-            )
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
-        return [self.encode(text) for text in texts]
+        options = {"add_special_tokens": False, "truncation": False, "padding": False}
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            return [self.backend.encode(text, verbose=False, **options) for text in texts]
+
+        return encode_checked(self.name, encode, texts)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""

@@ -1,7 +1,6 @@
 """Failures of the libraries that tokenize."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 
 from megatron.base.errors import DataError, MegatronError
 
@@ -9,21 +8,35 @@ from megatron.base.errors import DataError, MegatronError
 class TokenizerError(DataError):
     """The library of a tokenizer fails for a text."""
 
+    text = ""
+    """The text."""
 
-@contextlib.contextmanager
-def report_failure(name: str, texts: Sequence[str]) -> Iterator[None]:
-    """Turn whatever a library raises for texts into an error with the name of the tokenizer.
+
+def encode_checked(
+    name: str, encode: Callable[[list[str]], list[list[int]]], texts: list[str]
+) -> list[list[int]]:
+    """Return the ids of texts.
+
+    Args:
+        name: The tokenizer, for messages.
+        encode: Returns the ids of texts.
+        texts: The texts.
 
     Raises:
         TokenizerError: The library raised something.
     """
     try:
-        yield
+        return encode(texts)
     except (KeyboardInterrupt, SystemExit, MemoryError, MegatronError):
         raise
     # A panic in Rust code is a BaseException, but not an Exception.
     except BaseException as error:
-        what = f"the text {texts[0][:80]!a}" if len(texts) == 1 else f"one of {len(texts)} texts"
-        raise TokenizerError(
-            f"the tokenizer {name} fails for {what} ({type(error).__name__}: {str(error)[:200]})"
-        ) from error
+        if len(texts) > 1:
+            # This raises for the text that fails.
+            return [encode_checked(name, encode, [text])[0] for text in texts]
+        failure = TokenizerError(
+            f"the tokenizer {name} fails for the text {texts[0][:80]!a} "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        )
+        failure.text = texts[0]
+        raise failure from error

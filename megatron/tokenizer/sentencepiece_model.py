@@ -7,13 +7,14 @@ Source: https://github.com/google/sentencepiece. Megatron-LM's SentencePieceToke
 GPTSentencePieceTokenizer and Llama2Tokenizer are this tokenizer.
 """
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import INDEX_BYTES, load_bytes
-from megatron.tokenizer.failures import report_failure
+from megatron.tokenizer.failures import encode_checked
 
 FILE = "tokenizer.model"
 _REQUIRED_PARTS = {1, 2, 3}
@@ -60,8 +61,8 @@ class SentencePieceTokenizer:
             threads = 1
         for text in texts:
             _check_characters(text)
-        with report_failure(self.name, texts):
-            return self.processor.encode(texts, num_threads=threads)
+        encode = functools.partial(self.processor.encode, num_threads=threads)
+        return encode_checked(self.name, encode, texts)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control symbols included."""

@@ -266,24 +266,22 @@ def load_pickle_file(path: Path) -> Any:
     Raises:
         CheckpointError: the file is missing or damaged, or it names something that is not allowed.
     """
-    # torch can map only the newer format, which is a zip file.
-    try:
-        check_regular(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return _load(path, path, mmap=zipfile.is_zipfile(path))
+    return _load(path, path)
 
 
 def load_pickle_bytes(path: Path, data: bytes) -> Any:
     """Return what a part of a file contains. See `load_pickle_file`."""
-    return _load(path, io.BytesIO(data), mmap=False)
+    return _load(path, io.BytesIO(data))
 
 
-def _load(path: Path, source: Path | io.BytesIO, *, mmap: bool) -> Any:
+def _load(path: Path, source: Path | io.BytesIO) -> Any:
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (function, name) for name, function in ALLOWED.items()
     ]
     try:
+        check_regular(path)
+        # torch can map only the newer format, which is a zip file.
+        mmap = source is path and zipfile.is_zipfile(path)
         # torch's list is global, so these names are added to it during this read only.
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")

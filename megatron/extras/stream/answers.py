@@ -35,11 +35,11 @@ class AnswerTooLongError(Exception):
     """A server sends more than it may. Asking again has no use."""
 
 
-def run_limited(request: Callable[[], Result], seconds: float) -> Result:
+def run_limited(request: Callable[[], Result]) -> Result:
     """Return the result of a request.
 
     Raises:
-        TimeoutError: It takes longer. Its thread is left behind, and ends with the process.
+        TimeoutError: It takes too long. Its thread is left behind, and ends with the process.
     """
     future: Future[Result] = Future()
 
@@ -50,7 +50,14 @@ def run_limited(request: Callable[[], Result], seconds: float) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=work, name="request", daemon=True).start()
-    return future.result(seconds)
+    try:
+        return future.result(REQUEST_SECONDS)
+    # Of fsspec or of this call. Both have no text.
+    except TimeoutError:
+        raise TimeoutError(
+            f"the server sends nothing for {SILENT_SECONDS:g} s, or not all within "
+            f"{REQUEST_SECONDS:g} s"
+        ) from None
 
 
 def make_web_options(url: str) -> dict[str, Any]:

@@ -22,13 +22,7 @@ from megatron.base.errors import DataError
 from megatron.base.plain_text import print_to_stderr
 from megatron.base.plural import format_count
 from megatron.config.url import redact
-from megatron.extras.stream.answers import (
-    REQUEST_SECONDS,
-    SILENT_SECONDS,
-    AnswerTooLongError,
-    make_web_options,
-    run_limited,
-)
+from megatron.extras.stream.answers import AnswerTooLongError, make_web_options, run_limited
 from megatron.extras.stream.block_cache import BlockCache
 
 Result = TypeVar("Result")
@@ -257,7 +251,7 @@ class RemoteFolder:
         begin = time.monotonic()
         for attempt in range(1, _TRIES + 1):
             try:
-                return run_limited(request, REQUEST_SECONDS)
+                return run_limited(request)
             except AnswerTooLongError as error:
                 raise DataError(
                     f"cannot {verb} {shown}: {error}. Use another server, or copy the files."
@@ -277,11 +271,6 @@ class RemoteFolder:
                     f"{shown} must not be read: {redact(str(error))}. Give the credentials as the "
                     "file system's package expects them, in environment variables or its file."
                 ) from None
-            except TimeoutError:
-                reason = (
-                    f"the server has sent nothing for {SILENT_SECONDS:g} s, or not all within "
-                    f"{REQUEST_SECONDS:g} s"
-                )
             # Each file system has its own classes of errors.
             except Exception as error:
                 reason = redact(f"{type(error).__name__}: {error}")

@@ -227,9 +227,12 @@ class StreamedDataset:
         texts = [row for row in rows if isinstance(row, str)]
         try:
             encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
-        except TokenizerError:
-            self._raise_for_document(rows, path, places)
-            raise
+        except TokenizerError as error:
+            (place,) = (place for row, place in zip(rows, places, strict=True) if row is error.text)
+            raise DataError(
+                f"{path}: row {place} of a row group: {error}. Leave out or shorten the document, "
+                "or give another tokenizer."
+            ) from error
         window = [
             self.specials.remove_stripped(next(encoded) if isinstance(row, str) else row)
             for row in rows
@@ -243,18 +246,6 @@ class StreamedDataset:
             document if document.outcome == KEPT else document._replace(ids=document.ids[:0])
             for document in documents
         ]
-
-    def _raise_for_document(self, rows: list[Row], path: FilePath, places: Sequence[int]) -> None:
-        """Raise the error for the first text that the tokenizer fails for."""
-        for row, place in zip(rows, places, strict=True):
-            try:
-                if isinstance(row, str) and self._encode is not None:
-                    self._encode([row])
-            except TokenizerError as error:
-                raise DataError(
-                    f"{path}: row {place} of a row group: {error}. Leave out or shorten the "
-                    "document, or give another tokenizer."
-                ) from error
 
     def _check_vocabulary(
         self, documents: list[Document], path: FilePath, places: Sequence[int]

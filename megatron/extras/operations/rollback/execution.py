@@ -26,6 +26,7 @@ from megatron.checkpoint.folder import (
     find_stored_folder,
     parse_iteration,
     point_to,
+    read_pointer_text,
 )
 from megatron.checkpoint.lease import STALE_SECONDS, Lease, get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.lineage import write_lineage
@@ -42,7 +43,6 @@ from megatron.extras.operations.rollback.rollback_plan import (
     gather_facts,
     list_later_entries,
     make_plan,
-    read_pointer_text,
     read_target,
 )
 
@@ -198,7 +198,7 @@ def find_unfinished(root: Path) -> RollbackPlan | None:
         OperationsError: The plan is damaged or missing.
     """
     pointer = root / LATEST
-    match = _UNFINISHED.fullmatch(read_pointer_text(pointer))
+    match = _UNFINISHED.fullmatch(read_pointer_text(pointer) or "")
     if match is None:
         return None
     # `latest` is written before the folder gets its final name, so the plan may be in either one.
@@ -355,7 +355,7 @@ def _begin(root: Path, plan: RollbackPlan, lease: Lease) -> None:
     """Write the plan, and then the text in `latest` that names it and prevents every start."""
     preparing = root / ROLLED_BACK / _PREPARING
     folder = root / ROLLED_BACK / plan.name
-    named = _UNFINISHED.fullmatch(read_pointer_text(root / LATEST))
+    named = _UNFINISHED.fullmatch(read_pointer_text(root / LATEST) or "")
     # A rollback that is continued has its plan already.
     if named is None or named[1] != plan.name:
         preparing.mkdir(parents=True, exist_ok=True)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, OperationsError
-from megatron.base.outside_file import POINTER_BYTES, load_text, parse_json
+from megatron.base.outside_file import parse_json
 from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
     find_stored_folder,
     list_saved_iterations,
     read_pointer,
+    read_pointer_text,
 )
 from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.manifest import (
@@ -393,13 +394,6 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
         notes=found.notes,
     )
     return plan, cuts
-
-
-def read_pointer_text(path: Path) -> str:
-    """Return the text of a pointer, or an empty text without a pointer."""
-    if path.is_file():
-        return load_text(path, POINTER_BYTES, decoding="replace").strip()
-    return ""
 
 
 def _read_present(
