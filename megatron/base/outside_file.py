@@ -24,7 +24,7 @@ INDEX_BYTES = 1 << 30
 """Limit of what grows with the data or the model, such as an index or a vocabulary."""
 _LEVELS = 100
 """Levels of JSON that are read. Code that walks a deeper value could exceed Python's stack."""
-_TOO_DEEP = f"it is nested in more than {_LEVELS} levels"
+_TOO_DEEP = f"it is nested too deeply, in more than {_LEVELS} levels"
 
 
 def open_regular(

@@ -33,6 +33,7 @@ from megatron.extras.translators.deepspeed_keys import (
     read_positive,
     read_text,
 )
+from megatron.extras.translators.plain_yaml import get_plain_value
 
 _IDENTIFY = frozenset(
     {
@@ -174,7 +175,7 @@ def _read_keys(root: yaml.Node | None, path: str, errors: list[str]) -> Iterator
     for node, value in read_items(root, path, "the file", errors):
         place = f"{path}:{get_line(node)}"
         try:
-            yield _Key(node.value, place(value))
+            yield _Key(node.value, place, get_plain_value(value))
         except ValueError as error:
             errors.append(f"{place} {node.value}: {error}.")
 
