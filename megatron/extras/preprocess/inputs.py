@@ -30,6 +30,7 @@ _NEWLINE = ord("\n")
 _BEGINNING_BYTES = 1 << 12
 # A file of plain text is one document, which is encoded at once.
 _LONGEST_TEXT_BYTES = 1 << 28
+_LONGEST_LINE_BYTES = 1 << 30
 
 
 def read_blocks(
@@ -167,6 +168,11 @@ def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[
         cut = piece.rfind(b"\n") + 1
         size += len(piece)
         # Join the parts once. Joining at each piece costs quadratic time for very long lines.
+        if size - cut > _LONGEST_LINE_BYTES:
+            raise DataError(
+                f"{path} has a line of more than {format_bytes(_LONGEST_LINE_BYTES)} after line "
+                f"{position.line}. It may have no lines. Fix or leave out the file."
+            )
         if cut == 0 or size < block_bytes:
             parts.append(piece)
             continue

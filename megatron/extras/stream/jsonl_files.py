@@ -14,6 +14,7 @@ from megatron.extras.stream.remote import RemoteDataFile
 from megatron.extras.stream.row_format import GROUP_ROWS, FileGroups, FilePath, Kind, Row
 
 _SCAN_BYTES = 16 << 20
+_GROUP_BYTES = 4 << 30
 
 
 class JsonlFormat:
@@ -67,6 +68,11 @@ class JsonlFormat:
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group in one list."""
+        if end - begin > _GROUP_BYTES:
+            raise DataError(
+                f"{path}: {GROUP_ROWS} lines from byte {begin} on have more than {_GROUP_BYTES:,} "
+                "bytes. It may be no JSONL. Use shorter documents, or leave out the file."
+            )
         with _open_bytes(path) as file:
             file.seek(begin)
             block = file.read(end - begin)
