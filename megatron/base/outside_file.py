@@ -15,7 +15,7 @@ from collections.abc import Iterator, ValuesView
 from typing import Any, BinaryIO
 
 POINTER_BYTES = 64 << 10
-"""Limit of a file with a name, a number or a few fields, such as `latest` and `lease.json`."""
+"""Limit of a file with a name, a number or a few fields, such as `latest`."""
 SETTINGS_BYTES = 1 << 20
 """Limit of what people write, such as YAML, which is slow to parse."""
 RECORD_BYTES = 64 << 20

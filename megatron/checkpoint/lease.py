@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.base.errors import CheckpointError
 from megatron.base.file_lock import read_process_space
-from megatron.base.outside_file import POINTER_BYTES, load_json, load_text, open_regular
+from megatron.base.outside_file import SETTINGS_BYTES, load_json, load_text, open_regular
 
 FILE = "lease.json"
 BEAT_SECONDS = 10.0
@@ -309,7 +309,7 @@ def _link(source: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        text = load_text(source, POINTER_BYTES)
+        text = load_text(source, SETTINGS_BYTES)
         # Mode "x" fails as well if the file exists.
         with open(path, "x") as file:
             file.write(text)
@@ -322,7 +322,7 @@ def _read(path: Path) -> LeaseHolder | None:
         OSError: If it cannot be read.
     """
     try:
-        record = load_json(path, POINTER_BYTES)
+        record = load_json(path, SETTINGS_BYTES)
     except (FileNotFoundError, ValueError):
         return None
     if not isinstance(record, Mapping):

@@ -15,7 +15,7 @@ from megatron.extras.stream.block_cache import BlockCache
 from megatron.extras.stream.remote import RemoteFolder
 
 pytest.importorskip("aiohttp")
-Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
+Answer = Callable[[http.server.BaseHTTPRequestHandler], object]
 SIZE = 3_000_000
 
 

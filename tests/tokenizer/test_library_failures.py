@@ -23,9 +23,12 @@ from megatron.tokenizer.failures import TokenizerError
 from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 BAD = "a" * 60 + "c"
+END = {"id": 2, "content": "<|endoftext|>", "special": True}
 DESCRIPTION = {
     "version": "1.0",
-    "added_tokens": [{"id": 2, "content": "<|endoftext|>", "special": True}],
+    "added_tokens": [
+        END | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+    ],
     "normalizer": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
     "model": {
         "type": "WordLevel",
@@ -33,16 +36,13 @@ DESCRIPTION = {
         "unk_token": "[UNK]",
     },
 }
-_OPTIONS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TokenizerConfig:
-    (token,) = DESCRIPTION["added_tokens"]
-    added = {"added_tokens": [{**token, **_OPTIONS}]}
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps({**DESCRIPTION, **added}))
+    (folder / "tokenizer.json").write_text(json.dumps(DESCRIPTION))
     return TokenizerConfig(tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=str(folder))
 
 
@@ -80,7 +80,7 @@ def test_the_document_is_a_bad_line(config: TokenizerConfig, tmp_path: Path) -> 
         block_bytes=16,
     )
     with pytest.raises(DataError, match=f"{path}:2: the tokenizer .* fails for the text"):
-        preprocess(job, say=[].append, choose=lambda *_: REFERENCE)
+        preprocess(job, say=lambda line: None, choose=lambda *_: REFERENCE)
     messages: list[str] = []
     skipping = PreprocessJob(**{**vars(job), "on_bad_line": "skip"})
     summary = preprocess(skipping, say=messages.append, choose=lambda *_: REFERENCE)
@@ -134,4 +134,4 @@ def test_streamed_data_names_the_file_and_the_row(tokenizer: Tokenizer, tmp_path
     dataset = StreamedDataset.__new__(StreamedDataset)
     dataset._encode = lambda texts: [np.array(ids) for ids in tokenizer.encode_batch(texts)]
     with pytest.raises(DataError, match=r"a\.jsonl: row 7 of a row group: the tokenizer"):
-        dataset._make_documents(["b", np.zeros(1), BAD], "a.jsonl", [3, 5, 7])
+        dataset._make_documents(["b", np.zeros(1, np.int64), BAD], "a.jsonl", [3, 5, 7])

@@ -137,7 +137,7 @@ class HubBound:
         end = time.monotonic() + REQUEST_SECONDS
         take = self._take
 
-        class BoundedStream(base):  # type: ignore[misc]
+        class BoundedStream(base):
             """The parts of the body."""
 
             def __iter__(self) -> Iterator[bytes]:

@@ -91,9 +91,9 @@ def _parse_json(text: str, named: str) -> Any:
             "no comments, no trailing commas and no underscores in numbers, and every bracket is "
             "closed."
         ) from error
-    # It is nested too deeply, or has an integer of more than 4300 digits, which Python refuses.
+    # Python refuses to convert an integer of more than 4300 digits.
     except ValueError as error:
-        raise ConfigError(f"{named} cannot be read: {error}.") from error
+        raise ConfigError(f"{named} has too many digits or levels: {error}.") from error
 
 
 def _refuse_doubled_keys(named: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
