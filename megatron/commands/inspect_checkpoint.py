@@ -37,6 +37,7 @@ from megatron.checkpoint.folder import (
     list_saved_iterations,
     locate_checkpoint,
     read_pointer,
+    read_pointer_text,
 )
 from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
@@ -408,9 +409,7 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     pointers = [root / LATEST, root / LATEST_ITERATION]
     return {
         "path": str(root),
-        "pointers": {
-            p.name: p.read_text(errors="replace").strip() if p.is_file() else None for p in pointers
-        },
+        "pointers": {pointer.name: read_pointer_text(pointer) for pointer in pointers},
         "remark": remark,
         "checkpoints": checkpoints,
         "damaged": [name for name in leftovers if DAMAGED in name],

@@ -8,6 +8,8 @@ import os
 import re
 from pathlib import Path
 
+from megatron.base.outside_file import open_regular
+
 _BEGIN = re.compile(rb'(?P<tekken>\s*\{.*?"token_bytes")|[A-Za-z0-9+/]+=* \d+\r?\n', re.DOTALL)
 """How the files begin. A line of a `*.tiktoken` is a token in base64 and its rank."""
 _TEKKEN = "transformers.integrations.mistral import MistralConverter as C; C({!r})"
@@ -27,7 +29,7 @@ def describe_tiktoken(name: str | Path | None) -> str | None:
     # A pipe with such a name would be waited for.
     files = filter(Path.is_file, [named, *named.glob("*.tiktoken"), *named.glob("tekken*.json")])
     for path in files:
-        with path.open("rb") as opened:
+        with open_regular(path) as opened:
             found = _BEGIN.match(opened.read(1 << 16))
         if found is not None:
             call = (_TEKKEN if found["tekken"] else _TIKTOKEN).format(str(path))

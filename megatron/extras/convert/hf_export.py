@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.base.durable import without_links
 from megatron.checkpoint.folder import step_folder
 from megatron.config.checkpoint import CheckpointConfig
 
@@ -127,7 +128,7 @@ class HFExporter:
         } | {"CUDA_VISIBLE_DEVICES": ""}
         try:
             self._folder.mkdir(exist_ok=True)
-            with open(self._folder / LOG, "ab") as log:
+            with open(self._folder / LOG, "ab", opener=without_links) as log:
                 self._process = subprocess.Popen(
                     command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
                 )

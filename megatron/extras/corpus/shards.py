@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from megatron.base.durable import sync_folder, write_file
 from megatron.base.errors import DataError, MegatronError
+from megatron.base.outside_file import load_json
 from megatron.base.plural import format_count
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
@@ -75,7 +76,7 @@ class CorpusJob:
         A record counts if the file, the settings, the tokenizer and the sizes are still the same.
         """
         try:
-            record = json.loads(self.get_record(source).read_bytes())
+            record = load_json(self.get_record(source))
             if list_changes(record["made_with"], made_with) or record["input"] != source.facts:
                 return None
             if record["failure"] is not None:
@@ -84,7 +85,7 @@ class CorpusJob:
             path = self.get_path(source)
             shard = replace(Shard.from_json(record["shard"]), path=path)
             sizes = tuple(file.stat().st_size for file in list_files(self.get_prefix(source)))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             # A record that is damaged counts as missing, and the shard is made again.
             return None
         return shard if sizes == shard.bytes else None

@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 
 from megatron.base.errors import MegatronError
 from megatron.tokenizer import HFTokenizer, Tokenizer
+from megatron.tokenizer.failures import TokenizerError
 
 # GPT-2's pattern with possessive quantifiers, which match the same and need no backtracking.
 GPT2_PATTERN = (
@@ -235,7 +236,7 @@ def choose_encoder(
             continue
         try:
             check_encoder(make(name, tokenizer), tokenizer, texts)
-        except EncoderUnavailableError as error:
+        except (EncoderUnavailableError, TokenizerError) as error:
             say(f"encoder {name}: not used, {error}")
         except EncoderMismatchError as error:
             say(f"encoder {name}: NOT USED, {error.reason}")

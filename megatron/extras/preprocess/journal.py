@@ -17,6 +17,7 @@ from typing import Any
 from megatron.base.durable import replace_file, without_links
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.file_lock import LockResult, try_lock
+from megatron.base.outside_file import INDEX_BYTES, load_bytes, load_json
 from megatron.config.data import TokenizerConfig
 from megatron.extras.preprocess.blocks import Position
 
@@ -85,7 +86,7 @@ class Journal:
         if not self.path.exists():
             return None
         try:
-            found = json.loads(self.path.read_bytes())
+            found = load_json(self.path)
             # A key that is missing is a damaged journal, and is reported below.
             version = found["version"]
             fingerprint = dict(found["fingerprint"])
@@ -206,7 +207,7 @@ def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:
 def _digest_file(path: Path) -> Any:
     """Return the digest of a file, or its path if it is not a file."""
     if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(load_bytes(path, INDEX_BYTES)).hexdigest()
     return str(path)
 
 

@@ -5,11 +5,11 @@ keys therefore have the same documents. A blank line is neither a document nor b
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.outside_file import parse_json
 from megatron.base.plural import format_some
 from megatron.extras.preprocess.blocks import InputBlock, PlainText
 
@@ -42,20 +42,27 @@ def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str
     """
     texts: list[list[str]] = [[] for _ in keys]
     bad: list[BadLine] = []
-    rows: Iterator[tuple[int, list[str] | str]]
-    if isinstance(block.content, bytes):
-        rows = _parse_lines(block, keys)
-    elif isinstance(block.content, PlainText):
-        rows = _parse_plain_text(block.content, keys)
-    else:
-        rows = _parse_rows(block, keys)
-    for line, values in rows:
+    for line, values in _parse_block(block, keys):
         if isinstance(values, str):
             bad.append(BadLine(block.path, line, values))
         else:
             for column, value in zip(texts, values, strict=True):
                 column.append(value)
     return texts, bad
+
+
+def list_text_lines(block: InputBlock, keys: Sequence[str]) -> list[int]:
+    """Return the number of the line of each text that `extract_texts` returns."""
+    return [line for line, values in _parse_block(block, keys) if not isinstance(values, str)]
+
+
+def _parse_block(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the number of each line or row, with its texts or why it is bad."""
+    if isinstance(block.content, bytes):
+        return _parse_lines(block, keys)
+    if isinstance(block.content, PlainText):
+        return _parse_plain_text(block.content, keys)
+    return _parse_rows(block, keys)
 
 
 def _parse_lines(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
@@ -76,8 +83,8 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
         with contextlib.suppress(ValueError):
             return _pick_values(fast(raw), keys)
     try:
-        record = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        record = parse_json(raw.decode("utf-8"))
+    except ValueError as error:
         return f"not JSON: {error} (a file of plain text needs the suffix .txt, .text or .md)"
     values = _pick_values(record, keys)
     # Only here, because the fast parser rejects half surrogate pairs.

@@ -13,7 +13,6 @@ A value that is known only at run time stays as it is written, and the result na
 
 import re
 import signal
-import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text
 from megatron.extras.translators.shell.arithmetic import NotStaticError
 from megatron.extras.translators.shell.needs import (
     Needs,
@@ -279,15 +279,8 @@ def read_text(path: Path) -> str:
         ConfigError: It cannot be read, or has characters with a meaning of their own here.
     """
     try:
-        status = path.stat()
-        # Reading a pipe or a device may never end.
-        if not stat.S_ISREG(status.st_mode) or status.st_size > BYTES_LIMIT:
-            raise ConfigError(
-                f"{path} cannot be read as a script: it must be a regular file of at most "
-                f"{BYTES_LIMIT:,} bytes."
-            )
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as failure:
+        text = load_text(path, BYTES_LIMIT)
+    except OSError as failure:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
     for character in MARK_CHARACTERS:
         if character in text:
