@@ -7,10 +7,12 @@ from megatron.rules.contexts import PlanContext
 from megatron.rules.finding import Finding, error, warning
 from megatron.schedule.batch_size import (
     ConstantBatchSize,
+    RampupBatchSize,
     StepBatchSize,
     bare_thresholds_as_samples,
     step_entries,
 )
+from megatron.schedule.position import Steps
 
 
 def warn_about_bare_thresholds(context: PlanContext) -> Iterator[Finding]:
@@ -47,6 +49,31 @@ def check_first_batch(context: PlanContext) -> Iterator[Finding]:
         yield error(
             f"{context.describe('batch.train_samples')} is less than one batch; give at least "
             f"{context.plan.batch_size.get_size(0, 0)}, the first batch size."
+        )
+
+
+def warn_about_last_batch(context: PlanContext) -> Iterator[Finding]:
+    """Warn if Megatron-LM makes one iteration more for --train-samples with several batch sizes.
+
+    Its `update_train_iters` counts while samples are left, and in a ramp-up also when none is left.
+    """
+    schedule = context.plan.batch_size
+    iterations = context.plan.train_iters
+    samples = context.config.batch.train_samples
+    if samples is None or isinstance(schedule, ConstantBatchSize):
+        return
+    steps = Steps(schedule, context.config.model.seq_length)
+    end = steps.find_iteration(context.start, iterations)
+    if isinstance(schedule, RampupBatchSize):
+        has_one_more = end.samples <= schedule.ramp_samples
+    else:
+        has_one_more = end.samples < samples
+    if has_one_more:
+        size = schedule.get_size(end.samples, end.tokens)
+        yield warning(
+            f"{context.describe('batch.train_samples')} gives {iterations:,} iterations, and "
+            f"{iterations + 1:,} in Megatron-LM, whose last batch goes beyond it. Here a batch "
+            f"must be complete; --train-samples {end.samples + size} has {iterations + 1:,} too."
         )
 
 

@@ -149,7 +149,7 @@ def start_run(
     if exits is None:
         exits = build_exits(config, mesh)
     # Only the holder of the lease may rename or remove anything in the folder.
-    own = lease is not None and config.checkpoint.resumes_itself
+    own = lease is not None and job.plan.config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
     # `confirm_job` does not return a checkpoint that is listed there.
