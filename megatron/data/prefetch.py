@@ -9,7 +9,7 @@ anyway.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -48,6 +48,27 @@ class Prefetcher(Generic[Request, Result]):
         if waiting is None:
             return self._read(request)
         return waiting.result()
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the first batch that was guessed is read."""
+        return bool(self._ahead) and self._ahead[0][1].done()
+
+    def read(self, request: Request) -> None:
+        """Read a request, or wait until it is read ahead. Call `take` for the result or the error.
+
+        No other method may be called meanwhile, except `close`.
+        """
+        if not self.is_ahead(request):
+            self.discard()
+            future: Future[Result] = Future()
+            try:
+                future.set_result(self._read(request))
+            except Exception as error:
+                # `take` raises it.
+                future.set_exception(error)
+            self._ahead.append((request, future))
+        wait([self._ahead[0][1]])
 
     def is_ahead(self, request: Request) -> bool:
         """Return whether a request is the next one that is being read ahead."""

@@ -52,7 +52,7 @@ def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None
     except Exception as error:
         leave_after_crash(error, closing)
     except KeyboardInterrupt:
-        # Ctrl-C during the start or an evaluation. Later, `Exits` handles it.
+        # A signal during the start, or Ctrl-C during --eval-only. Later, `train` handles it.
         close_after_error(closing)
         raise
 
@@ -80,6 +80,7 @@ def pretrain(
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
+    exits = build_exits(config, ranks)
     # A rank that is lost from here on is named. Without the roll call, the others would only report
     # that a collective has failed.
     saving = select_checkpoint_config(config).save
@@ -108,7 +109,6 @@ def pretrain(
         if roll_call is not None:
             roll_call.use_names(mesh.names)
         lease = closing.enter_context(hold_folder_lease(config, mesh))
-        exits = build_exits(config, mesh)
         # Each pass trains from a checkpoint or from scratch. Only a rollback of the spike guard
         # starts another pass.
         while True:

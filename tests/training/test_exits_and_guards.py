@@ -19,7 +19,7 @@ from megatron.base.errors import TrainingError
 from megatron.config.batch import BatchConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.ranks import Ranks
 from megatron.run.exits import Exits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_signals_that_the_parent_ignores_stay_ignored() -> None:
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
-        exits = Exits(cast(BatchConfig, None), cast(Mesh, None), print, saves=True)
+        exits = Exits(cast(BatchConfig, None), Ranks(), print, saves=True)
         exits.catch_signals()
         ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
         assert ignored == [signal.SIGINT, signal.SIGHUP]
@@ -113,9 +113,12 @@ def test_signals_that_the_parent_ignores_stay_ignored() -> None:
 def test_later_signal_ends_a_process_that_reaches_no_iteration() -> None:
     code = """
 import time
+from megatron.parallel.ranks import Ranks
 from megatron.run import exits
 exits._REPEATED_SECONDS = 0.5
-exits.Exits(None, None, print, saves=True).catch_signals()
+ranks = Ranks()
+ranks.progress.iteration = 1
+exits.Exits(None, ranks, print, saves=True).catch_signals()
 print("ready", flush=True)
 while True:
     time.sleep(0.01)

@@ -142,7 +142,9 @@ def compare_with_checkpoint(
         rows, _ = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"]
         if rows != plan.vocab_size:
             findings.append(
-                error(f"the vocabulary has {rows} ids in the checkpoint, and {plan.vocab_size} here")
+                error(
+                    f"the vocabulary has {rows} ids in the checkpoint, and {plan.vocab_size} here"
+                )
             )
     refuse_errors(findings)
     return list_warnings(findings)
