@@ -77,7 +77,7 @@ def restore_checkpoint(record: dict[str, Any] | None) -> Checkpoint | None:
 
 
 def choose_own_run(config: CheckpointConfig) -> CheckpointConfig:
-    """Return the flags that resume the run in --save, if it has begun from --load.
+    """Return the flags that resume the run in --save, if it was started from --load.
 
     The same command line then starts and resumes a run. If --save has no checkpoint yet, or one of
     a run with another beginning, --load remains the folder to start from.

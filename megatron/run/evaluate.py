@@ -95,10 +95,10 @@ def wait_for_batch(
 def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, EvaluationResult]:
     iterations = run.plan.config.batch.eval_iters
     batch_size = run.plan.batch_size.final
+    run.valid_data = {name: source.state() for name, source in run.sources.valid.items()}
     # Found at the first evaluation, because a run may have none.
     if run.token_bytes is None:
         run.token_bytes = _find_token_bytes(run)
-    run.valid_data = {name: source.state() for name, source in run.sources.valid.items()}
     with run.timers(EVALUATE), run.mesh.progress.return_after():
         return {
             name: _evaluate_set(run, source, iterations, batch_size, run.token_bytes)
