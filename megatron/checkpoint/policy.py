@@ -56,9 +56,8 @@ class SavePolicy:
         due = [max(self._retry_at or 0, following), *self._config.save_at]
         if self._config.save_interval:
             due.append(following + -following % self._config.save_interval)
-        latest = "at the latest " if self._config.save_interval_time else ""
         first = min(iteration for iteration in due if iteration >= following)
-        return f"{latest}after iteration {first}, or at the end of the run if that comes first"
+        return f"after iteration {first}, unless a time or the end of the run comes first"
 
     def record_iterations(self, before: int, after: int) -> None:
         """Record a step or jump, which may pass an iteration whose checkpoint is kept."""

@@ -417,7 +417,7 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
         if config.resumes_itself:
             why = "--finetune would start at iteration 0 and overwrite its checkpoints"
         elif config.load is not None:
-            why = f"did not begin from --load {config.load}"
+            why = f"it did not begin from --load {config.load}"
         else:
             why = "--load does not lead there"
         raise CheckpointError(

@@ -55,19 +55,12 @@ class Prefetcher(Generic[Request, Result]):
         return bool(self._ahead) and self._ahead[0][1].done()
 
     def read(self, request: Request) -> None:
-        """Read a request, or wait until it is read ahead. Call `take` for the result or the error.
+        """Read a request, unless it is being read ahead, and wait for it. `take` returns it.
 
         No other method may be called meanwhile, except `close`.
         """
         if not self.is_ahead(request):
-            self.discard()
-            future: Future[Result] = Future()
-            try:
-                future.set_result(self._read(request))
-            except Exception as error:
-                # `take` raises it.
-                future.set_exception(error)
-            self._ahead.append((request, future))
+            self._look_ahead([request])
         wait([self._ahead[0][1]])
 
     def is_ahead(self, request: Request) -> bool:
@@ -96,6 +89,6 @@ class Prefetcher(Generic[Request, Result]):
         for guess in guesses:
             if guess not in under_way:
                 self._pool = self._pool or ThreadPoolExecutor(
-                    self.threads, thread_name_prefix="data"
+                    max(1, self.threads), thread_name_prefix="data"
                 )
                 self._ahead.append((guess, self._pool.submit(self._read, guess)))

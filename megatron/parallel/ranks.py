@@ -164,6 +164,7 @@ class Ranks:
         log: Callable[[str], None] = lambda line: None,
         *,
         until_failure: bool = False,
+        is_repeated: bool = False,
     ) -> None:
         """Wait until the work of all ranks is done, in rounds of short collectives.
 
@@ -175,12 +176,13 @@ class Ranks:
             what: The work in words, such as "saving iteration 3", for messages.
             log: Called with a message if it takes long.
             until_failure: Return as soon as this rank's own work has failed.
+            is_repeated: See `Phase`.
 
         Raises:
             CheckpointError: On every rank, if a rank needs longer than PATIENCE_SECONDS. The
                 message names it.
         """
-        with self.progress.enter(Phase(what, in_threads=True)):
+        with self.progress.enter(Phase(what, is_repeated, in_threads=True)):
             self._wait_in_rounds(work, what, log, until_failure=until_failure)
 
     def check_stop(self) -> None:

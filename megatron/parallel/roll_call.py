@@ -243,24 +243,23 @@ class RollCall:
         """Return what the ranks that have answered must know about the result."""
         return "1"
 
-    def _wait_until(self, keys: set[str], seconds: float, store: dist.Store | None = None) -> None:
-        """Wait until the store has all keys, at most for `seconds`."""
+    def _wait_until(self, keys: set[str], seconds: float, store: dist.Store | None = None) -> bool:
+        """Wait until the store has all keys, at most for `seconds`. Return whether it has them."""
         end = time.monotonic() + seconds
-        while not (store or self._store).check(list(keys)) and time.monotonic() < end:
+        while not (found := (store or self._store).check(list(keys))) and time.monotonic() < end:
             time.sleep(0.05)
+        return found
 
     # -- messages ---------------------------------------------------------------------------------
 
     def _describe_exit(self) -> str:
         """Wait until another rank has read the answers, and return why this one exits."""
         finished: list[bool] = []
-
         # Rank 0 may keep the store, which the other rank still needs.
-        def wait() -> None:
-            self._wait_until({FINISHED}, 2 * self._window)
-            finished.append(self._store.check([FINISHED]))
-
-        call_in_thread(wait).join(3 * self._window)
+        seconds = 2 * self._window
+        call_in_thread(lambda: finished.append(self._wait_until({FINISHED}, seconds))).join(
+            seconds + self._window
+        )
         head = f"{self._names[self._rank]} exits, because"
         if finished != [False]:
             return f"{head} {self._REPORTED}"

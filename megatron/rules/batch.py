@@ -58,22 +58,18 @@ def warn_about_last_batch(context: PlanContext) -> Iterator[Finding]:
     Its `update_train_iters` counts while samples are left, and in a ramp-up also when none is left.
     """
     schedule = context.plan.batch_size
-    iterations = context.plan.train_iters
     samples = context.config.batch.train_samples
     if samples is None or isinstance(schedule, ConstantBatchSize):
         return
-    steps = Steps(schedule, context.config.model.seq_length)
-    end = steps.find_iteration(context.start, iterations)
-    if isinstance(schedule, RampupBatchSize):
-        has_one_more = end.samples <= schedule.ramp_samples
-    else:
-        has_one_more = end.samples < samples
-    if has_one_more:
+    last = schedule.ramp_samples if isinstance(schedule, RampupBatchSize) else samples - 1
+    count = context.plan.train_iters
+    end = Steps(schedule, context.config.model.seq_length).find_iteration(context.start, count)
+    if end.samples <= last:
         size = schedule.get_size(end.samples, end.tokens)
         yield warning(
-            f"{context.describe('batch.train_samples')} gives {iterations:,} iterations, and "
-            f"{iterations + 1:,} in Megatron-LM, whose last batch goes beyond it. Here a batch "
-            f"must be complete; --train-samples {end.samples + size} has {iterations + 1:,} too."
+            f"{context.describe('batch.train_samples')} gives {count:,} iterations. Megatron-LM "
+            f"makes {count + 1:,}, with a last batch that goes beyond it. Here each batch must be "
+            f"complete; --train-samples {end.samples + size} gives {count + 1:,} too."
         )
 
 

@@ -79,17 +79,22 @@ def evaluate_only(run: Run) -> None:
     evaluate_tasks(run)
 
 
-def wait_for_batch(
-    run: Run, source: Source, batch_size: int, seq_length: int | None = None
-) -> None:
+def wait_for_batch(run: Run, source: Source, *sizes: int) -> None:
     """Wait until all ranks have read the next batch of a source.
+
+    Args:
+        run: The run.
+        source: The source.
+        sizes: The arguments of `read_ahead`.
 
     Raises:
         StopRequested: A rank has received a signal.
     """
-    reading = Work(lambda: source.read_ahead(batch_size, seq_length), in_thread=True)
+    reading = Work(lambda: source.read_ahead(*sizes), in_thread=True)
     what = f"reading a batch of {source.name}"
-    build_ranks(run.mesh).wait_for(reading, what, run.reporter.log, until_failure=True)
+    repeated = run.mesh.progress.phase.is_repeated
+    ranks = build_ranks(run.mesh)
+    ranks.wait_for(reading, what, run.reporter.log, until_failure=True, is_repeated=repeated)
 
 
 def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, EvaluationResult]:

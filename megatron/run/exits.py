@@ -1,5 +1,7 @@
 """The decisions of all ranks together once an iteration: to stop, and to continue a save.
 
+A signal also ends an evaluation or a wait, and the start of a run (`Ranks.check_stop`).
+
 Most decisions need no message of their own, because each rank's vote is summed with the loss of the
 step. There is one more message after an evaluation or a save, because these take long. There is
 also one if rank 0 decides about the next step, and if the ranks compare how fast they compute.
@@ -179,10 +181,9 @@ class Exits:
         if seconds > _SLOW_SECONDS and self._slow_steps < 2:
             self._slow_steps += 1
             self._log(
-                f"warning: iteration {iteration} took {seconds:.0f} s. After a signal to stop, the "
-                "run saves at the end of its step, and torchrun kills the ranks 30 s after the "
-                "signal, as Slurm does by default (KillWait). Let Slurm send the signal earlier "
-                "(sbatch --signal), or end launches with --exit-duration-in-mins"
+                f"warning: iteration {iteration} took {seconds:.0f} s. A run saves and ends after "
+                "the step of a signal to stop, but torchrun kills it 30 s after the signal "
+                "(--shutdown-timeout), as Slurm does (KillWait). Raise that limit"
             )
 
     def vote(self, before: int, after: int, waits: Sequence[bool]) -> tuple[float, ...]:
@@ -225,9 +226,7 @@ class Exits:
 
     def _count_waits(self, waits: Sequence[float]) -> None:
         """Remember the sums or the maxima of all ranks' `waits`."""
-        working, reading = waits
-        self._stage_is_done = not working
-        self.has_batch = not reading
+        self._stage_is_done, self.has_batch = (not number for number in waits)
 
     def take_stage_is_done(self) -> bool:
         """Return whether all ranks had finished the stage of a save that is in progress.

@@ -225,8 +225,7 @@ def complete_pending(run: Run) -> None:
     progress = run.mesh.progress
     while pending and not progress.stopped:
         with run.step_clock.pause(), progress.allow_stop():
-            evaluate = evaluate_tasks if pending[0] == "tasks" else evaluate_validation
-            evaluate(run)
+            (evaluate_tasks if pending[0] == "tasks" else evaluate_validation)(run)
             del pending[0]
     if pending:
         run.reporter.log(f"a signal interrupts the {pending[0]}, which the next start repeats")
@@ -255,8 +254,7 @@ def wait_for_data(run: Run, *, skips: bool) -> None:
             run.reporter.log(note)
     if train is not None and not skips and not run.exits.has_batch:
         with run.timers(DATA_WAIT):
-            length = run.plan.get_seq_length(state.iteration + 1)
-            wait_for_batch(run, train, batch_size, length)
+            wait_for_batch(run, train, batch_size, run.plan.get_seq_length(state.iteration + 1))
 
 
 def announce_phase(run: Run) -> None:

@@ -96,6 +96,20 @@ def test_a_signal_saves_and_ends_all_ranks(run: Runner, number: signal.Signals, 
         assert process.returncode == 0
 
 
+def test_a_slow_step_is_reported_with_the_limit_of_the_launcher(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exits = Exits(cast(BatchConfig, None), Ranks(), print, saves=True)
+    for iteration, seconds in ((1, 19.0), (2, 21.0), (3, 22.0), (4, 23.0)):
+        exits.warn_about_slow_step(iteration, seconds)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" s. ")[0] for line in lines] == [
+        "warning: iteration 2 took 21",
+        "warning: iteration 3 took 22",
+    ]
+    assert all("30 s after the signal" in line for line in lines)
+
+
 def test_signals_that_the_parent_ignores_stay_ignored() -> None:
     """nohup ignores SIGHUP, and a shell ignores SIGINT for jobs in the background."""
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

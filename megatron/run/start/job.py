@@ -102,7 +102,7 @@ def agree_on_job(
 
     def find() -> Job:
         chosen = _choose_own_run(loaded)
-        start = find_start(select_checkpoint_config(chosen.config))
+        start = find_start(chosen.config.checkpoint)
         # The early plan is that of the given flags.
         plan = early if chosen.config == loaded.config else None
         return resolve_job(chosen, ranks.size, start.checkpoint, parts, plan)
@@ -111,19 +111,14 @@ def agree_on_job(
     assert job is not None, "`find` always returns a job"
     settings = job.plan.config.checkpoint
     if job.checkpoint is not None and not settings.finetune:
-        began = ""
-        if settings.resumes_itself and job.state.base:
-            began = f", which began from {job.state.base}"
-        log(f"this run resumes at iteration {job.checkpoint.iteration} of {settings.load}{began}")
+        log(f"this run resumes at iteration {job.checkpoint.iteration} of {settings.load}")
     return job
 
 
 def _choose_own_run(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the configuration with the result of `choose_own_run`, unless it only evaluates."""
-    config = loaded.config
-    if config.batch.eval_only:
-        return loaded
-    return replace(loaded, config=replace(config, checkpoint=choose_own_run(config.checkpoint)))
+    """Return the configuration with the result of `choose_own_run`."""
+    chosen = choose_own_run(select_checkpoint_config(loaded.config))
+    return replace(loaded, config=replace(loaded.config, checkpoint=chosen))
 
 
 def _share_job(
@@ -175,9 +170,7 @@ def confirm_job(
 
     def confirm() -> Job | None:
         chosen = _choose_own_run(loaded)
-        start = take_start(
-            select_checkpoint_config(chosen.config), damage, holds_lease=holds_lease, log=log
-        )
+        start = take_start(chosen.config.checkpoint, damage, holds_lease=holds_lease, log=log)
         # The usual case. The other ranks then keep their job, and no plan is sent.
         if start.checkpoint == job.checkpoint:
             return None

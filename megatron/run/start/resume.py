@@ -138,14 +138,11 @@ def compare_with_checkpoint(
     findings = apply_rules(RESUME_RULES, context)
     if list_errors(findings):
         # `load_into` compares the shapes, but this message must have all differences.
-        findings += [error(line) for line in compare_models(context.saved.model, plan.config.model)]
-        rows, _ = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"]
+        lines = compare_models(context.saved.model, plan.config.model)
+        rows = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"][0]
         if rows != plan.vocab_size:
-            findings.append(
-                error(
-                    f"the vocabulary has {rows} ids in the checkpoint, and {plan.vocab_size} here"
-                )
-            )
+            lines.append(f"the vocabulary has {rows} ids in the checkpoint, {plan.vocab_size} here")
+        findings += map(error, lines)
     refuse_errors(findings)
     return list_warnings(findings)
 
