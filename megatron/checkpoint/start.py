@@ -86,7 +86,8 @@ def choose_own_run(config: CheckpointConfig) -> CheckpointConfig:
         CheckpointError: See `find_start`.
     """
     if config.pretrained_checkpoint is not None:
-        config = replace(config, load=config.pretrained_checkpoint, finetune=True)
+        base = config.pretrained_checkpoint
+        config = replace(config, load=base, finetune=True, pretrained_checkpoint=None)
     is_own = config.load is None or config.save is None or config.resumes_itself
     if is_own or config.allow_fresh_start or not list_saved_iterations(Path(str(config.save))):
         return config

@@ -223,9 +223,10 @@ def complete_pending(run: Run) -> None:
     """
     pending = run.state.pending
     progress = run.mesh.progress
+    evaluations = {"validation": evaluate_validation, "tasks": evaluate_tasks}
     while pending and not progress.stopped:
         with run.step_clock.pause(), progress.allow_stop():
-            (evaluate_tasks if pending[0] == "tasks" else evaluate_validation)(run)
+            evaluations[pending[0]](run)
             del pending[0]
     if pending:
         run.reporter.log(f"a signal interrupts the {pending[0]}, which the next start repeats")

@@ -316,7 +316,9 @@ def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> Train
     """
     if checkpoint is None:
         return TrainState()
-    state = TrainState() if config.checkpoint.finetune else TrainState.from_json(checkpoint.state)
+    state = TrainState()
+    if not config.checkpoint.finetune:
+        state = TrainState.from_json(checkpoint.state)
     if not config.checkpoint.resumes_itself:
         state.base = os.path.realpath(str(config.checkpoint.load))
     return state
