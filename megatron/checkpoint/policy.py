@@ -88,6 +88,7 @@ class SavePolicy:
                 then kept instead.
         """
         self._failures += 1
+        self._passed = max(self._passed, iteration)
         self._retry_at = iteration + self._config.save_retry_interval
         # Another such iteration may have been passed since the save began.
         self._keep_next = self._keep_next or keep

@@ -89,6 +89,11 @@ _SIGNAL_VOTE = float(1 << 8)
 
 It is larger than any reason of rank 0, whose vote is the number of its reason.
 """
+_READING_VOTE = float(1 << 24)
+"""The vote of a rank that has not read its next batch, in the sum of the ranks that save.
+
+It is larger than the number of ranks.
+"""
 _ITERATION_VOTE = float(1 << 29)
 """Each rank adds this times its iteration modulo 16 to its vote.
 
@@ -186,7 +191,7 @@ class Exits:
                 "(--shutdown-timeout), as Slurm does (KillWait). Raise that limit"
             )
 
-    def vote(self, before: int, after: int, waits: Sequence[bool]) -> tuple[float, ...]:
+    def vote(self, before: int, after: int, waits: Sequence[bool]) -> tuple[float, float]:
         """Return this rank's votes on a step from iteration `before` to `after`.
 
         The sums of all votes go to `count_votes`.
@@ -199,7 +204,8 @@ class Exits:
         """
         reason = self._find_own_reason(before, after)
         vote = _SIGNAL_VOTE if reason == StopReason.SIGNAL else float(reason)
-        return (_ITERATION_VOTE * (after % _ITERATIONS) + vote, *map(float, waits))
+        working, reading = waits
+        return _ITERATION_VOTE * (after % _ITERATIONS) + vote, working + _READING_VOTE * reading
 
     def count_votes(self, votes: Sequence[float] | None, after: int) -> None:
         """Remember the sums of the votes for `decide` and `take_stage_is_done`.
@@ -215,8 +221,9 @@ class Exits:
         self.has_batch = False
         if votes is None:
             return
-        stop, *waits = votes
-        self._count_waits(waits)
+        stop, waits = votes
+        reading, working = divmod(waits, _READING_VOTE)
+        self._count_waits((working, reading))
         # A single rank has nobody to compare with.
         if self._ranks.size == 1:
             return

@@ -94,9 +94,9 @@ def run_rank(
                 # New ones for each step, as the data loader makes them.
                 samples = make(microbatches, batch.micro_batch_size, plan.config.model.seq_length)
                 gpu.start_step()
-                # The training loop has three votes in each step (`Exits.vote`).
+                # The training loop has two votes in each step (`Exits.vote`).
                 built.engine.train_batch(
-                    samples, iteration=number, lr=1e-4, vote=lambda: (0.0, 0.0, 0.0)
+                    samples, iteration=number, lr=1e-4, vote=lambda: (0.0, 0.0)
                 )
                 record = gpu.end_step()
             coordinate = str(built.mesh.coordinate)
