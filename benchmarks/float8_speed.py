@@ -82,10 +82,14 @@ class Benchmark:
         }
         totals = dict.fromkeys(recipes, 0.0)
         for layers in block:
+            # A CPU takes seconds to draw them.
+            tensors = draw_tensors(layers, self._device)
             times = {
-                name: self._time([build_pass(layers, recipe, self._device)], self._seconds)
+                name: self._time([build_pass(tensors, recipe)], self._seconds)
                 for name, recipe in recipes.items()
             }
+            # The next ones need the memory.
+            del tensors
             totals = {name: totals[name] + times[name] for name in recipes}
             self._report(layers.name, times)
         self._report("all linear layers of a block", totals)
@@ -139,22 +143,46 @@ class Benchmark:
         self._add_row("float8 products", name=layers.name, **rates, rounding_ms=rounding)
 
 
-def build_pass(
-    layers: Layers, recipe: Recipe | None, device: torch.device
-) -> Callable[[], tuple[torch.Tensor, ...]]:
+@dataclass(frozen=True)
+class Tensors:
+    """What both passes of layers compute with, in bf16."""
+
+    x: torch.Tensor
+    """The input, [rows, 1, inner]."""
+    weights: list[torch.Tensor]
+    """[columns, inner] for each layer."""
+    gradients: list[torch.Tensor]
+    """Those of the outputs, [rows, 1, columns] for each layer."""
+
+    def to(self, device: torch.device) -> "Tensors":
+        """Return copies on a device."""
+        return Tensors(
+            self.x.detach().to(device).requires_grad_(),
+            [weight.detach().to(device).requires_grad_() for weight in self.weights],
+            [gradient.to(device) for gradient in self.gradients],
+        )
+
+
+def draw_tensors(layers: Layers, device: torch.device) -> Tensors:
+    """Return normal random numbers."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    return Tensors(
+        draw(layers.rows, 1, layers.inner).requires_grad_(),
+        [draw(columns, layers.inner).requires_grad_() for columns in layers.columns],
+        [draw(layers.rows, 1, columns) for columns in layers.columns],
+    )
+
+
+def build_pass(tensors: Tensors, recipe: Recipe | None) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return a function that runs both passes of layers. Without a recipe they are in bf16.
 
     The function returns the gradients of the input and of the weights.
     """
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> torch.Tensor:
-        tensor = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
-        return tensor.requires_grad_()
-
-    x = draw(layers.rows, 1, layers.inner)
-    weights = [draw(columns, layers.inner) for columns in layers.columns]
-    gradients = [draw(layers.rows, 1, columns).detach() for columns in layers.columns]
+    x, weights, gradients = tensors.x, tensors.weights, tensors.gradients
     products = None if recipe is None else build_products(recipe, weights)
 
     def call() -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,7 @@
 """Trace two training steps, and print which kernels take the time and how long the GPU is idle.
 
     python benchmarks/kernel_shares.py --size 177m --microbatches 2      a shape of step_time.py
+    python benchmarks/kernel_shares.py --size 177m -- --use-torch-compile  further flags of the run
     python benchmarks/kernel_shares.py --trace FILE.pt.trace.json.gz     a trace that exists
 
 The trace is that of --profile-iterations of pretrain_gpt.py. Kernels of all streams are counted.
@@ -54,8 +55,6 @@ class Arguments:
     """Architecture."""
     microbatches: int = 2
     """Microbatches of a step."""
-    flags: str = ""
-    """Further flags of the run, in one argument."""
     rows: int = 30
     """Kernels to print."""
 
@@ -69,8 +68,13 @@ class Kernel:
     duration: float
 
 
-def make_trace(arguments: Arguments, folder: Path) -> Path:
+def make_trace(arguments: Arguments, further: Sequence[str], folder: Path) -> Path:
     """Train eight iterations, and return the trace of the sixth and seventh.
+
+    Args:
+        arguments: The command line.
+        further: Further flags of the run.
+        folder: Folder for the data and the trace.
 
     Raises:
         CalledProcessError: The run failed. Its output was printed.
@@ -82,7 +86,7 @@ def make_trace(arguments: Arguments, folder: Path) -> Path:
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
     command += ["--train-iters", "8", "--profile-iterations", "6-7"]
     command += ["--profile-dir", str(folder), "--data-path", str(data)]
-    subprocess.run([*command, *arguments.flags.split()], check=True, cwd=ROOT)
+    subprocess.run([*command, *further], check=True, cwd=ROOT)
     (path,) = folder.glob("*.pt.trace.json.gz")
     return path
 
@@ -124,13 +128,14 @@ def compute_busy(kernels: Iterable[Kernel]) -> tuple[float, float]:
     return busy, end - begin
 
 
-def report(kernels: Sequence[Kernel], arguments: Arguments) -> None:
-    """Print and record the table of kernels, of their kinds, and the idle share."""
-    described: dict[str, Any] = {
-        "size": arguments.size,
-        "shape": arguments.shape,
-        "flags": arguments.flags,
-    }
+def report_kernels(kernels: Sequence[Kernel], described: dict[str, Any], rows: int) -> None:
+    """Print and record the table of kernels, of their kinds, and the idle share.
+
+    Args:
+        kernels: The kernels of a trace.
+        described: Values of each row: size, shape and flags.
+        rows: Kernels to print.
+    """
     busy, span = compute_busy(kernels)
     idle = 1 - busy / span
     print(f"span {span / 1e3:.2f} ms, idle {idle:.3f}")
@@ -147,7 +152,7 @@ def report(kernels: Sequence[Kernel], arguments: Arguments) -> None:
         print(f"{duration / total:7.3f}  {duration / 1e3:10.3f} ms  {kind}")
         add_row("kinds", **described, kind=kind, ms=duration / 1e3, share=duration / total)
     print()
-    for name, duration in times.most_common(arguments.rows):
+    for name, duration in times.most_common(rows):
         print(f"{duration / total:7.3f}  {duration / 1e3:10.3f} ms  {counts[name]:5}  {name[:120]}")
         add_row(
             "kernels",
@@ -160,18 +165,29 @@ def report(kernels: Sequence[Kernel], arguments: Arguments) -> None:
         )
 
 
+def parse(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
+    """Return the arguments of this program, and the flags of the run, which follow `--`."""
+    own = list(argv)
+    further: list[str] = []
+    if "--" in own:
+        place = own.index("--")
+        own, further = own[:place], own[place + 1 :]
+    return tyro.cli(Arguments, args=own, description=__doc__), further
+
+
 def main() -> int:
     """Run the benchmark and return the exit code."""
-    arguments = tyro.cli(Arguments, description=__doc__)
+    arguments, further = parse(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.trace
         if path is None:
-            path = make_trace(arguments, Path(folder))
+            path = make_trace(arguments, further, Path(folder))
         kernels = read_kernels(path)
     if not kernels:
         print(f"{path} has neither kernels nor operators", file=sys.stderr)
         return 1
-    report(kernels, arguments)
+    described = {"size": arguments.size, "shape": arguments.shape, "flags": " ".join(further)}
+    report_kernels(kernels, described, arguments.rows)
     return 0
 
 

@@ -39,6 +39,7 @@ from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import RMSNorm
 from megatron.model.positions import rotate
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.padding import multiply_padded, pad_columns
 from megatron.parallel.rendezvous import choose_device
 
 _CACHE_BYTES = 128 << 20
@@ -46,8 +47,8 @@ _CACHE_BYTES = 128 << 20
 _MOST_SETS = 8
 _BUSY_CYCLES = 2_000_000
 """About a millisecond."""
-_SQUARE_SECONDS = 5.0
-"""Time for the product of the hardware file. A GPU slows down when it gets warm."""
+_SQUARE_SECONDS = 1.0
+"""Time for each kernel of the hardware file's product. A GPU slows down when it gets warm."""
 _REPEATS = 5
 """How often a backward pass is repeated to compare its bits."""
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -84,6 +85,8 @@ class Product:
     rows: int
     columns: int
     inner: int
+    aligned: bool = False
+    """Whether rows of odd widths lie in memory at the next multiple of 8 elements."""
 
 
 PRODUCTS = (
@@ -94,8 +97,10 @@ PRODUCTS = (
     Product("7B down", 4096, 4096, 11008),
     Product("7B logits", 4096, 32000, 4096),
     Product("177M gate and up, width 2730", 16384, 5460, 1024),
+    Product("177M gate and up, width 2730, aligned rows", 16384, 5460, 1024, aligned=True),
     Product("177M gate and up, width 2736", 16384, 5472, 1024),
     Product("177M down, width 2730", 16384, 1024, 2730),
+    Product("177M down, width 2730, aligned rows", 16384, 1024, 2730, aligned=True),
     Product("177M down, width 2736", 16384, 1024, 2736),
     Product("125M up", 16384, 3072, 768),
     Product("125M logits, 50257 ids", 4096, 50257, 768),
@@ -180,25 +185,38 @@ def measure_copy(device: torch.device, arguments: Arguments) -> float:
 def measure_product(product: Product, device: torch.device, seconds: float) -> dict[str, float]:
     """Return the TFLOPs of a linear layer's three products in bf16, and of the fused one."""
     rows, columns, inner = product.rows, product.columns, product.inner
+
+    def draw(height: int, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        memory = width + -width % 8 if product.aligned else width
+        return torch.randn(height, memory, device=device, dtype=dtype)[:, :width]
+
     elements = rows * inner + inner * columns + rows * columns
-    sets = []
-    for _ in range(count_sets(2 * elements)):
-        x, weight, gradient = (
-            torch.randn(shape, device=device, dtype=torch.bfloat16)
-            for shape in ((rows, inner), (columns, inner), (rows, columns))
-        )
-        sets.append((x, weight, gradient))
-    total = torch.zeros(columns, inner, device=device)
+    sets = [
+        (draw(rows, inner), draw(columns, inner), draw(rows, columns))
+        for _ in range(count_sets(2 * elements))
+    ]
+    out, grad_x, grad_weight = draw(rows, columns), draw(rows, inner), draw(columns, inner)
+    total = draw(columns, inner, torch.float32)
     calls: dict[str, list[Callable[[], object]]] = {
-        "forward": [lambda s=s: s[0] @ s[1].t() for s in sets],  # type: ignore[misc]
-        "input": [lambda s=s: s[2] @ s[1] for s in sets],  # type: ignore[misc]
-        "weight": [lambda s=s: s[2].t() @ s[0] for s in sets],  # type: ignore[misc]
+        "forward": [lambda s=s: torch.mm(s[0], s[1].t(), out=out) for s in sets],  # type: ignore[misc]
+        "input": [lambda s=s: torch.mm(s[2], s[1], out=grad_x) for s in sets],  # type: ignore[misc]
+        "weight": [
+            lambda s=s: torch.mm(s[2].t(), s[0], out=grad_weight)  # type: ignore[misc]
+            for s in sets
+        ],
         # The sum of gradients over microbatches: first rounded, then added, as by autograd.
         "weight + sum": [
-            lambda s=s: total.add_(s[2].t() @ s[0])  # type: ignore[misc]
+            lambda s=s: total.add_(torch.mm(s[2].t(), s[0], out=grad_weight))  # type: ignore[misc]
             for s in sets
         ],
     }
+    if (columns % 8 or inner % 8) and not product.aligned:
+        # As linear layers compute it on a GPU, with the copy of the weight.
+        inputs = [pad_columns(x) for x, _, _ in sets]
+        calls["forward, padded"] = [
+            lambda x=x, s=s: multiply_padded(x, s[1], None)  # type: ignore[misc]
+            for x, s in zip(inputs, sets, strict=True)
+        ]
     if device.type == "cuda":
         # The same in one kernel, as with --gradient-accumulation-fusion. CPUs have none.
         calls["weight, fused sum"] = [
@@ -230,7 +248,8 @@ def measure_products(device: torch.device, arguments: Arguments) -> float:
     square = 0.0
     for product in PRODUCTS:
         if arguments.quick:
-            product = Product(product.name, 64, product.columns // 32, product.inner // 32)
+            columns, inner = product.columns // 32, product.inner // 32
+            product = dataclasses.replace(product, rows=64, columns=columns, inner=inner)
         seconds = arguments.seconds / 4
         if product.name == "square" and not arguments.quick:
             seconds = _SQUARE_SECONDS
@@ -299,6 +318,9 @@ def count_differing(compute: Callable[[], Sequence[torch.Tensor]]) -> int:
 def compare_kernels(rates: Mapping[str, Sequence[tuple[float, int]]]) -> str:
     """Return whether cuDNN's kernel should come first in attention on this GPU, and why.
 
+    It should if it is faster at all shapes. Whether backward passes repeat with the same bits is
+    reported for both kernels. It is no reason against cuDNN, because flash does not repeat either.
+
     Args:
         rates: Name of a kernel -> (TFLOPs of both passes, differing repetitions) of each shape.
             The shapes have the same order for each kernel, and a rate of 0 means that the kernel
@@ -306,11 +328,15 @@ def compare_kernels(rates: Mapping[str, Sequence[tuple[float, int]]]) -> str:
     """
     flash, cudnn = rates["flash"], rates["cudnn"]
     faster = sum(new > old for (old, _), (new, _) in zip(flash, cudnn, strict=True))
-    same = sum(rate > 0 and differing == 0 for rate, differing in cudnn)
-    verdict = "yes" if faster == same == len(flash) else "no"
+    verdict = "yes" if faster == len(flash) else "no"
+    same = [
+        f"{sum(rate > 0 and differing == 0 for rate, differing in rates[name])} ({name})"
+        for name in ("flash", "cudnn")
+    ]
     return (
-        f"cuDNN first: {verdict}. It is faster than flash at {faster} of {len(flash)} shapes, and "
-        f"its backward pass repeats with the same bits at {same} of {len(cudnn)}"
+        f"cuDNN first: {verdict}. It is faster than flash at {faster} of {len(flash)} shapes, "
+        "forward and backward pass together. Backward passes repeat with the same bits at "
+        f"{' and '.join(same)} of them"
     )
 
 
@@ -429,8 +455,23 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     optimizer = torch.optim.AdamW([master], fused=True)
     fused: list[ModelPart] = []
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        # They import Triton.
+        from megatron.extras.kernels import gate as gate_kernels
+        from megatron.extras.kernels import rotary as rotary_kernels
+
         fused = [
-            build_loss("loss, 177M, kernels", rows, large, vocab, device, CrossEntropyKernels())
+            build_loss("loss, 125M, kernels", rows, small, vocab, device, CrossEntropyKernels()),
+            build_loss("loss, 177M, kernels", rows, large, vocab, device, CrossEntropyKernels()),
+            ModelPart(
+                "rotary positions, 7B, kernels",
+                lambda: differentiate(rotary_kernels.rotate(query, cosines, sines), (query,)),
+                query.numel(),
+            ),
+            ModelPart(
+                "SwiGLU, 7B, kernels",
+                lambda: differentiate(gate_kernels.apply_gate(gate, up, "swiglu"), (gate, up)),
+                gate.numel(),
+            ),
         ]
     return [
         *fused,

@@ -3,8 +3,10 @@
     python benchmarks/large_model.py                 Llama 2 7B on one GPU, in less than 6 minutes
     python benchmarks/large_model.py --quick         a tiny model, also on a CPU
 
-Each variant is a run of its own, with the loop of pretrain_gpt.py on random ids. A variant that
-runs out of memory is reported with what it asked for. This process does not use the GPU, because
+Each variant is a run of its own, with the loop of pretrain_gpt.py on random ids. At the end of a
+variant, one more step is traced (`kernel_shares.py` describes the rows). A variant that runs out of
+memory is reported with what it asked for. On a device with less than 100 GiB, the default is Llama
+3.2B instead, with 4,096 tokens, too. This process does not use the GPU, because
 the model needs all of its memory. Memory is that of torch's allocator: "allocated" is
 the peak of all tensors, and "reserved" also has the gaps between them. The predictions are those of
 tools/plan.py for the same flags and this device.
@@ -12,15 +14,17 @@ tools/plan.py for the same flags and this device.
 
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
+from kernel_shares import read_kernels, report_kernels
 from results import add_row
 from worlds import Case, LaunchedWorld, Rank, WorldFailedError, write_random_tokens
 
@@ -33,38 +37,49 @@ from megatron.observe.throughput import find_peak_tflops
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 
-Variant = Literal["eager", "fused", "cudnn", "kernels", "compiled", "recompute"]
+Variant = Literal[
+    "defaults", "compiled", "tensorwise", "rowwise", "deterministic", "plain", "recompute"
+]
+_COMPILED = "--use-torch-compile --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 FLAGS: dict[Variant, str] = {
-    "eager": "",
-    "fused": "--gradient-accumulation-fusion",
-    "cudnn": "--attention-backend fused flash unfused",
-    "kernels": "--gradient-accumulation-fusion --attention-backend fused flash unfused "
-    "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion",
-    "compiled": "--use-torch-compile",
+    "defaults": "",
+    "compiled": _COMPILED,
+    "tensorwise": f"{_COMPILED} --fp8-format hybrid --fp8-recipe tensorwise",
+    "rowwise": f"{_COMPILED} --fp8-format e4m3 --fp8-recipe rowwise",
+    "deterministic": "--deterministic-mode",
+    # None of the kernels that a GPU uses without a flag.
+    "plain": "--no-gradient-accumulation-fusion --no-rope-fusion --no-bias-swiglu-fusion "
+    "--no-cross-entropy-loss-fusion --attention-backend auto",
     "recompute": "--checkpoint-activations",
 }
+"""Variant -> its flags besides --bf16. Compiled ones have moments in bf16, so that 8 billion
+parameters fit into 140 GB."""
 QUICK = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
     "--seq-length 64 --position-embedding-type rotary --normalization RMSNorm "
     "--glu-activation swiglu --no-add-bias-linear --untie-embeddings-and-output-weights "
-    "--vocab-size 512 --hidden-dropout 0 --attention-dropout 0"
+    "--vocab-size 512 --hidden-dropout 0 --attention-dropout 0 --adam-beta2 0.95"
 )
 _RANDOM_TOKENS = 2_000_000
+_LARGE_BYTES = 100 << 30
+"""A device with more memory trains 7 billion parameters, and another one 3 billion."""
+_TRACED_MICROBATCHES = 2
+_TRACED_ROWS = 15
+"""Kernels of a trace that are printed."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The command line."""
 
-    preset: str = "llama2-7b"
-    """Preset of the model."""
+    preset: str | None = None
+    """Preset of the model. Default: llama2-7b, or llama3-3.2b if the GPU has less than 100 GiB."""
     variant: tuple[Variant, ...] = (
-        "fused",
-        "eager",
-        "kernels",
-        "recompute",
-        "cudnn",
+        "defaults",
         "compiled",
+        "tensorwise",
+        "rowwise",
+        "deterministic",
     )
     """The variants to run, in this order."""
     microbatches: tuple[int, ...] = (1, 8)
@@ -75,6 +90,8 @@ class Arguments:
     """Hardware of the predictions: names or files. Default: the one for this device."""
     seconds: float = 300
     """Time after which no further variant starts."""
+    trace: bool = True
+    """Trace a step of each variant."""
     quick: bool = False
     """A tiny model, which checks that the script runs."""
 
@@ -98,13 +115,35 @@ class DeviceRank(Rank):
             "device": device,
         }
 
+    def trace(self, path: str) -> None:
+        """Write the trace of a step to PATH.json.gz."""
+        cuda, cpu = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[cuda if self._cuda else cpu]) as profiler:
+            self.steps(1, _TRACED_MICROBATCHES)
+        profiler.export_chrome_trace(path)
+
+
+def choose_preset() -> str:
+    """Return the preset that fits the first GPU, by the memory that nvidia-smi reports."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        mib = int(done.stdout.split()[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return "llama2-7b"
+    return "llama2-7b" if mib << 20 >= _LARGE_BYTES else "llama3-3.2b"
+
 
 def build_flags(arguments: Arguments, variant: Variant, microbatches: int) -> str:
     """Return the command line of a variant, without its data."""
-    model = QUICK if arguments.quick else f"--preset {arguments.preset}"
+    flags = FLAGS[variant]
+    if arguments.quick and "--fp8-format" in flags and not torch.cuda.is_available():
+        # A CPU has no products in float8, and compiles their emulation for a minute.
+        flags = flags.replace("--use-torch-compile", "--fp8-emulate")
+    model = QUICK if arguments.quick else f"--preset {arguments.preset} --seq-length 4096"
     return (
         f"{model} --bf16 --micro-batch-size 1 --global-batch-size {microbatches} "
-        f"--train-iters 1000 --lr 3e-4 --eval-iters 0 --log-interval 1000 {FLAGS[variant]}"
+        f"--train-iters 1000 --lr 3e-4 --eval-iters 0 --log-interval 1000 {flags}"
     )
 
 
@@ -142,8 +181,8 @@ def predict(plan: Plan, kinds: list[Hardware], device: str) -> dict[str, Any]:
 
 def run_variant(
     arguments: Arguments, variant: Variant, data: Path, folder: str, kinds: list[Hardware]
-) -> None:
-    """Measure a variant with all numbers of microbatches, and print its rows."""
+) -> bool:
+    """Measure a variant with all numbers of microbatches, print its rows, and return success."""
     most = max(arguments.microbatches)
     flags = build_flags(arguments, variant, most)
     start = time.perf_counter()
@@ -154,7 +193,7 @@ def run_variant(
         world = LaunchedWorld(Case(variant, flags, data=data), folder, DeviceRank)
     except WorldFailedError as failure:
         report_failure(row, failure)
-        return
+        return False
     row["start_seconds"] = time.perf_counter() - start
     for microbatches in arguments.microbatches:
         row["microbatches"] = microbatches
@@ -163,11 +202,25 @@ def run_variant(
         except WorldFailedError as failure:
             report_failure(row, failure)
             # The processes of a world that failed have ended.
-            return
+            return False
         command = build_flags(arguments, variant, microbatches)
         plan = resolve(load_config([*command.split(), "--data-path", str(data)]).config, 1)
         report(row, measured, plan, kinds)
+    traced = not arguments.trace or trace_step(world, row, Path(folder) / f"{variant}.json.gz")
     world.close()
+    return traced
+
+
+def trace_step(world: LaunchedWorld, row: dict[str, Any], path: Path) -> bool:
+    """Trace a step, print and record its kernels, and return success."""
+    try:
+        world.ask("trace", str(path))
+    except WorldFailedError as failure:
+        report_failure(row, failure)
+        return False
+    described = {"size": row["model"], "shape": row["variant"], "flags": FLAGS[row["variant"]]}
+    report_kernels(read_kernels(path), described, _TRACED_ROWS)
+    return True
 
 
 def report(
@@ -211,9 +264,12 @@ def report_failure(row: dict[str, Any], failure: WorldFailedError) -> None:
 
 
 def main() -> int:
-    """Run the benchmark and return the exit code."""
+    """Run the benchmark and return the exit code, which is 1 if a variant failed."""
     arguments = tyro.cli(Arguments, description=__doc__)
+    if arguments.preset is None:
+        arguments = replace(arguments, preset=choose_preset())
     start = time.perf_counter()
+    passed = True
     kinds = load_kinds(arguments.hardware)
     # Memory that is freed in one size can be used in another one.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -228,8 +284,8 @@ def main() -> int:
                 )
                 add_row("large model", variant=variant, error="not started: no time left")
                 continue
-            run_variant(arguments, variant, data, folder, kinds)
-    return 0
+            passed &= run_variant(arguments, variant, data, folder, kinds)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ All contestants train the same tokens with AdamW (fused) and gradient clipping a
 loss every step. Small sizes train real text, and the others random ids.
 
     trainer          the loop of pretrain_gpt.py: data source, engine, counters, report
-    trainer-kernels  the same with all optional kernels: fused sums of gradients, cuDNN's attention
+    trainer-plain    the same without the kernels that a GPU uses without a flag
     bare             the fewest lines that train our own model
     hf               the fewest lines that train Hugging Face's model of the same shape
     plain            the fewest lines that train a plain GPT-2 like nanoGPT's
@@ -94,7 +94,7 @@ SHAPES = {
 }
 Contestant = Literal[
     "trainer",
-    "trainer-kernels",
+    "trainer-plain",
     "bare",
     "hf",
     "plain",
@@ -105,17 +105,19 @@ Contestant = Literal[
     "nanochat-compiled",
 ]
 COMPILED = "-compiled"
-KERNELS = "-kernels"
-KERNEL_FLAGS = [
-    "--gradient-accumulation-fusion",
-    "--attention-backend",
-    "fused",
-    "flash",
-    "unfused",
-    "--rope-fusion",
-    "--bias-swiglu-fusion",
-    "--cross-entropy-loss-fusion",
-]
+TRAINER_FLAGS = {
+    "trainer": [],
+    "trainer-compiled": ["--use-torch-compile"],
+    "trainer-plain": [
+        "--no-gradient-accumulation-fusion",
+        "--no-rope-fusion",
+        "--no-bias-swiglu-fusion",
+        "--no-cross-entropy-loss-fusion",
+        "--attention-backend",
+        "auto",
+    ],
+}
+"""Contestant with the trainer's own loop -> its flags."""
 _SHAPES_OF = {"plain": ("gpt2",), "nanochat": ("nanochat",), "hf": ("gpt2", "llama")}
 """Contestant -> the shapes that its model has. Our own model has all of them."""
 _RANDOM_TOKENS = 4_000_000
@@ -186,11 +188,9 @@ class ContestantRank:
     def __init__(self, argv: list[str], *, name: Contestant, shape: str) -> None:
         """Build the contestant for the run that `argv` describes."""
         self._device = choose_device(0)
-        if name.startswith("trainer"):
-            flags = ["--use-torch-compile"] if name.endswith(COMPILED) else []
-            if name.endswith(KERNELS):
-                flags = KERNEL_FLAGS
-            run = build_trainer(load_config([*argv, *flags]), self._device)
+        if name in TRAINER_FLAGS:
+            loaded = load_config([*argv, *TRAINER_FLAGS[name]])
+            run = build_trainer(loaded, self._device)
             self._step = lambda: one_iteration(run)
         else:
             batches = open_batches(argv, self._device)
@@ -424,8 +424,8 @@ def choose_fitting(names: list[Contestant], plan: Plan, memory_bytes: int) -> li
     return fitting
 
 
-def measure(arguments: Arguments, shape: str, precision: str) -> None:
-    """Measure all contestants in one shape and precision, and print their rows."""
+def measure(arguments: Arguments, shape: str, precision: str) -> bool:
+    """Measure all contestants in one shape and precision, print their rows, and return success."""
     device = choose_device(0)
     flags = command_line(arguments, shape, precision)
     plan = resolve(load_config([*flags.split(), "--data-path", str(CORPUS)]).config, 1)
@@ -459,6 +459,7 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
             for name in list(contest.worlds):
                 contest.measure(name, arguments.steps)
     print_rows(contest, device)
+    return not contest.failed
 
 
 class Contest:
@@ -475,6 +476,7 @@ class Contest:
         self.described = described
         self.seconds: dict[str, list[float]] = {}
         self.gib: dict[str, float] = {}
+        self.failed = False
 
     def start(self) -> None:
         """Wait until all processes are built."""
@@ -521,6 +523,7 @@ class Contest:
         return True
 
     def _drop(self, name: Contestant, failure: WorldFailedError) -> None:
+        self.failed = True
         reason = str(failure).strip().splitlines()[-1]
         print(f"FAILED: {name}: {failure}", flush=True)
         add_row("steps", **self.described, contestant=name, error=reason[:300])
@@ -549,7 +552,7 @@ def print_rows(contest: Contest, device: torch.device) -> None:
 
 
 def main() -> int:
-    """Run the benchmark and return the exit code."""
+    """Run the benchmark and return the exit code, which is 1 if a contestant failed."""
     arguments = tyro.cli(Arguments, description=__doc__)
     device = choose_device(0)
     name = (
@@ -559,10 +562,11 @@ def main() -> int:
     )
     rounds = f"{arguments.rounds} rounds of {arguments.steps} steps; min / median / max"
     print(f"torch {torch.__version__}, {name}, size {arguments.size}, {rounds}")
+    passed = True
     for shape in arguments.shape:
         for precision in arguments.precision:
-            measure(arguments, shape, precision)
-    return 0
+            passed &= measure(arguments, shape, precision)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

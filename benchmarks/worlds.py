@@ -27,6 +27,7 @@ import torch
 from megatron.commands.parts import choose_parts
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.extras.translators.translator import load_config
+from megatron.observe.timers import FORWARD_BACKWARD
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run.loop import check_nan_iterations, train_iteration, works_on_save
 from megatron.run.pretrain import leave
@@ -136,6 +137,7 @@ class Rank:
         job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
+        self._timers = timers
         self._cuda = mesh.device.type == "cuda"
         # The memory of Python and the libraries is not the run's, so `MemoryRank` subtracts it.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
@@ -163,8 +165,10 @@ class Rank:
             size = ConstantBatchSize(microbatches * micro * run.plan.data_parallel_size)
             run.plan = replace(run.plan, batch_size=size)
         self._seen.clear()
-        # Kernels of earlier steps must not count.
+        # Kernels of earlier steps must not count. CUDA events are read a step later, so the last
+        # earlier step is taken here, and the last of these steps at the end.
         self._synchronise()
+        self._timers.take()
         start = time.perf_counter()
         cpu = time.process_time()
         for _ in range(count):
@@ -172,7 +176,9 @@ class Rank:
         self._synchronise()
         seconds = time.perf_counter() - start
         cpu = time.process_time() - cpu
-        inside = sum(step.phase_seconds["forward-backward"] for step in self._seen)
+        taken = [*(step.phase_seconds for step in self._seen), self._timers.take()]
+        # The first step of a rank has no events of an earlier one.
+        inside = sum(seconds.get(FORWARD_BACKWARD, 0.0) for seconds in taken)
         return Measured(
             seconds / count,
             cpu / count,

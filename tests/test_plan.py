@@ -289,8 +289,10 @@ def test_vocabulary():
         "tokenizer_type": "PretrainedFromHF",
         "tokenizer_name_or_path": "nowhere/at-all",
     }
-    # A plan needs no tokenizer. The training refuses to start without it.
-    assert "nowhere/at-all" in warnings_of(1, tokenizer=absent)
+    # A size that nobody knows is not assumed.
+    assert "nowhere/at-all does not exist on this machine, so the size" in errors_of(
+        1, tokenizer=absent
+    )
 
 
 def test_pipeline_stages():
@@ -329,6 +331,27 @@ def test_large_embedding_reduces_the_layers_of_the_outer_stages():
     plan = resolve(config, 4)
     assert plan.layers_per_stage == (2, 4, 4, 2)
     assert max(plan.stage_parameters) < 1.2 * min(plan.stage_parameters)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples", "megatron"),
+    [
+        ({"step_batch_size_schedule": ("0:4", "100samples:8", "300samples:16")}, 1000, 94),
+        ({"step_batch_size_schedule": ("0:4", "100samples:8", "300samples:16")}, 1004, None),
+        ({"rampup_batch_size": (4, 4, 400), "global_batch_size": 8}, 100, 26),
+        ({"rampup_batch_size": (4, 4, 400), "global_batch_size": 8}, 1001, None),
+    ],
+)
+def test_another_number_of_iterations_in_megatron_lm_is_named(
+    sizes: dict, samples: int, megatron: int | None
+):
+    """`megatron` is the result of its `update_train_iters`, if it is another one."""
+    length = {"train_iters": None, "train_samples": samples, "micro_batch_size": 1}
+    batch = {"global_batch_size": None, **length, **sizes}
+    found = warnings_of(1, batch=batch, optimizer={"lr_warmup_iters": 0})
+    assert ("Megatron-LM makes" in found) == (megatron is not None)
+    if megatron is not None:
+        assert f"gives {megatron - 1} iterations. Megatron-LM makes {megatron}," in found
 
 
 def test_shapes_that_are_likely_a_mistake_are_warnings():
@@ -722,22 +745,3 @@ def test_a_trace_that_the_run_never_reaches_is_a_warning():
     assert "profile" not in warnings_of(1, logging=logging)
     logging["profile_iterations"] = "101-102"
     assert "begins after the last iteration, 100" in warnings_of(1, logging=logging)
-
-
-def test_widths_that_are_slow_on_gpus_are_named_with_the_next_good_one():
-    odd = {"ffn_hidden_size": 1020, "num_attention_heads": 3, "hidden_size": 252}
-    assert "is not a multiple of 8" not in warnings_of(1, model=odd)
-    half = {"precision": {"bf16": True}}
-    found = warnings_of(1, model=odd, **half)
-    assert "hidden size 252 (--hidden-size) is not a multiple of 8" in found
-    assert "width of the MLP 1,020 (--ffn-hidden-size) is not a multiple of 8" in found
-    assert "in 16 bits take up to twice the time. 1,024 is the next width" in found
-    # 256 is a multiple of 8, and three heads cannot share it.
-    assert "width of all heads 252 (--kv-channels x --num-attention-heads)" in found
-    assert "264 is the next width" in found
-    # 1,032 is a multiple of 8, and a quarter of it is not.
-    parallel = {"tensor_model_parallel_size": 4}
-    found = warnings_of(4, model={"ffn_hidden_size": 1032}, parallel=parallel, **half)
-    assert "width of the MLP 1,032 / 4 tensor-parallel ranks = 258" in found
-    assert "1,056 is the next width" in found
-    assert "not a multiple of 8" not in warnings_of(4, parallel=parallel, **half)

@@ -20,19 +20,29 @@ RANKS = 2
 def _start() -> None:
     """Prepare a process, before it imports Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
+    import numpy
     import torch
     from triton import language
     from triton.runtime import interpreter
 
     torch.set_num_threads(1)
     convert = interpreter._convert_float
+    float8 = {language.float8e4nv: torch.float8_e4m3fn, language.float8e5: torch.float8_e5m2}
 
     def convert_as_a_gpu(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        # The interpreter cuts the digits off that bf16 does not have. A GPU rounds to nearest.
-        if (source, target) != (language.float32, language.bfloat16):
+        # The interpreter cuts the digits off that bf16 and float8 do not have. A GPU rounds to
+        # nearest, and in float8 it cuts off large values.
+        if source == language.bfloat16 and target == language.float32:
+            # It also reads the smallest numbers of bf16 wrongly.
+            return (data.astype(numpy.uint32) << 16).reshape(data.shape)
+        if source != language.float32 or target not in (language.bfloat16, *float8):
             return convert(data, source, target, rounding)
-        rounded = torch.from_numpy(data.copy()).bfloat16()
-        return rounded.view(torch.uint16).numpy()
+        values = torch.from_numpy(data.copy())
+        if target == language.bfloat16:
+            return values.bfloat16().view(torch.uint16).numpy()
+        dtype = float8[target]
+        top = torch.finfo(dtype).max
+        return values.clamp(-top, top).to(dtype).view(torch.uint8).numpy()
 
     interpreter._convert_float = convert_as_a_gpu
 

@@ -113,6 +113,8 @@ def _format_value(field: Field) -> str:
 
 
 def _format_default(field: Field) -> str:
+    if field.is_switch:
+        return "auto"
     if field.is_bool:
         if field.default:
             return "on"

@@ -7,6 +7,7 @@ from pathlib import Path
 import xxhash
 
 import megatron
+from megatron.base.outside_file import load_text
 
 PACKAGE = Path(megatron.__file__).resolve().parent
 """The folder of the package. It does not depend on where this module is."""
@@ -54,8 +55,8 @@ def read_commit(git: Path) -> str | None:
     try:
         # In an additional work tree, `.git` is a file with the path of the git directory.
         if git.is_file():
-            git = (git.parent / git.read_text().removeprefix("gitdir:").strip()).resolve()
-        head = (git / "HEAD").read_text().strip()
+            git = (git.parent / load_text(git).removeprefix("gitdir:").strip()).resolve()
+        head = load_text(git / "HEAD").strip()
         # A detached HEAD holds the commit itself.
         if not head.startswith("ref:"):
             return head
@@ -63,17 +64,17 @@ def read_commit(git: Path) -> str | None:
         # A work tree has its own HEAD, and most branches are in the common directory.
         common = git / "commondir"
         if common.is_file():
-            root = (git / common.read_text().strip()).resolve()
+            root = (git / load_text(common).strip()).resolve()
         else:
             root = git
         for folder in (git, root):
             if (folder / name).is_file():
-                return (folder / name).read_text().strip()
+                return load_text(folder / name).strip()
         # `git gc` moves branches into one file. Its comments start with "#", and lines with "^"
         # belong to the tag above them.
         packed = (
             line.split()
-            for line in (root / "packed-refs").read_text().splitlines()
+            for line in load_text(root / "packed-refs").splitlines()
             if not line.startswith(("#", "^"))
         )
         return next((commit for commit, ref in packed if ref == name), None)

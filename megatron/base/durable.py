@@ -79,16 +79,17 @@ def _write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def without_links(path: str, flags: int) -> int:
     """Open a file for `open(..., opener=without_links)`, and refuse a symbolic link.
 
-    Writing through a link would overwrite a file somewhere else.
+    Writing through a link would overwrite a file somewhere else. Writing into a FIFO would wait for
+    a reader.
 
     Args:
         path: The file.
         flags: Flags of `os.open`.
 
     Raises:
-        OSError: If the file is a symbolic link or cannot be opened.
+        OSError: If the file is a symbolic link or a FIFO without a reader, or cannot be opened.
     """
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:

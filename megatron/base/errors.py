@@ -7,12 +7,6 @@ this package.
 import os
 from collections.abc import Sequence
 
-LOST_EXIT_CODE = 1
-"""The exit code of a rank that ends because another rank is lost.
-
-It is the same code as after a crash, because a restart may succeed.
-"""
-
 
 class MegatronError(Exception):
     """Base class of all errors that a user can fix. Entry points print them without a traceback."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import xxhash
 
+from megatron.base.outside_file import open_regular
+
 BLOCK = 4 << 20
 """Size of a block in bytes. A rank that needs a part of a tensor reads the blocks that hold it."""
 _HEX = 16
@@ -87,8 +89,7 @@ def digest_of_file(path: Path) -> FileDigest:
         OSError: If it cannot be read.
     """
     digester = Digester()
-    # Without Python's buffer, which would copy each block once more. A short read is no problem.
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while data := file.read(BLOCK):
             digester.update(data)
     return digester.digest()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron.base.durable import replace_file, sync_folder
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.checkpoint.manifest import MANIFEST
 
 LATEST = "latest"
@@ -122,8 +123,8 @@ def read_pointer(root: Path) -> Pointer | None:
         CheckpointError: If the deciding pointer holds anything else, or names a checkpoint that
             does not exist.
     """
-    by_number = _read_pointer_text(root / LATEST_ITERATION)
-    text = _read_pointer_text(root / LATEST)
+    by_number = read_pointer_text(root / LATEST_ITERATION)
+    text = read_pointer_text(root / LATEST)
     if text is None and by_number is None:
         return None
     return _parse_pointers(root, text, by_number)
@@ -162,15 +163,20 @@ def _parse_pointers(root: Path, text: str | None, by_number: str | None) -> Poin
     return Pointer(iteration, contradiction)
 
 
-def _read_pointer_text(path: Path) -> str | None:
-    """Return the text of a pointer file, or None if the file does not exist."""
-    if path.is_dir():
+def read_pointer_text(path: Path) -> str | None:
+    """Return the text of a pointer file, or None if the file does not exist.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return load_text(path, POINTER_BYTES, decoding="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
         raise CheckpointError(
-            f"{path} is a folder, and must be a file that names a checkpoint; remove the folder"
-        )
-    if path.is_file():
-        return path.read_text(errors="replace").strip()
-    return None
+            f"{path} cannot be read: {error.strerror}; it must be a file that names a checkpoint"
+        ) from error
 
 
 def read_pointed_iteration(root: Path) -> int | None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.base.errors import CheckpointError
 from megatron.base.file_lock import read_process_space
+from megatron.base.outside_file import SETTINGS_BYTES, load_json, load_text, open_regular
 
 FILE = "lease.json"
 BEAT_SECONDS = 10.0
@@ -308,7 +309,7 @@ def _link(source: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        text = source.read_text()
+        text = load_text(source, SETTINGS_BYTES)
         # Mode "x" fails as well if the file exists.
         with open(path, "x") as file:
             file.write(text)
@@ -321,11 +322,8 @@ def _read(path: Path) -> LeaseHolder | None:
         OSError: If it cannot be read.
     """
     try:
-        record = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    # A deeply nested text raises a RecursionError.
-    except (ValueError, RecursionError):
+        record = load_json(path, SETTINGS_BYTES)
+    except (FileNotFoundError, ValueError):
         return None
     if not isinstance(record, Mapping):
         return None
@@ -405,7 +403,7 @@ def _read_change_time(path: Path) -> int:
     """Return the modification time in nanoseconds. 0 if the file does not exist."""
     # NFS asks the server again when a file is opened. `os.stat` may answer from the client's cache.
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import CheckpointError, DamagedError
+from megatron.base.outside_file import load_json
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.manifest import APPLIED_STEPS, Manifest, is_count, read_manifest
@@ -98,7 +99,7 @@ def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
     except DamagedError:
         pass
     try:
-        record = json.loads((root / LINEAGE_FILE).read_text())
+        record = load_json(root / LINEAGE_FILE)
         digest = record.pop("digest")
         if digest != digest_of_text(json.dumps(record)) or record["iteration"] != iteration:
             return None
@@ -106,8 +107,7 @@ def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
         if all(is_count(entry.iteration) for entry in lineage):
             return lineage
         return None
-    # Text that is nested too deeply raises a RecursionError.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -121,9 +121,9 @@ def record_unpublished(root: Path, manifest: Manifest, confirm: Callable[[], Non
 def _read_unpublished(root: Path) -> list[Any]:
     """Return [iteration, digest] of each checkpoint in `UNPUBLISHED_FILE`, the newest last."""
     try:
-        records = json.loads((root / UNPUBLISHED_FILE).read_text())
+        records = load_json(root / UNPUBLISHED_FILE)
         return [[i, digest] for i, digest in records if is_count(i)]
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return []
 
 

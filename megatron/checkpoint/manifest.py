@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, DamagedError
+from megatron.base.outside_file import (
+    INDEX_BYTES,
+    SETTINGS_BYTES,
+    load_bytes,
+    open_regular,
+    parse_json,
+)
 from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
 
 FORMAT = 4
@@ -102,12 +109,11 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
         CheckpointError: If it has another format.
     """
     try:
-        record = json.loads(text)
+        record = parse_json(text)
         found = record.get("format")
         digest = record.pop("digest", None)
         agrees = digest == _digest_of(record)
-    # Text that is nested too deeply raises a RecursionError.
-    except (ValueError, AttributeError, RecursionError) as damage:
+    except (ValueError, AttributeError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
     # The number is only believed if the digest agrees, or if there is none, because every readable
     # format has one. Otherwise a flipped bit may have changed it, which is damage.
@@ -220,7 +226,7 @@ def read_index(folder: Path, manifest: Manifest) -> TensorIndex:
         DamagedError: If it is missing or altered.
         CheckpointError: If it cannot be read.
     """
-    return TensorIndex(**json.loads(read_checked_text(folder, INDEX, manifest)))
+    return TensorIndex(**parse_json(read_checked_text(folder, INDEX, manifest)))
 
 
 def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
@@ -247,7 +253,8 @@ def read_text(folder: Path, name: str) -> str:
     """
     # Bytes, because text mode would translate line ends, and the digest is of the bytes.
     try:
-        return (folder / name).read_bytes().decode()
+        limit = SETTINGS_BYTES if name == CONFIG else INDEX_BYTES
+        return load_bytes(folder / name, limit).decode()
     # A missing file is damage, so an older checkpoint is taken. Any other I/O error may be
     # temporary, and must not cost a good checkpoint.
     except (FileNotFoundError, NotADirectoryError) as missing:
@@ -289,11 +296,8 @@ def _drop_page_cache(path: Path) -> None:
     Without this, a file that was just written would be compared with the copy in memory. The kernel
     keeps pages that are not written yet, so the file must have been synced.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with open_regular(path) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def check_size(folder: Path, name: str, size: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.checkpoint.folder import (
     LATEST,
     point_to,
@@ -190,7 +191,7 @@ class Publisher:
     def _is_pointed_to(self, iteration: int) -> bool:
         """Return whether `latest` names the iteration. False if that cannot be read."""
         try:
-            text = (self._root / LATEST).read_text(errors="replace")
+            text = load_text(self._root / LATEST, POINTER_BYTES, decoding="replace")
         except OSError:
             return False
         return text.strip() == f"global_step{iteration}"

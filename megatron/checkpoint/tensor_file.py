@@ -16,12 +16,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError, DamagedError
+from megatron.base.outside_file import open_regular
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest, digest_of_block
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -159,7 +160,7 @@ class TensorReader:
         """
         self._folder = folder
         self._digests = digests
-        self._descriptors: dict[str, int] = {}
+        self._opened: dict[str, BinaryIO] = {}
         self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         """(File, number of the block) -> its bytes. The least recently used block is first."""
 
@@ -169,9 +170,9 @@ class TensorReader:
 
     def __exit__(self, *_: object) -> None:
         """Close all files and discard the cached blocks."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for file in self._opened.values():
+            file.close()
+        self._opened.clear()
         self._blocks.clear()
 
     def read_into(
@@ -256,9 +257,9 @@ class TensorReader:
             buffer = bytearray(BLOCK)
         view = memoryview(buffer)[: max(size, 0)]
         try:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(path, os.O_RDONLY)
-            got = _read_at(self._descriptors[file], view, number * BLOCK)
+            if file not in self._opened:
+                self._opened[file] = open_regular(path)
+            got = _read_at(self._opened[file].fileno(), view, number * BLOCK)
         except FileNotFoundError as missing:
             raise DamagedError(f"{file} is missing", file) from missing
         except OSError as error:

@@ -26,6 +26,7 @@ import yaml
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
@@ -188,14 +189,13 @@ def read_median_seconds(run: Path, batch_size: int) -> float:
     damaged: list[str] = []
     seconds = []
     try:
-        with open(path, "rb") as file:
-            for record in iterate_objects(path, file, damaged):
-                value = record.get("seconds")
-                # A boolean is an integer in Python. A comparison with NaN is False.
-                if record.get("global_batch_size") != batch_size or isinstance(value, bool):
-                    continue
-                if isinstance(value, int | float) and 0 < value < math.inf:
-                    seconds.append(float(value))
+        for record in iterate_objects(path, iterate_lines(path), damaged):
+            value = record.get("seconds")
+            # A boolean is an integer in Python. A comparison with NaN is False.
+            if record.get("global_batch_size") != batch_size or isinstance(value, bool):
+                continue
+            if isinstance(value, int | float) and 0 < value < math.inf:
+                seconds.append(float(value))
     except OSError as failure:
         raise DataError(f"{path}: {failure.strerror}; give the --save folder of a run.") from None
     # A killed run may leave half a line.

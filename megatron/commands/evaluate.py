@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import INDEX_BYTES, load_bytes
 from megatron.base.plain_text import print_line
 from megatron.commands.loaded_model import ModelArguments, load
 from megatron.commands.parse import parse_arguments
@@ -156,7 +157,7 @@ def read_texts(arguments: EvaluateArguments) -> dict[Path, str]:
     for path in arguments.text_files:
         try:
             # Text mode would change the ends of lines, and so the number of bytes.
-            texts[path] = path.read_bytes().decode()
+            texts[path] = load_bytes(path, INDEX_BYTES).decode()
         except OSError as error:
             raise ConfigError(f"--text-files {path} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError
 from megatron.base.plain_text import make_plain, print_to_stderr
 from megatron.commands.parse import parse_arguments
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except MegatronError as error:
         warn(f"error: {error}")
-        return 2
+        return exit_codes.USER_ERROR
     return 0
 
 
@@ -107,7 +108,7 @@ def run_command() -> int:
     try:
         return main()
     except KeyboardInterrupt:
-        return 130
+        return exit_codes.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.base import exit_codes
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError, MegatronError, OperationsError
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
@@ -146,7 +147,7 @@ def sync(given: HubSync) -> int:
         log(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
     # Files that were left out are a success for the others, and cron should report them anyway.
     if outcome.left_out:
-        return 1
+        return exit_codes.FOUND
     return 0
 
 
@@ -162,11 +163,11 @@ def try_sync(given: HubSync) -> int:
     except HubUnavailableError as trouble:
         problem = str(trouble)
         warn(f"{trouble}; nothing is lost, because the next sync sends what is not on {given.repo}")
-        code = 3
+        code = exit_codes.NOT_DONE
     except (MegatronError, OSError) as error:
         problem = str(error)
         warn(f"error: {error}")
-        code = 2
+        code = exit_codes.USER_ERROR
     # A dry run is started by a person, who sees the error.
     if given.main_log is not None and not given.dry_run:
         _alert(given, given.main_log, problem)
@@ -207,13 +208,13 @@ def main(argv: list[str] | None = None) -> int:
         refuse_errors(check_arguments(given))
     except ConfigError as error:
         warn(f"error: {error}")
-        return 2
+        return exit_codes.USER_ERROR
     code = try_sync(given)
-    while given.watch is not None and code != 2:
+    while given.watch is not None and code != exit_codes.USER_ERROR:
         time.sleep(given.watch)
         # Only the first sync may end the tool. An error later may pass without a restart, for
         # example when an expired token is replaced.
-        code = min(try_sync(given), 1)
+        code = min(try_sync(given), exit_codes.FOUND)
     return code
 
 
@@ -224,7 +225,7 @@ def run_command() -> int:
     try:
         return main()
     except KeyboardInterrupt:
-        return 130
+        return exit_codes.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
@@ -36,6 +37,7 @@ from megatron.checkpoint.folder import (
     list_saved_iterations,
     locate_checkpoint,
     read_pointer,
+    read_pointer_text,
 )
 from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
@@ -134,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         if given.json:
             print_line(json.dumps({"error": message}, indent=1))
         print_to_stderr(f"error: {message}")
-        return 2
+        return exit_codes.USER_ERROR
     # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
     # Reading the text back with `parse_constant` turns them into null.
     record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)
@@ -164,7 +166,7 @@ def build_report(
         # the report must list all of it.
         checked = verify(folder)
         if checked.damage or checked.not_finite:
-            code = 1
+            code = exit_codes.FOUND
         else:
             code = 0
         return InspectionReport(
@@ -193,7 +195,9 @@ def build_report(
         }
         lines = [title, f"{other}, iteration {second.iteration:,}", *format_comparison(found)]
         return InspectionReport(
-            {**record, **asdict(found), "equal": found.equal}, lines, 0 if found.equal else 1
+            {**record, **asdict(found), "equal": found.equal},
+            lines,
+            exit_codes.SUCCESS if found.equal else exit_codes.FOUND,
         )
     record = summarise_checkpoint(checkpoint)
     if root is None:
@@ -405,9 +409,7 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     pointers = [root / LATEST, root / LATEST_ITERATION]
     return {
         "path": str(root),
-        "pointers": {
-            p.name: p.read_text(errors="replace").strip() if p.is_file() else None for p in pointers
-        },
+        "pointers": {pointer.name: read_pointer_text(pointer) for pointer in pointers},
         "remark": remark,
         "checkpoints": checkpoints,
         "damaged": [name for name in leftovers if DAMAGED in name],

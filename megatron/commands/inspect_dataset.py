@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line
 from megatron.commands.parse import parse_arguments
@@ -86,7 +87,7 @@ def _inspect_indexed(
     print_line(json.dumps(asdict(found), indent=1) if given.json else report(found))
     # A suspicion that may be harmless must not stop a pipeline of scripts.
     if given.strict and any(problem.sure for problem in found.problems):
-        return 1
+        return exit_codes.FOUND
     return 0
 
 

@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.base import exit_codes
 from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         refuse_errors(check_limits(options))
     except MegatronError as error:
         print_to_stderr(f"error: {error}")
-        return 2
+        return exit_codes.USER_ERROR
     last: list[NodeReport] = []
 
     # Findings are kept as they arrive. A check that hangs later still reports what it measured
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print_line(f"{findings}; not done after {options.seconds:g} s")
         # A thread that hangs in a driver ignores signals and exceptions. Only `_exit` ends the
         # process.
-        os._exit(1)
+        os._exit(exit_codes.FOUND)
 
     watch = threading.Timer(options.seconds, give_up)
     # The timer must not keep the process alive after a check that passed.
@@ -70,10 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         report = probe(options, keep)
     except (MegatronError, OSError) as error:
         print_to_stderr(f"error: {error}")
-        return 2
+        return exit_codes.USER_ERROR
     print_line(report.format_line())
     if report.failures or report.all_reduce_failure:
-        return 1
+        return exit_codes.FOUND
     return 0
 
 

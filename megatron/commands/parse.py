@@ -1,6 +1,7 @@
 """The command lines of the tools, with a --help that shows plain values."""
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -8,6 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from megatron.commands.standard_streams import end_without_reader
+from megatron.config.fields import read_attribute_docs
 
 _Parsed = TypeVar("_Parsed")
 
@@ -15,9 +17,6 @@ _Parsed = TypeVar("_Parsed")
 def _format_default(label: str) -> str:
     """Return what --help shows of a default. Without one, the text of the flag explains it."""
     return "" if label == "None" else f"(default: {label})"
-
-
-_HINT = tyro.conf.arg(help_behavior_hint=_format_default)
 
 
 def parse_arguments(
@@ -30,7 +29,8 @@ def parse_arguments(
     """Parse a command line.
 
     --help shows `INT` for a flag that may be left out, where tyro shows `{None}|INT` and
-    `(default: None)`.
+    `(default: None)`. The text of a flag is wrapped as one paragraph. tyro would keep some of the
+    line breaks of the source.
 
     Args:
         target: A dataclass with the arguments, a union of dataclasses, or a function to call.
@@ -38,7 +38,8 @@ def parse_arguments(
         prog: Name of the program in the help.
         description: Text of the help. Default: the docstring of `target`.
     """
-    _hide_missing_defaults(target)
+    words = sys.argv[1:] if args is None else args
+    _annotate_fields(target, with_help=bool({"-h", "--help"} & set(words)))
     with end_without_reader():
         return tyro.cli(
             target,
@@ -49,11 +50,14 @@ def parse_arguments(
         )
 
 
-def _hide_missing_defaults(kind: Any) -> None:
-    """Annotate what may be None in `kind`, and in the dataclasses that it contains."""
+def _annotate_fields(kind: Any, *, with_help: bool) -> None:
+    """Annotate what may be None in `kind`, and in the dataclasses that it contains.
+
+    With `with_help`, fields get their texts too, which are read from the source code.
+    """
     kind = _strip(kind)
     for part in get_args(kind):
-        _hide_missing_defaults(part)
+        _annotate_fields(part, with_help=with_help)
     # The arguments of a command are the fields of a dataclass, or the parameters of a function.
     if inspect.isfunction(kind):
         owners: tuple[Any, ...] = (kind,)
@@ -64,10 +68,14 @@ def _hide_missing_defaults(kind: Any) -> None:
         return
     hints = get_type_hints(kind, include_extras=True)
     for owner in owners:
+        texts = read_attribute_docs(owner) if with_help and isinstance(owner, type) else {}
         for name in owner.__annotations__:
-            _hide_missing_defaults(hints[name])
+            _annotate_fields(hints[name], with_help=with_help)
             if type(None) in get_args(_strip(hints[name])) and name != "return":
-                owner.__annotations__[name] = _add_hint(hints[name])
+                hints[name] = _configure(hints[name], help_behavior_hint=_format_default)
+            if name in texts and not is_dataclass(_strip(hints[name])):
+                hints[name] = _configure(hints[name], help=texts[name])
+            owner.__annotations__[name] = hints[name]
 
 
 def _strip(hint: Any) -> Any:
@@ -75,13 +83,14 @@ def _strip(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _add_hint(hint: Any) -> Any:
-    """Return a type with the text of its default. Its other annotations are kept."""
+def _configure(hint: Any, **settings: Any) -> Any:
+    """Return a type with settings of its flag. Its other annotations are kept."""
     known: list[Any] = list(getattr(hint, "__metadata__", ()))
-    configured = [isinstance(each, type(_HINT)) for each in known]
+    plain = tyro.conf.arg()
+    configured = [isinstance(each, type(plain)) for each in known]
     if True in configured:
         number = configured.index(True)
-        known[number] = replace(known[number], help_behavior_hint=_format_default)
+        known[number] = replace(known[number], **settings)
     else:
-        known.append(_HINT)
+        known.append(replace(plain, **settings))
     return Annotated[_strip(hint), *known]

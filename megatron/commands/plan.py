@@ -14,7 +14,8 @@ the predicted time and cost, errors and warnings.
 A contained shell carries out the assignments and the control flow of a script. This shell runs no
 command and opens no file. If it cannot follow the script, the script is read as text.
 
-Exit code 0 means that the plan has no errors. Exit code 2 means that it has errors.
+Exit code 0 means that the plan has no errors and fits in memory, or may fit. Exit code 2 means that
+it has errors. Exit code 4 means that it does not fit, or that a search found no layout that fits.
 """
 
 import json
@@ -26,6 +27,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, combine_errors
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
@@ -42,6 +44,7 @@ from megatron.commands.plan_cost import (
 from megatron.commands.plan_dry_run import build_dry_run_json, format_dry_run, run_dry
 from megatron.commands.plan_report import build_json, format_plan
 from megatron.commands.plan_search import (
+    PlannedSearch,
     build_search_json,
     draw_pareto,
     format_explanation,
@@ -63,12 +66,14 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
+from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
-from megatron.extras.planner.prediction import predict_plan
+from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.plan.usable_values import replace_wrong_values
+from megatron.rules.layout import WORLD_SIZE
 from megatron.schedule.counter_forecast import ForecastPoint
 
 _ASSUMED = {
@@ -166,6 +171,14 @@ class PlanArguments:
     """Grams of CO2 equivalents of a kilowatt-hour."""
 
 
+@dataclass(frozen=True)
+class _Search:
+    """What a search has found, and the layout of --explain."""
+
+    found: PlannedSearch
+    explained: StepPrediction | None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
@@ -205,6 +218,7 @@ def _report_failure(
             "train_iters": None,
             "data_phases": [],
             "at": [],
+            "assumed": [],
             "notes": list(notes),
             "warnings": list(warnings),
             "flags_without_effect": [],
@@ -215,7 +229,7 @@ def _report_failure(
     for warning in warnings:
         print_to_stderr(f"warning: {warning}")
     print_to_stderr(f"error: {combine_errors(errors)}")
-    return 2
+    return exit_codes.USER_ERROR
 
 
 def _plan(options: PlanArguments, training: list[str]) -> int:
@@ -252,17 +266,15 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
     warnings = [*source.warnings, *loaded.warnings]
-    world_size = options.world_size
-    if world_size is None:
-        world_size = source.world_size
-    if world_size is None:
-        world_size = max(
-            1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        )
+    given_size = options.world_size or source.world_size
+    if given_size is None:
+        world_size = max(1, parallel.replica_size)
         warnings.append(
             "--world-size is not given: planned for one replica of the model, "
             f"{format_count(world_size, 'process', 'processes')}."
         )
+    else:
+        world_size = given_size
     hardware = _choose_hardware(options, source, parallel.distributed_backend == "gloo")
     # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples
@@ -271,7 +283,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     plan = resolve(
         loaded.config,
         world_size,
-        loaded.origin,
+        {**loaded.origin, WORLD_SIZE: "--world-size"},
         consumed_samples=position,
         ranks_per_node=hardware.ranks_per_node,
     )
@@ -303,6 +315,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
+    assumed = _list_assumptions(plan, given_size)
     notes = source.notes
     if options.write_config is not None and not plan.errors:
         digest = write_config(options.write_config, plan, loaded, source, show)
@@ -313,8 +326,40 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     # A failure to draw is printed in place of the report, so that --json prints one document.
     if not plan.errors:
         _draw_step(plan, options, hardware)
-    _print_report(options, plan, at, warnings, uses, hardware, notes)
-    return 2 if plan.errors else 0
+    search = _print_report(options, plan, at, warnings, assumed, uses, hardware, notes)
+    return _choose_exit_code(plan, hardware, search)
+
+
+def _choose_exit_code(plan: Plan, hardware: Hardware, search: _Search | None) -> int:
+    """Return the exit code of a plan. A script that submits the job can stop by it.
+
+    A search answers whether any layout fits, and not whether the given one does.
+    """
+    if plan.errors:
+        return exit_codes.USER_ERROR
+    fits = True
+    if search is not None:
+        fits = bool(search.found.result.fastest)
+    elif can_be_predicted(plan, hardware):
+        fits = predict_plan(plan, hardware).verdict is not Verdict.DOES_NOT_FIT
+    if fits:
+        return exit_codes.SUCCESS
+    return exit_codes.DOES_NOT_FIT
+
+
+def _list_assumptions(plan: Plan, world_size: int | None) -> list[str]:
+    """Return what the numbers of a plan rest on, and neither the command nor a file gives."""
+    assumed = []
+    if plan.assumes_vocab_size:
+        assumed.append(f"a vocabulary of {plan.vocab_size:,} (--vocab-size)")
+    if world_size is None:
+        count = format_count(plan.world_size, "process", "processes")
+        assumed.append(f"{count}, one replica of the model (--world-size)")
+    parallel = plan.config.parallel
+    file = parallel.deepspeed_config
+    if parallel.deepspeed and file is not None and not Path(file).is_file():
+        assumed.append(f"no precision and no sequence lengths in {file}")
+    return assumed
 
 
 def _print_report(
@@ -322,11 +367,16 @@ def _print_report(
     plan: Plan,
     at: list[ForecastPoint],
     warnings: list[str],
+    assumed: list[str],
     uses: list[DatasetUse],
     hardware: Hardware,
     notes: tuple[str, ...],
-) -> None:
-    """Print the plan, its predicted cost, and what the search and the dry run find."""
+) -> _Search | None:
+    """Print the plan, its predicted cost, and what the search and the dry run find.
+
+    Returns:
+        The search, if one is asked for.
+    """
     cost = _build_cost_options(options)
     # A plan with errors has no step that could be run.
     reports = []
@@ -334,21 +384,27 @@ def _print_report(
         reports = run_dry(plan, options.dry_run_microbatches)
     if options.json:
         report = build_json(plan, at, warnings, uses, hardware)
+        report["assumed"] = assumed
         report["notes"] = list(notes)
         report["cost"] = build_cost_json(plan, hardware, cost)
         if options.dry_run:
             report["dry_run"] = build_dry_run_json(reports)
-        print_line(json.dumps({**report, **_report_search_json(plan, options, hardware)}, indent=1))
-        return
+        search = _search(plan, options, hardware)
+        if search is not None:
+            report["search"] = build_search_json(search.found, search.explained)
+        print_line(json.dumps(report, indent=1))
+        return search
     lines = [f"note: {note}" for note in notes]
     # With --distributed-backend gloo, the default is the CPU that the run asks for.
     is_default = options.hardware is None and hardware.has_gpu
-    predicted = format_cost(plan, hardware, cost, is_default=is_default)
-    lines += format_plan(plan, at, warnings, uses, hardware, predicted)
-    lines += _report_search(plan, options, hardware)
+    predicted = format_cost(plan, hardware, cost, is_default=is_default, assumed=assumed)
+    lines += format_plan(plan, at, warnings, uses, hardware, predicted, assumed)
+    search = _search(plan, options, hardware)
+    lines += _format_search(search)
     if reports:
         lines += format_dry_run(plan, reports)
     print_line("\n".join(lines))
+    return search
 
 
 def _check_numbers(options: PlanArguments) -> None:
@@ -373,44 +429,30 @@ def _build_cost_options(options: PlanArguments) -> CostOptions:
     )
 
 
-def _wants_search(options: PlanArguments) -> bool:
+def _search(plan: Plan, options: PlanArguments, hardware: Hardware) -> _Search | None:
+    """Search if that is asked for, and draw what --pareto asks for."""
     asked = options.search or options.allow_fp8
-    return asked or options.explain is not None or options.pareto is not None
-
-
-def _report_search(plan: Plan, options: PlanArguments, hardware: Hardware) -> list[str]:
-    """Return the lines of the search and of --explain, and draw what --pareto asks for."""
-    if plan.errors or not _wants_search(options):
-        return []
-    explained = _explain(plan, options, hardware)
-    found = search_plan(plan, hardware, allow_fp8=options.allow_fp8)
-    lines = ["", *format_search(found)]
-    if explained is not None:
-        lines += ["", *format_explanation(explained, found)]
-    if options.pareto is not None:
-        draw_pareto(found, options.pareto)
-    return lines
-
-
-def _report_search_json(plan: Plan, options: PlanArguments, hardware: Hardware) -> dict[str, Any]:
-    """Return the search as plain data. Empty without a search."""
-    if plan.errors or not _wants_search(options):
-        return {}
-    explained = _explain(plan, options, hardware)
-    found = search_plan(plan, hardware, allow_fp8=options.allow_fp8)
-    if options.pareto is not None:
-        draw_pareto(found, options.pareto)
-    return {"search": build_search_json(found, explained)}
-
-
-def _explain(plan: Plan, options: PlanArguments, hardware: Hardware) -> StepPrediction | None:
-    """Return the prediction of the layout of --explain. None without the flag.
-
-    It comes before the search, so that a mistake is reported without the wait for the search.
-    """
-    if options.explain is None:
+    asked = asked or options.explain is not None or options.pareto is not None
+    if plan.errors or not asked:
         return None
-    return predict_explained(options.explain, plan, hardware)
+    explained = None
+    # Before the search, so that a mistake is reported without the wait for the search.
+    if options.explain is not None:
+        explained = predict_explained(options.explain, plan, hardware)
+    found = search_plan(plan, hardware, allow_fp8=options.allow_fp8)
+    if options.pareto is not None:
+        draw_pareto(found, options.pareto)
+    return _Search(found, explained)
+
+
+def _format_search(search: _Search | None) -> list[str]:
+    """Return the lines of a search and of --explain."""
+    if search is None:
+        return []
+    lines = ["", *format_search(search.found)]
+    if search.explained is not None:
+        lines += ["", *format_explanation(search.explained, search.found)]
+    return lines
 
 
 def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text
 from megatron.commands.plan_source import CommandSource
 from megatron.config.compare import compute_config_digest, find_config_differences
 from megatron.config.config_with_origin import LoadedConfig
@@ -48,7 +49,7 @@ def write_config(
     document = values[_DEEPSPEED_CONFIG]
     if source.documents and document and Path(document).is_file():
         beside = path.with_suffix(".deepspeed.json")
-        files[beside] = Path(document).read_text(errors="surrogateescape")
+        files[beside] = load_text(document, decoding="surrogateescape")
         values[_DEEPSPEED_CONFIG] = str(beside)
     if existing := [file for file in files if file.exists()]:
         raise ConfigError(

@@ -185,13 +185,27 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
 
 
 def format_cost(
-    plan: Plan, hardware: Hardware, options: CostOptions, *, is_default: bool = False
+    plan: Plan,
+    hardware: Hardware,
+    options: CostOptions,
+    *,
+    is_default: bool = False,
+    assumed: Sequence[str] = (),
 ) -> list[str]:
-    """Format the prediction for people. `is_default` tells that nobody chose the hardware."""
+    """Format the prediction for people.
+
+    Args:
+        plan: The plan.
+        hardware: The devices.
+        options: What is assumed about the cluster.
+        is_default: Whether nobody chose the hardware.
+        assumed: What is assumed about the run.
+    """
     if plan.errors:
         return []
     if not can_be_predicted(plan, hardware):
-        return [_format_row("step", f"no prediction: {hardware.name} has no fp32_tflops")]
+        text = f"no prediction: {hardware.name} has no fp32_tflops. Use --bf16"
+        return [_format_row("step", text)]
     prediction = predict_plan(plan, hardware)
     goodput = predict_goodput(plan, hardware, options)
     lines = [
@@ -202,7 +216,7 @@ def format_cost(
         ),
         *_format_default(hardware, is_default=is_default),
         *_format_missing_gpu(hardware),
-        *_format_precision(plan, hardware),
+        *_format_precision(plan, hardware, prediction),
         *_format_float8(plan, prediction),
         *_format_breakdown(prediction),
         _format_row(
@@ -216,6 +230,7 @@ def format_cost(
             f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
         ),
         *_format_memory(prediction),
+        *format_assumed("  assumed", assumed),
         *_format_unused_speed(plan, hardware, prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
@@ -263,16 +278,30 @@ def _format_missing_gpu(hardware: Hardware) -> list[str]:
     return [_format_row("  devices", "CPUs. The run has no GPU, and its prediction is rough")]
 
 
-def _format_precision(plan: Plan, hardware: Hardware) -> list[str]:
-    """Return a row about a format that the device does not compute in."""
-    if hardware.has_bf16 or not plan.config.precision.bf16:
+def format_assumed(label: str, assumed: Sequence[str]) -> list[str]:
+    """Return a row about what the numbers rest on, and neither the command nor a file gives."""
+    if not assumed:
         return []
-    return [
-        _format_row(
-            "  precision",
-            f"{hardware.name} does not compute in bf16. The times are those of --fp16. Use --fp16",
-        )
-    ]
+    return [_format_row(label, "; ".join(assumed))]
+
+
+def _format_precision(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
+    """Return a row about a format that the device does not compute in, or only slowly."""
+    precision = plan.config.precision
+    if precision.bf16 and not hardware.has_bf16:
+        text = f"{hardware.name} does not compute in bf16. Use --fp16, whose times these are"
+        return [_format_row("  precision", text)]
+    if precision.bf16 or precision.fp16 or not hardware.has_gpu:
+        return []
+    field = "bf16" if hardware.has_bf16 else "fp16"
+    given: dict[str, Any] = {field: True}
+    config = replace(plan.config, precision=replace(precision, **given))
+    half = predict_plan(replace(plan, config=config), hardware)
+    text = (
+        f"fp32. With --{field}, a step would take {half.seconds:,.3g} s, and "
+        f"{half.peak_bytes / 2**30:,.1f} instead of {prediction.peak_bytes / 2**30:,.1f} GiB"
+    )
+    return [_format_row("  precision", text)]
 
 
 def _format_float8(plan: Plan, prediction: StepPrediction) -> list[str]:

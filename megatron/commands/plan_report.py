@@ -1,5 +1,7 @@
 """The report of a plan: text for people, and JSON for programs."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -7,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron.base.plural import format_count
+from megatron.commands.plan_cost import format_assumed
 from megatron.commands.plan_estimates import (
     choose_final_schedule,
     compute_flops,
@@ -41,6 +44,7 @@ from megatron.schedule.clock import format_duration
 from megatron.schedule.counter_forecast import ForecastPoint
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline_schedule import PipelineSchedule
+from megatron.schedule.position import Progress, Steps
 
 SHOWN_SIZES = 8
 """A ramp-up with more batch sizes than this is shortened in the report."""
@@ -79,6 +83,7 @@ def build_json(
         "training_data": [
             {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
         ],
+        "last_lr": compute_last_rate(plan),
         "data_phases": [build_phase_json(planned) for planned in plan.data_phases],
         "loss_mean": plan.config.loss.loss_mean,
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
@@ -170,9 +175,21 @@ def format_plan(
     uses: Sequence[DatasetUse],
     hardware: Hardware,
     cost: Sequence[str] = (),
+    assumed: Sequence[str] = (),
 ) -> list[str]:
-    """Format the plan for people, one line per entry. `cost` has the lines of its prediction."""
+    """Format the plan for people, one line per entry.
+
+    Args:
+        plan: The plan.
+        at: The forecast iterations.
+        warnings: The warnings.
+        uses: The training data sets.
+        hardware: The devices.
+        cost: The lines of its prediction.
+        assumed: What is assumed about the run.
+    """
     lines = [
+        *format_assumed("assumed", assumed),
         *_format_model(plan),
         *_format_training(plan),
         *_format_phases(plan),
@@ -306,7 +323,7 @@ def _format_training(plan: Plan) -> list[str]:
                 f"{batch.train_tokens:,} tokens or all samples, at iteration {last:,}",
             )
         )
-    lines.append(_format_row("learning rate", _describe_schedule(plan.lr_schedule)))
+    lines.append(_format_row("learning rate", _describe_schedule(plan)))
     if described := plan.describe_loss_mean():
         mean, why = described
         lines.append(_format_row("loss", f"mean {mean} ({why})"))
@@ -332,7 +349,42 @@ def _format_phases(plan: Plan) -> list[str]:
     return rows
 
 
-def _describe_schedule(lr: LRSchedule) -> str:
+def compute_last_rate(plan: Plan) -> float | None:
+    """Return the learning rate after the last iteration, as its log line shows it.
+
+    It is None if the length of the run is not known.
+    """
+    # The rate of a run by time follows the time.
+    if plan.train_seconds is not None or not plan.train_iters:
+        return None
+    lr = plan.lr_schedule
+    steps = Steps(plan.batch_size, plan.config.model.seq_length, plan.curriculum)
+    end = steps.find_iteration(Progress(), plan.train_iters)
+    if plan.config.batch.train_tokens is not None:
+        tokens = plan.config.batch.train_tokens
+        end = steps.find_tokens(Progress(), tokens, plan.train_iters)
+
+    def count_applied(iteration: int) -> tuple[int, int]:
+        """Return the samples and tokens up to an iteration, without those that are skipped."""
+        at = steps.find_iteration(Progress(), iteration)
+        samples, tokens = at.samples, at.tokens
+        for bounds in plan.skip_ranges:
+            first, last = (min(iteration, each) for each in (bounds[0] - 1, bounds[1]))
+            before, after = (steps.find_iteration(Progress(), each) for each in (first, last))
+            samples -= after.samples - before.samples
+            tokens -= after.tokens - before.tokens
+        return samples, tokens
+
+    # A run may have millions of iterations, so the end of the warm-up is found by bisection.
+    iterations = range(end.iteration + 1)
+    warm = bisect_left(iterations, lr.warmup_steps, key=lambda each: count_applied(each)[0])
+    warmup_tokens = 0
+    if lr.is_warm(count_applied(end.iteration)[0]):
+        warmup_tokens = count_applied(warm)[1]
+    return lr.get_lr(*count_applied(end.iteration), warmup_tokens)
+
+
+def _describe_warmup(lr: LRSchedule) -> str:
     warmup = f"warm-up {lr.warmup_steps:,.0f} samples"
     if lr.warmup_fraction is not None:
         warmup = f"warm-up in {100 * lr.warmup_fraction:g} % of the time"
@@ -342,6 +394,12 @@ def _describe_schedule(lr: LRSchedule) -> str:
         warmup = f"{lr.warmup_style} {warmup}"
     if lr.decay_from_start:
         warmup += " during the decay"
+    return warmup
+
+
+def _describe_schedule(plan: Plan) -> str:
+    lr = plan.lr_schedule
+    warmup = _describe_warmup(lr)
     if lr.train_seconds is not None:
         end = "the end of the time"
     elif lr.decay_tokens is None:
@@ -349,6 +407,14 @@ def _describe_schedule(lr: LRSchedule) -> str:
     else:
         end = f"{lr.decay_tokens:,} tokens"
     text = f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, {warmup}, decay to {end}"
+    final = lr.min_lr
+    if lr.style == "constant":
+        text = f"{lr.max_lr:g}, constant, {warmup}"
+        final = lr.max_lr
+    last_rate = compute_last_rate(plan)
+    if last_rate is not None and not math.isclose(last_rate, final, rel_tol=1e-3):
+        # The run ends before the decay, or the style does not fall to the minimum.
+        text = f"{last_rate:.3g} at the last iteration; {text}"
     if lr.style == "WSD":
         if lr.wsd_decay_fraction is not None:
             last = f"{100 * lr.wsd_decay_fraction:g} %"
@@ -517,7 +583,9 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
         )
     best = choose_strategy(estimates)
     if best is None:
-        advice = "none fits in memory: use more tensor or pipeline ranks, or recomputation"
+        precision = plan.config.precision
+        half = "" if precision.bf16 or precision.fp16 else "--bf16, "
+        advice = f"none fits in memory: use {half}more tensor or pipeline ranks, or recomputation"
     else:
         # --search also changes the micro-batch and the grid.
         verb = "fit" if best.verdict is Verdict.FITS else "may fit; none fits with the margin"

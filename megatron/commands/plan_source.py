@@ -263,12 +263,11 @@ def _has_value(text: str, name: str) -> bool:
 
 
 def _describe_arguments(command: LaunchScript, script: Path | None) -> str:
-    """Return the message about the arguments that a script needs, with the line of each."""
-    lines = command.argument_lines
-    listed = ", ".join(f"${n} (line {line})" for n, line in sorted(lines.items()))
+    """Return the message about the arguments that a script lacks."""
+    listed = ", ".join(command.missing_arguments)
     return (
-        f"the script needs arguments: {listed or '$@'}. Give all of them in order: megatron-plan "
-        f"{script} --script-args 'VALUE1 VALUE2 ...'."
+        f"the script needs arguments: {listed or '$@'}. Give all arguments of the script in order: "
+        f"megatron-plan {script} --script-args 'VALUE1 VALUE2 ...'."
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import print_line
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
@@ -175,20 +176,18 @@ def _read_log_curves(source: Path) -> Curves:
     validation: dict[tuple[int, str], float] = {}
     last = 0
     # Logs of crashed runs may contain bytes that are not UTF-8.
-    with source.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if (step := parse_log_line(line)) is not None:
-                first = int(step["iteration"])
-                if first <= last:
-                    train = {
-                        iteration: old for iteration, old in train.items() if iteration < first
-                    }
-                    validation = {key: old for key, old in validation.items() if key[0] < first}
-                train[first] = step
-                # The next line with an iteration up to this one means a resume or a rollback.
-                last = first
-            elif (point := parse_validation_log_line(line)) is not None:
-                validation[int(point["iteration"]), str(point["name"])] = float(point["lm_loss"])
+    for raw in iterate_lines(source):
+        line = raw.decode("utf-8", "replace")
+        if (step := parse_log_line(line)) is not None:
+            first = int(step["iteration"])
+            if first <= last:
+                train = {iteration: old for iteration, old in train.items() if iteration < first}
+                validation = {key: old for key, old in validation.items() if key[0] < first}
+            train[first] = step
+            # The next line with an iteration up to this one means a resume or a rollback.
+            last = first
+        elif (point := parse_validation_log_line(line)) is not None:
+            validation[int(point["iteration"]), str(point["name"])] = float(point["lm_loss"])
     curves = Curves()
     for iteration, step in sorted(train.items()):
         curves.add(iteration, step.get("lm_loss"), step.get("learning_rate"))

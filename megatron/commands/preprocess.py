@@ -17,16 +17,18 @@ tokenizer. Training refuses another one where this file is beside the data.
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.base.plural import format_count
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
+from megatron.config.data import TokenizerConfig
 from megatron.extras.corpus.engines import EngineName
 from megatron.extras.corpus.prepare import prepare_corpus
 from megatron.extras.corpus.shards import CorpusJob
@@ -59,6 +61,9 @@ class PreprocessArguments:
     on_bad_line: Literal["stop", "skip"] = "stop"
     """What to do with a line that is not JSON or lacks a key. Either way the line is reported with
     its file and number."""
+    special_tokens_in_text: bool = False
+    """Let a text that spells a special token, such as <|endoftext|>, have this token. By default it
+    is ordinary text. Either way they are counted."""
     engine: EngineName | None = None
     """Make one shard for each input file: with processes of this machine (local), as a job array of
     Slurm, or on Ray (the cluster of RAY_ADDRESS, or this machine). All machines must see the same
@@ -76,11 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     return run_tool(lambda: _preprocess(given))
 
 
+def _make_tokenizer_config(given: PreprocessArguments) -> TokenizerConfig:
+    return replace(
+        given.tokenizer.make_config(), special_tokens_in_text=given.special_tokens_in_text
+    )
+
+
 def _preprocess(given: PreprocessArguments) -> int:
     job = PreprocessJob(
         input=given.input,
         output_prefix=given.output_prefix,
-        tokenizer=given.tokenizer.make_config(),
+        tokenizer=_make_tokenizer_config(given),
         json_keys=given.json_keys,
         append_eod=given.append_eod,
         workers=given.workers,
@@ -97,10 +108,12 @@ def _preprocess(given: PreprocessArguments) -> int:
     except KeyboardInterrupt:
         # The journal on disk makes the same command continue, so a traceback would be noise.
         print_to_stderr("interrupted; the same command continues from the last journal entry")
-        return 130
+        return exit_codes.INTERRUPTED
     for key, prefix in done.prefixes.items():
         documents = format_count(done.documents[key], "document")
         print_line(f"{prefix}: {documents}, {format_count(done.tokens[key], 'token')}")
+    if done.special_tokens is not None:
+        print_line(done.special_tokens)
     # Speeds are per byte of text, not per byte of JSON.
     megabytes = done.text_bytes / 1e6
     speed = done.megabytes_per_second
@@ -123,7 +136,7 @@ def _prepare_corpus(given: PreprocessArguments, engine: EngineName) -> int:
         key=given.json_keys[0],
         append_eod=given.append_eod,
         on_bad_line=given.on_bad_line,
-        tokenizer=given.tokenizer.make_config(),
+        tokenizer=_make_tokenizer_config(given),
     )
     try:
         corpus = prepare_corpus(
@@ -137,7 +150,7 @@ def _prepare_corpus(given: PreprocessArguments, engine: EngineName) -> int:
         )
     except KeyboardInterrupt:
         print_to_stderr("interrupted; the same command keeps the shards that are complete")
-        return 130
+        return exit_codes.INTERRUPTED
     for name, reason in corpus.failed.items():
         print_to_stderr(f"FAILED: {name}: {reason}")
     print_line(
@@ -147,7 +160,7 @@ def _prepare_corpus(given: PreprocessArguments, engine: EngineName) -> int:
         f"{format_count(corpus.count('bad_documents'), 'bad document')}, "
         f"{format_count(len(corpus.failed), 'failed file')}"
     )
-    return 1 if corpus.failed else 0
+    return exit_codes.FOUND if corpus.failed else 0
 
 
 if __name__ == "__main__":

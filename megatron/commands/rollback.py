@@ -18,6 +18,7 @@ from typing import Annotated
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
@@ -50,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         )
     except MegatronError as error:
         print_to_stderr(f"error: {error}")
-        return 2
+        return exit_codes.USER_ERROR
     except OSError as error:
         print_to_stderr(f"error: {error}; fix that, and give the same command again")
-        return 2
+        return exit_codes.USER_ERROR
     return 0
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.commands.run_tool import prepare_output, run_tool
 from megatron.parallel.launcher import read_launcher_world
@@ -41,7 +42,7 @@ def run_on_ranks(work: Callable[[], None]) -> int:
         work()
         sys.stdout.flush()
     except BrokenPipeError:
-        os._exit(128 + signal.SIGPIPE)
+        os._exit(exit_codes.CLOSED_PIPE)
     except MegatronError as error:
         leave_with_error(error)
     except OSError as error:

@@ -2,10 +2,10 @@
 
 import io
 import os
-import signal
 import sys
 from collections.abc import Callable
 
+from megatron.base import exit_codes
 from megatron.base.errors import MegatronError, describe_os_error
 from megatron.base.plain_text import print_to_stderr
 
@@ -43,11 +43,11 @@ def run_tool(work: Callable[[], int]) -> int:
     except BrokenPipeError:
         # The interpreter flushes standard output at its exit. That would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return exit_codes.CLOSED_PIPE
     except OSError as error:
         message = describe_os_error(error)
     except KeyboardInterrupt:
         print_to_stderr("interrupted")
-        return 128 + signal.SIGINT
+        return exit_codes.INTERRUPTED
     print_to_stderr(f"error: {message}")
-    return 2
+    return exit_codes.USER_ERROR

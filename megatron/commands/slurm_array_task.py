@@ -36,6 +36,7 @@ from pathlib import Path
 
 import tyro
 
+from megatron.base import exit_codes
 from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_to_stderr
 from megatron.commands.double_dash import split_at_double_dash
@@ -99,13 +100,13 @@ def main(argv: list[str] | None = None) -> int:
         print_to_stderr(
             "error: nothing to train: put -- pretrain_gpt.py and its arguments after the options"
         )
-        return 2
+        return exit_codes.USER_ERROR
 
     try:
         refuse_errors(check_arguments(options))
     except MegatronError as error:
         print_to_stderr(f"error: {error}")
-        return 2
+        return exit_codes.USER_ERROR
 
     # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
     def send_alert(text: str) -> None:
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (MegatronError, OSError) as error:
         print_to_stderr(f"error: {error}")
-        return 2
+        return exit_codes.USER_ERROR
     # Slurm records this code. The actions themselves are done already.
     return EXIT_CODES[outcome]
 

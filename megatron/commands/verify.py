@@ -10,14 +10,17 @@ small sizes. It trains three steps, with a resume between them. A reference of o
 the same steps. Data, weights, gradients and moments of all ranks are compared.
 
 Exit code 0 means that the copy equals the reference. Exit code 1 means that it differs. Exit code 2
-means that the command has errors, or cannot be verified.
+means that the command has errors, or cannot be verified. Exit code 5 means that a launch of the
+copy had too little time (--time-limit), and that nothing was seen to differ.
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, combine_errors
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
@@ -34,9 +37,10 @@ from megatron.commands.training_imports import hide_from_collector
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.run_plan import Plan
+from megatron.rules.layout import WORLD_SIZE
 
 _SWITCHES = ("--expand", "--help", "--json", "--no-expand", "--no-json", "-h")
-_WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--world-size")
+_WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class VerifyArguments:
     """Write the report to this JSON file. A run keeps it with --verification FILE."""
     json: bool = False
     """Print the report as JSON instead of text."""
+    time_limit: float | None = None
+    """Seconds that each launch of the copy may take. Default: 120, or more if the copy has more
+    processes than this machine has idle cores."""
     ranks_per_node: int | None = None
     """Ranks of a node of the run, which --sharding-strategy hsdp shards over. Default: the ranks
     that the script starts on a node, otherwise 8."""
@@ -113,7 +120,7 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
         plan = resolve(
             loaded.config,
             world_size,
-            loaded.origin,
+            {**loaded.origin, WORLD_SIZE: "--world-size"},
             # With --load the position is in a checkpoint, and a copy starts from scratch.
             consumed_samples=0 if loaded.config.checkpoint.load is None else None,
             ranks_per_node=options.ranks_per_node or source.ranks_per_node or RANKS_PER_NODE,
@@ -124,6 +131,8 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
 
 
 def _verify(options: VerifyArguments, training: list[str]) -> int:
+    if options.time_limit is not None and not 0 < options.time_limit < math.inf:
+        raise ConfigError(f"--time-limit {options.time_limit:g} must be above 0 seconds.")
     if options.report is not None and not options.report.parent.is_dir():
         # Otherwise the minutes of the verification would be lost.
         raise ConfigError(f"--report {options.report}: its folder does not exist.")
@@ -136,7 +145,7 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
     from megatron.extras.verify.verification import verify
 
     preload()
-    found = verify(plan, train, print_to_stderr)
+    found = verify(plan, train, print_to_stderr, options.time_limit)
     report = build_report(plan, found)
     if options.report is not None:
         options.report.write_text(json.dumps(report, indent=1) + "\n")
@@ -144,7 +153,12 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
         print_line(json.dumps(report, indent=1))
     else:
         print_line("\n".join(format_report(report)))
-    return 0 if report["verified"] else 1
+    if report["verified"]:
+        return exit_codes.SUCCESS
+    # A difference is a verdict, whatever the time.
+    if found.out_of_time and all(row.passed for row in found.rows):
+        return exit_codes.OUT_OF_TIME
+    return exit_codes.FOUND
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ from typing import Any
 from megatron.config.fields import PRESET_ORIGIN, all_fields, flatten
 from megatron.config.tree import Config
 
+_SHOWN_VALUES = 8
+"""A message shows at most this many values of a flag."""
+
 
 @dataclass(frozen=True)
 class ConfigWithOrigin:
@@ -52,6 +55,9 @@ class ConfigWithOrigin:
 
 def describe_value(dotted: str, value: Any, origin: str) -> str:
     """Return the flag, a value and its origin of a field, as `ConfigWithOrigin.describe` does."""
+    # A mixture may have hundreds of values.
+    if isinstance(value, tuple) and len(value) > _SHOWN_VALUES:
+        value = (*value[:_SHOWN_VALUES], f"... ({len(value)} values)")
     shown = all_fields()[dotted].spell(value)
     # A value that came from a flag needs no origin, because the message shows that flag already.
     if origin and not origin.startswith("-"):

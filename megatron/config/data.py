@@ -114,6 +114,9 @@ class TokenizerConfig:
     tokenizer_name_or_path: str | None = None
     """Folder of the Hugging Face tokenizer, its name on the Hub (organization/name), or the file
     tokenizer.model. --tokenizer-model is another name of this flag."""
+    special_tokens_in_text: bool = False
+    """Let a text that spells a special token, such as <|endoftext|>, have this token. By default it
+    is ordinary text. For texts that are tokenized while training reads them, and for prompts."""
     vocab_size: Annotated[int | None, Range("[1, 2147483647]")] = None
     """Number of token ids, if the tokenizer's files are not available: for planning, or for data
     that is tokenised already."""

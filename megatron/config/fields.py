@@ -55,7 +55,7 @@ class Field:
     @property
     def doc(self) -> str:
         """What the field means, for --help."""
-        return _read_attribute_docs(list_groups()[self.group]).get(self.name, "")
+        return read_attribute_docs(list_groups()[self.group]).get(self.name, "")
 
     @property
     def flag(self) -> str:
@@ -291,7 +291,7 @@ def _make_field(dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.A
 
 
 @functools.cache
-def _read_attribute_docs(cls: type) -> dict[str, str]:
+def read_attribute_docs(cls: type) -> dict[str, str]:
     """Return the string literal below each attribute of a dataclass, by the attribute's name."""
     # Python does not keep these literals at run time. They are read from the source instead, which
     # takes a while. A rank that trains does not need them.

@@ -20,8 +20,9 @@ class KernelsConfig:
     deterministic_mode: bool = False
     """Use only kernels that give the same bits each time, and NCCL's ring algorithm. On a GPU,
     backward passes of attention otherwise add up in an order that changes, so a resumed run is not
-    bit-identical. It is slower. The run ends with an error at an operator that has no such kernel.
-    apex, DeepSpeed and torch.compile choose kernels of their own. A CPU needs no such flag."""
+    bit-identical. Attention leaves out fused (cuDNN), whose backward pass does not repeat. It is
+    slower. The run ends with an error at an operator that has no such kernel. apex, DeepSpeed and
+    torch.compile choose kernels of their own. A CPU needs no such flag."""
     attention_backend: tuple[AttentionBackend, ...] = ("by-gpu",)
     """Kernels that attention may use, the preferred one first, as in: fused flash unfused. Each
     layer takes the first that can compute it. by-gpu: cuDNN's first on GPUs of compute capability
@@ -45,6 +46,12 @@ class KernelsConfig:
     of --glu-activation. auto: on GPUs if Triton is installed, but not with --use-torch-compile,
     which fuses it itself. on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's
     operators compute the same."""
+    residual_norm_fusion: bool | None = None
+    """Compute the norms before attention and before the MLP in Triton kernels that also add to the
+    residual stream, or to its gradient. Not with --norm-placement output, with
+    --fp32-residual-connection, or in compiled layers, where PyTorch's operators compute the same.
+    auto is off, because it has not run on a GPU yet. on needs pip install 'megatron-3d[kernels]'.
+    On a CPU, PyTorch's operators compute the same."""
     cross_entropy_loss_fusion: bool | None = None
     """Compute softmax and gradient of the logits in Triton kernels, which keep the logits in the
     dtype of the step. auto: on GPUs if Triton is installed. on needs pip install
@@ -61,6 +68,7 @@ class KernelsConfig:
         asked = {
             "--rope-fusion": self.rope_fusion,
             "--bias-swiglu-fusion": self.bias_swiglu_fusion,
+            "--residual-norm-fusion": self.residual_norm_fusion,
             "--cross-entropy-loss-fusion": self.cross_entropy_loss_fusion,
         }
         return tuple(flag for flag, given in asked.items() if given)

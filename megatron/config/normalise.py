@@ -4,13 +4,14 @@ Invariant: if a field is given several times, under any names, the last one wins
 silently. A token is read, or a warning or an error names it.
 """
 
-import difflib
 import functools
 import re
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.base.close_names import find_close_names
+from megatron.base.plural import format_some
 from megatron.config.command_line import CommandLine, Translator
 from megatron.config.fields import SWITCH, Arity, Field, ValueWithOrigin, all_fields
 
@@ -30,7 +31,8 @@ def read_argv(argv: Sequence[str], translator: Translator | None = None) -> Comm
         if not is_flag(token):
             # `before` is the flag and values that the message names, since the stray value often
             # belongs there.
-            line.errors.append(_describe_stray(token, before))
+            strays = [token, *_take(tokens, "*", 0)]
+            line.errors.append(_describe_strays(strays, before))
             continue
         typed, equals, attached = token.partition("=")
         flag = normalise_flag(typed)
@@ -207,17 +209,18 @@ def normalise_flag(typed: str) -> str:
     return typed[:2] + typed[2:].replace("_", "-")
 
 
-def _describe_stray(token: str, before: list[str]) -> str:
-    """Return the message for a value that follows no flag or exceeds a flag's number of values."""
+def _describe_strays(strays: list[str], before: list[str]) -> str:
+    """Return the message for values that follow no flag or exceed a flag's number of values."""
     if before:
         after = f" after {' '.join(before)}"
     else:
         after = ""
-    if len(before) == 1 and token.lower() in ("true", "false"):
-        attach = f"; write {before[0]}={token}"
+    if len(before) == 1 and strays[0].lower() in ("true", "false"):
+        attach = f"; write {before[0]}={strays[0]}"
     else:
         attach = ""
-    return f"'{token}'{after} belongs to no flag{attach}."
+    shown = format_some(f"'{token}'" for token in strays)
+    return f"{shown}{after} belongs to no flag{attach}."
 
 
 _EPOCHS = (
@@ -249,7 +252,7 @@ def _suggest_flag(flag: str, translator: Translator | None) -> str:
         started = []
     if flag in _OTHER_NAMES:
         return f"; {_OTHER_NAMES[flag]}."
-    close = started[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
+    close = started[:3] or find_close_names(flag, known, most=2, cutoff=0.7)
     hint = f"perhaps you meant {' or '.join(close)}." if close else "--help lists all flags."
     if translator is None:
         hint += (

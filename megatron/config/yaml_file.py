@@ -8,13 +8,14 @@ of base 60, and as false. No tag is ever executed.
 import contextlib
 import dataclasses
 import difflib
-import math
+import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron.base.close_names import find_close_names
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.base.plain_text import make_plain
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
@@ -44,13 +45,9 @@ class YamlContents:
 def read_file(path: str) -> YamlContents:
     """Return the contents of a file, with a message for each error in it."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError):
-            reason = error.strerror
-        else:
-            reason = "it is not UTF-8 text"
-        return YamlContents(errors=[f"--config {path} cannot be read: {reason}."])
+        text = load_text(path, SETTINGS_BYTES)
+    except OSError as error:
+        return YamlContents(errors=[f"--config {path} cannot be read: {error.strerror}."])
     return read_text(text, path)
 
 
@@ -128,7 +125,9 @@ def compose(text: str, name: str, *, fast: bool = False) -> tuple[yaml.Node | No
             line = error.problem_mark.line + 1
         else:
             line = 1
-        return None, f"{name}:{line} is not YAML: {error.problem}."
+        # PyYAML quotes whatever follows one of these words.
+        problem = re.sub("(alias|anchor|handle|directive) .*", r"\1", str(error.problem))
+        return None, f"{name}:{line} is not YAML: {problem}."
     except yaml.YAMLError as error:
         return None, f"{name}:1 is not YAML: {str(error).splitlines()[0]}."
     except RecursionError:
@@ -218,9 +217,10 @@ def read_items(
     if node is None or (isinstance(node, yaml.ScalarNode) and is_null(node)):
         return []
     if not isinstance(node, yaml.MappingNode):
+        # The value is not shown. A script may name any file, whose content is not for a log.
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "text"
         errors.append(
-            f"{name}:{get_line(node)} {what} must be a mapping (key: value), not "
-            f"{_format_node(node)}."
+            f"{name}:{get_line(node)} {what} must be a mapping (key: value), and is {kind}."
         )
         return []
     items: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
@@ -273,53 +273,6 @@ def read_value(field: Field, node: yaml.Node) -> Any:
     return field.convert([text])
 
 
-def get_plain_value(node: yaml.Node) -> Any:
-    """Return the value of a node in the types of Python: dict, list, bool, number, text or None.
-
-    A number such as 1e-8, which YAML 1.1 reads as text, is a number. A word that is no number,
-    such as 1:30, stays text.
-
-    Raises:
-        ValueError: the node has a tag, a key that is not a word, or a list or mapping twice.
-    """
-    return _get_plain_part(node, set())
-
-
-def _get_plain_part(node: yaml.Node, seen: set[int]) -> Any:
-    if node.tag not in PLAIN_TAGS:
-        raise ValueError(f"must not have the tag {node.tag}")
-    if isinstance(node, yaml.ScalarNode):
-        return _get_plain_scalar(node)
-    # Aliases of aliases would make a short text huge.
-    if id(node) in seen:
-        raise ValueError("must not have the same list or mapping twice, by an alias")
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        return [_get_plain_part(item, seen) for item in node.value]
-    errors: list[str] = []
-    items = read_items(node, "", "it", errors)
-    if errors:
-        raise ValueError(errors[0].removeprefix(":").removesuffix("."))
-    return {key.value: _get_plain_part(value, seen) for key, value in items}
-
-
-def _get_plain_scalar(node: yaml.ScalarNode) -> Any:
-    if node.style:
-        return node.value
-    if is_null(node):
-        return None
-    if node.tag == "tag:yaml.org,2002:bool":
-        return node.value.lower() in ("true", "yes", "on")
-    # Python reads the words nan and inf as numbers.
-    if any(letter.isdigit() for letter in node.value):
-        for convert in (int, float):
-            with contextlib.suppress(ValueError):
-                number = convert(node.value)
-                # A number that no float can hold stays text, which is no number to any key.
-                return number if abs(number) < math.inf else node.value
-    return node.value
-
-
 def is_null(node: yaml.ScalarNode) -> bool:
     """Return whether a scalar is null. A quoted one is text."""
     return not node.style and node.value in _NULLS
@@ -363,7 +316,7 @@ def _suggest_key(dotted: str) -> str:
     owners = [
         field.dotted for field in all_fields().values() if field.name == name.replace("-", "_")
     ]
-    close = owners or difflib.get_close_matches(dotted, all_fields(), n=1)
+    close = owners or find_close_names(dotted, all_fields())
     if close:
         return f"; perhaps you meant '{close[0]}'."
     return f"; --help lists the {group} options."

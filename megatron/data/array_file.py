@@ -2,14 +2,14 @@
 
 Invariant: something else may have the file's name, such as a pipe, an archive or a pickle. Opening
 it is then an error. The process does not wait for the file, and executes nothing from it. Links are
-followed when a file is read, and never when one is written.
+followed when a file is read, since the files of a cache may be links. They are never followed when
+one is written.
 """
 
 import hashlib
 import io
 import mmap
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatron.base.outside_file import open_regular
 from megatron.data.background import BLOCK, Background
 
 WHOLE_BYTES = 16 << 20
@@ -82,23 +83,6 @@ class MappedArray:
     def close_file(self) -> None:
         """Close the file. The array stays mapped."""
         self._file.close()
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading.
-
-    A link to a regular file is followed. Data files are often links, and so may be the files of a
-    cache that was built elsewhere. What a cache holds is verified by its digests in either case.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
-    """
-    # Without O_NONBLOCK, opening a pipe would wait for a writer that may never come.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path.name} is not a regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def create_array(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray:

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from megatron.base.durable import sync_folder
 from megatron.base.errors import DataError
+from megatron.base.outside_file import SETTINGS_BYTES, load_json
 from megatron.base.plain_text import print_to_stderr
 from megatron.data.array_file import (
     MappedArray,
     create_array,
-    open_regular,
     sampled_digest,
     whole_digest,
 )
@@ -47,8 +47,6 @@ WAIT_SECONDS = 600.0
 """Longest time to wait for another process that builds an entry."""
 _ATTEMPTS = 5
 """Number of builds before giving up. Other processes may replace or remove an entry meanwhile."""
-# A longer file is not a manifest, and must not fill the memory.
-_MANIFEST_BYTES = 1 << 20
 
 
 class IndexCache:
@@ -293,9 +291,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         OSError, ValueError, KeyError, TypeError, RecursionError: it is missing, or does not hold
             what was written.
     """
-    with open_regular(path) as file:
-        text = file.read(_MANIFEST_BYTES)
-    described = json.loads(text)
+    described = load_json(path, SETTINGS_BYTES)
     if not isinstance(described, dict):
         raise TypeError(f"its manifest is a {type(described).__name__}, not an object")
     check = described.pop("check", None)

@@ -26,7 +26,7 @@ from typing import Any
 
 import xxhash
 
-from megatron.data.array_file import open_regular
+from megatron.base.outside_file import POINTER_BYTES, load_json, open_regular
 from megatron.data.background import BLOCK, Background
 from megatron.data.building import Temporaries
 
@@ -39,7 +39,6 @@ _SETTLED_NS = 2_000_000_000
 
 The file may change again within one tick of its clock, which would leave its times as they are.
 """
-_RECORD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,9 @@ class DigestFolder:
     def get(self, identity: FileIdentity) -> str | None:
         """Return the digest of a file, or None if none is stored since its last change."""
         try:
-            with open_regular(self._path(identity)) as file:
-                record = json.loads(file.read(_RECORD_BYTES))
+            record = load_json(self._path(identity), POINTER_BYTES)
             digest = str(record["xxh3_128"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         # A record that is damaged counts as missing, and costs one more reading.
         if record != self._record(identity, digest) or not re.fullmatch(r"[0-9a-f]{32}", digest):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import DataError
+from megatron.base.plural import format_count, format_some
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.gpt_dataset import count_tokens
@@ -134,11 +135,16 @@ def describe_epochs(uses: Sequence[DatasetUse]) -> str:
 
 
 def warn_about_many_epochs(uses: Sequence[DatasetUse]) -> list[str]:
-    """Return a warning for each data set that is read more than a few times."""
-    return [
+    """Return one warning about all data sets that are read more than a few times, if any."""
+    many = sorted((use for use in uses if use.epochs > MANY_EPOCHS), key=lambda use: -use.epochs)
+    if not many:
+        return []
+    shown = format_some(
         f"{use.prefix} has {use.tokens:,} tokens for training, and the run reads {use.asked:,.0f} "
-        f"from it, which is {use.epochs:,.1f} epochs. More than {MANY_EPOCHS} epochs improve the "
-        "model little. Use more data, or a shorter run"
-        for use in uses
-        if use.epochs > MANY_EPOCHS
+        f"from it, which is {use.epochs:,.1f} epochs"
+        for use in many
+    )
+    return [
+        f"{format_count(len(many), 'data set')} with many epochs: {shown}. More than {MANY_EPOCHS} "
+        "epochs improve the model little. Use more data, or a shorter run"
     ]

@@ -32,6 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron.base.durable import sync_folder
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -199,14 +200,14 @@ class IndexedDataset:
         """
         if self._fingerprint is None:
             digest = hashlib.blake2b(digest_size=16)
-            with open(self._idx, "rb") as file:
+            with open_regular(self._idx) as file:
                 while block := file.read(_CHUNK):
                     digest.update(block)
             size = self._bin.stat().st_size
             digest.update(struct.pack("<Q", size))
             # Reading the complete .bin can take hours. Samples find another corpus of equal shape.
             # content.py digests all bytes in the background.
-            with open(self._bin, "rb") as file:
+            with open_regular(self._bin) as file:
                 for place in range(64):
                     # The first sample begins at byte 0, the last one ends with the file.
                     file.seek(max(0, size - 4096) * place // 63)
@@ -216,7 +217,7 @@ class IndexedDataset:
 
     def _map(self, path: Path) -> mmap.mmap:
         """Return a file that is not empty as mapped, read-only memory."""
-        with _explain_os_errors(path), open(path, "rb") as file:
+        with _explain_os_errors(path), open_regular(path) as file:
             self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[path]
 
@@ -510,7 +511,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _read_blocks(path: Path) -> Iterable[bytes]:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while block := file.read(4 * _CHUNK):
             yield block
 

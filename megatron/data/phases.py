@@ -9,12 +9,12 @@ start of each phase that has started, so a resume with other batch sizes does no
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.config.data import DataConfig
 from megatron.config.fields import all_fields
 from megatron.config.yaml_file import compose, get_line, read_items, read_value
@@ -52,11 +52,9 @@ def read_phases(path: str, *, streamed: bool = False) -> tuple[DataPhase, ...]:
             every error.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = load_text(path, SETTINGS_BYTES)
     except OSError as error:
         raise ConfigError(f"--data-phases {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--data-phases {path} cannot be read: it is not UTF-8 text.") from error
     root, broken = compose(text, path)
     if broken is not None:
         raise ConfigError(broken)

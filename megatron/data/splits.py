@@ -11,10 +11,10 @@ Source: the BigScience fork of Megatron-DeepSpeed.
 import dataclasses
 import math
 import shlex
-from pathlib import Path
 from typing import Literal
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text
 from megatron.config.data import DataConfig
 
 GRAMMAR = (
@@ -214,7 +214,7 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
     """
     try:
         # Quoted arguments may contain line ends, so they are split as on a command line.
-        text = Path(path).read_text(encoding="utf-8").strip()
+        text = load_text(path).strip()
         if text[:1] in ("'", '"'):
             return tuple(shlex.split(text))
         return tuple(line for line in text.splitlines() if line.strip())
@@ -258,7 +258,12 @@ def _read_weighted(
         given = read_weighted_split_paths(path)
     if given and data.data_path:
         raise ConfigError(f"{flag} and --data-path are both given; keep one.")
-    mixtures = tuple(parse_weighted_split_paths(text) for text in given)
+    try:
+        mixtures = tuple(parse_weighted_split_paths(text) for text in given)
+    except ConfigError as error:
+        # The error quotes the file. A script may name any file, whose content is not for a log.
+        refusal = ConfigError(f"{flag}-path {path} does not hold what {flag} takes: {GRAMMAR}.")
+        raise (error if path is None else refusal) from None
     names = [mixture.name for mixture in mixtures]
     # The name identifies a set in logs and in the recorded state.
     if len(set(names)) < len(names):

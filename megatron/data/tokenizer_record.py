@@ -9,14 +9,14 @@ without a record are not checked.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import load_bytes, parse_json
 from megatron.config.data import TokenizerConfig
-from megatron.data.array_file import open_regular
 from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
 from megatron.tokenizer import (
     compute_digest_of_ids,
@@ -81,9 +81,7 @@ def read_record(prefix: str) -> dict[str, dict[str, str]] | None:
     if is_manifest(prefix):
         fix = "make the corpus again with the same command of preprocess_data.py"
     try:
-        # A pipe with this name would be waited for.
-        with open_regular(path) as opened:
-            text = opened.read()
+        text = load_bytes(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -96,13 +94,13 @@ def _parse_record(
 ) -> dict[str, dict[str, str]] | None:
     """Return the tokenizer that a record names. See `read_record`. `fix` is for the message."""
     try:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = parse_json(text)
         tokenizer = {
             part: {"name": str(file["name"]), "digest": str(file["digest"])}
             for part, file in content["tokenizer"].items()
         }
         sizes = content.get("bytes")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged; {fix}") from error
     try:
         # With other sizes, another data set has replaced the recorded one. Those that a manifest
@@ -113,27 +111,6 @@ def _parse_record(
         # A missing file is reported when the data set is opened.
         pass
     return None
-
-
-def merge_records(prefixes: Sequence[str]) -> dict[str, dict[str, str]] | None:
-    """Return the tokenizer that all data sets have, or None if that of one is not known.
-
-    Raises:
-        DataError: two were made with different tokenizers, or a record cannot be read.
-    """
-    records = [read_record(prefix) for prefix in prefixes]
-    known = [(prefix, record) for prefix, record in zip(prefixes, records, strict=True) if record]
-    for prefix, record in known[1:]:
-        differing = _compare(record, known[0][1])
-        if differing:
-            raise DataError(
-                f"{prefix} was made with another tokenizer than {known[0][0]}: "
-                f"{'; '.join(differing)} (xxh3_128 of the files). Preprocess them with the same "
-                "tokenizer."
-            )
-    if len(known) < len(prefixes):
-        return None
-    return records[0]
 
 
 def check_tokenizers_of_data(config: TokenizerConfig, prefixes: Iterable[str]) -> None:
@@ -158,7 +135,7 @@ def _compare_with_run(
     """Compare the recorded tokenizers with that of the run. See `check_tokenizers_of_data`."""
     problems = []
     for prefix, record in records:
-        differing = _compare(record, here)
+        differing = compare_tokenizers(record, here)
         if differing:
             problems.append(f"{prefix}: {'; '.join(differing)}")
     if not problems:
@@ -175,7 +152,9 @@ def _compare_with_run(
     )
 
 
-def _compare(there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]) -> list[str]:
+def compare_tokenizers(
+    there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]
+) -> list[str]:
     """Return a description of each part that both have with different digests."""
     common = there.keys() & here.keys()
     # The table of ids is compared only if the files have another format. It depends on added

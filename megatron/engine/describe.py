@@ -19,6 +19,7 @@ _KERNELS = {
     "gradient_accumulation_fusion": "weight gradients",
     "rope_fusion": "rotary positions",
     "bias_swiglu_fusion": "gated MLP",
+    "residual_norm_fusion": "norms and additions",
     "cross_entropy_loss_fusion": "softmax of the loss",
 }
 """Setting of a kernel -> what it computes."""

@@ -334,11 +334,15 @@ class NativeEngine(EngineBase):
 
         FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy.
         """
-        if self._mesh.grid.weight_ranks == 1 and self._dtype != torch.float32:
-            foreach_copy_(
-                [m.model_parameter.data for m in self._masters],
-                [m.weight.data for m in self._masters],
-            )
+        copied = self._list_copied()
+        if copied:
+            foreach_copy_([m.model_parameter.data for m in copied], [m.weight.data for m in copied])
+
+    def _list_copied(self) -> list[MasterParameter]:
+        """Return the masters of which the model has copies in low precision."""
+        if self._mesh.grid.weight_ranks > 1 or self._dtype == torch.float32:
+            return []
+        return self._masters
 
     # -- state ------------------------------------------------------------------------------------
 

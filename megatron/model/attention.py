@@ -34,6 +34,7 @@ from megatron.parallel.layers import (
     split_evenly,
 )
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.padding import trim_columns
 from megatron.parallel.rng import DropoutKey
 
 
@@ -146,6 +147,7 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         queries = self.heads_per_group
+        qkv = trim_columns(qkv, self.groups * (queries + 2) * self.head_dim)
         qkv = qkv.view(s, b, self.groups, queries + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
         query, key, value = self._divide(qkv, positions)
         # From [s, b, g/t, 1 or n/g, d].

@@ -11,6 +11,7 @@ Each of the two norms of a layer has its own weights. GPT-2 is the first row.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ from megatron.parallel.rng import DropoutKey, RandomStreams
 # One block has three dropouts: attention probabilities, attention output and MLP output.
 _SITES_PER_BLOCK = 3
 
-Half = Callable[..., Tensor]
+Half = Callable[..., Any]
+Norm = LayerNorm | RMSNorm
 
 
 class Block(nn.Module):
@@ -56,10 +58,10 @@ class Block(nn.Module):
         site = 1 + _SITES_PER_BLOCK * index
         residual_is_sharded = tp.sequence_parallel
         # Attention and MLP each have one norm, in one of two places.
-        self.input_norm: LayerNorm | RMSNorm | None = None
-        self.attention_output_norm: LayerNorm | RMSNorm | None = None
-        self.post_attention_norm: LayerNorm | RMSNorm | None = None
-        self.mlp_output_norm: LayerNorm | RMSNorm | None = None
+        self.input_norm: Norm | None = None
+        self.attention_output_norm: Norm | None = None
+        self.post_attention_norm: Norm | None = None
+        self.mlp_output_norm: Norm | None = None
         norm_first = {"input": True, "output": False}[config.norm_placement]
         if norm_first:
             self.input_norm = build_norm(config, tp)
@@ -128,34 +130,49 @@ class Block(nn.Module):
             attend = self._first_half
         else:
             attend = Block._attend
-        attended = attend(self, x, positions, dropout_key)
+        x, attended = attend(self, x, positions, dropout_key)
         # A draw for all positions needs several seeds, which cannot be in a graph.
         if shared and self.training and self.mlp_dropout.p:
             return Block._feed_forward(self, x, attended, dropout_key)
         self.attention_dropout.seed(dropout_key)
         return self._second_half(self, x, attended, dropout_key)
 
-    def _attend(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
-        attended = self.attention(
-            _normalise_input(self.input_norm, self.attention_output_norm, x), positions, dropout_key
-        )
+    def _attend(
+        self, x: Tensor, positions: Positions, dropout_key: DropoutKey
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input for the residual connection, and the output of attention."""
+        x, read = self._add_and_normalise(x, None, self.input_norm, self.attention_output_norm)
+        attended = self.attention(read, positions, dropout_key)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        return attended
+        return x, attended
 
     def _feed_forward(self, x: Tensor, attended: Tensor, dropout_key: DropoutKey) -> Tensor:
-        after = x + self.attention_dropout(attended, dropout_key)
-        # Attention and MLP read the same input if they are parallel.
-        source = x if self.parallel_residual else after
-        out = self.mlp(_normalise_input(self.post_attention_norm, self.mlp_output_norm, source))
+        attended = self.attention_dropout(attended, dropout_key)
+        norms = self.post_attention_norm, self.mlp_output_norm
+        if self.parallel_residual:
+            # Attention and MLP read the same input.
+            after, read = x + attended, _normalise_input(*norms, x)
+        else:
+            after, read = self._add_and_normalise(x, attended, *norms)
+        out = self.mlp(read)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
         return after + self.mlp_dropout(out, dropout_key)
 
+    def _add_and_normalise(
+        self, x: Tensor, branch: Tensor | None, before: Norm | None, after: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + branch, and the input of attention or MLP that is made from it."""
+        fuse = self.mlp.operators.add_and_normalise
+        if fuse is not None and before is not None:
+            return fuse(x, branch, before)
+        if branch is not None:
+            x = x + branch
+        return x, _normalise_input(before, after, x)
 
-def _normalise_input(
-    before: LayerNorm | RMSNorm | None, after: LayerNorm | RMSNorm | None, x: Tensor
-) -> Tensor:
+
+def _normalise_input(before: Norm | None, after: Norm | None, x: Tensor) -> Tensor:
     """Return the input of attention or MLP, in the dtype of the computation.
 
     Args:

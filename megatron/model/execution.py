@@ -60,6 +60,10 @@ class Execution:
             dtype = torch.float16
         elif precision.bf16:
             dtype = torch.bfloat16
+        order = [x for x in config.kernels.attention_backend if x not in ("auto", "by-gpu")]
+        if config.kernels.deterministic_mode:
+            # PyTorch's order may begin with cuDNN, whose backward pass does not repeat.
+            order = [x for x in order if x != "fused"] or ["flash", "efficient", "unfused"]
         return cls(
             dtype=dtype,
             recomputed_part=recompute.recomputed_part,
@@ -69,9 +73,7 @@ class Execution:
             recompute_attention_core=recompute.recompute_attention_core,
             # In fp32 the stream has full precision anyway, and the flag has no effect.
             fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
-            attention_kernels=tuple(
-                name for name in config.kernels.attention_backend if name not in ("auto", "by-gpu")
-            ),
+            attention_kernels=tuple(order),
             pack_documents=config.kernels.use_varlen_attention,
             fused_gradients=bool(config.kernels.gradient_accumulation_fusion),
             compile=config.kernels.use_torch_compile,

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron.config.model import GLU
+from megatron.model.norm import LayerNorm, RMSNorm
 
 
 class Rotate(Protocol):
@@ -37,6 +38,19 @@ class ApplyGate(Protocol):
 
     def __call__(self, gate: Tensor, up: Tensor, activation: GLU) -> Tensor:
         """Return activation(gate) * up, each [s, b, f/t]."""
+
+
+class AddAndNormalise(Protocol):
+    """Adds to the residual stream, and computes the norm of the sum."""
+
+    def __call__(
+        self, x: Tensor, branch: Tensor | None, norm: LayerNorm | RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + branch, and its norm in the dtype of the weights, each [..., h].
+
+        The sum is rounded before the norm. Without a branch, the sum is x. Its other uses should
+        read the returned sum, so that the kernel of the backward pass adds their gradient.
+        """
 
 
 class LossKernels(Protocol):
@@ -92,4 +106,5 @@ class FusedOperators:
     rotate: Rotate | None = None
     rotate_projection: RotateProjection | None = None
     apply_gate: ApplyGate | None = None
+    add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None

@@ -30,6 +30,7 @@ from megatron.model.fused_operators import LossKernels
 from megatron.model.tally import Tally
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.padding import pad_columns, pad_matrix, pad_width, trim_matrix
 
 _CHUNK_BYTES_CPU = 64 << 20
 """Largest size of a chunk's fp32 logits, in bytes.
@@ -207,6 +208,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         n = hidden.shape[0]
         real = rows.real
         used = weight[: _count_product_columns(weight, rows, on_gpu=hidden.is_cuda)]
+        width = hidden.shape[1]
+        hidden = pad_columns(hidden)
+        used = pad_matrix(used, pad_width(len(used), hidden), hidden.shape[1])
         # Index of the target on this rank. It is out of range if another rank holds the target.
         local = labels - rows.first
         holds_target = (local >= 0) & (local < real)
@@ -262,12 +266,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     logits, real, local[part], holds_target[part], top, to_softmax, of_part
                 )
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
+        # A padded copy must not add to the peak, which the next product may reach.
+        del used
         if keep_gradients:
             # In fp16, the sum over all positions may exceed 65504 for a frequent token, and no loss
             # scale would help. It is in fp32 until `backward` has applied its factor.
             dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
             grad_weight = _compute_grad_weight(grad_logits, hidden, weight, dtype)
-            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.save_for_backward(trim_matrix(grad_hidden, n, width), grad_weight)
         return loss
 
     @staticmethod
@@ -403,23 +409,25 @@ def _compute_grad_weight(
     """Return the gradient of `weight` before the factor 1 / count. It is 0 for rows of padding.
 
     Args:
-        grad_logits: [n, v/t], or with fewer columns, without those of padding.
-        hidden: [n, h].
+        grad_logits: [n, v/t], or with fewer columns, without those of padding. It may have more,
+            which are zero.
+        hidden: [n, h], padded as the products are.
         weight: [v/t, h].
         dtype: That of the result. It is the dtype of `weight`, or fp32.
     """
     real = grad_logits.shape[1]
-    if hidden.is_cuda and dtype != weight.dtype and real == weight.shape[0]:
+    if hidden.is_cuda and dtype != weight.dtype and real >= len(weight):
         # The tensor cores add up in fp32 anyway. Only the result is not rounded.
-        return torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32)
-    grad_weight = torch.empty_like(weight, dtype=dtype)
+        product = torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32)
+        return trim_matrix(product, *weight.shape)
+    grad_weight = weight.new_empty((max(real, len(weight)), hidden.shape[1]), dtype=dtype)
     grad_weight[real:] = 0
     rows = grad_weight[:real]
     if dtype == weight.dtype:
         torch.mm(grad_logits.t(), hidden, out=rows)
     else:
         torch.mm(grad_logits.t().float(), hidden.float(), out=rows)
-    return grad_weight
+    return trim_matrix(grad_weight, *weight.shape)
 
 
 def _combine(

@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import print_line
 from megatron.observe.report import IterationReport
 from megatron.observe.timers import FORWARD_BACKWARD, compute_seconds
@@ -216,29 +217,28 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     entries: dict[int, dict[str, Any]] = {}
     last = 0
-    with open(path, "rb") as file:
-        for line in file:
-            record = _parse(line)
-            if record is None:
-                continue
-            kind = record.pop("kind")
-            iteration = record["iteration"]
-            if kind in _RESULTS:
-                entry = entries.setdefault(iteration, {"iteration": iteration})
-                group, result = _RESULTS[kind]
-                entry.setdefault(group, {})[record["name"]] = record[result]
-                continue
-            # A start at an iteration, or an iteration that comes again, undoes all later ones.
-            if kind == "start":
-                keep = iteration
-            else:
-                keep = iteration - 1
-            if keep < last:
-                entries = {number: entry for number, entry in entries.items() if number <= keep}
-            if kind == "train":
-                # The line of an evaluation may precede the line of its iteration.
-                entries[iteration] = entries.get(iteration, {}) | record
-            last = iteration
+    for line in iterate_lines(path):
+        record = _parse(line)
+        if record is None:
+            continue
+        kind = record.pop("kind")
+        iteration = record["iteration"]
+        if kind in _RESULTS:
+            entry = entries.setdefault(iteration, {"iteration": iteration})
+            group, result = _RESULTS[kind]
+            entry.setdefault(group, {})[record["name"]] = record[result]
+            continue
+        # A start at an iteration, or an iteration that comes again, undoes all later ones.
+        if kind == "start":
+            keep = iteration
+        else:
+            keep = iteration - 1
+        if keep < last:
+            entries = {number: entry for number, entry in entries.items() if number <= keep}
+        if kind == "train":
+            # The line of an evaluation may precede the line of its iteration.
+            entries[iteration] = entries.get(iteration, {}) | record
+        last = iteration
     return [entries[number] for number in sorted(entries)]
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.base.errors import LayoutError
+from megatron.base.plural import format_some
 from megatron.parallel.rank_progress import Phase, RankProgress
 from megatron.parallel.waiting import wait_for
 
@@ -121,9 +122,7 @@ def _name_group(kind: str, ranks: Sequence[int], progress: RankProgress) -> Iter
     Raises:
         LayoutError: The message has failed.
     """
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = ", ..." if len(ranks) > _SHOWN else ""
-    name = f"the {kind} of ranks {shown}{more}"
+    name = f"the {kind} of ranks {format_some(ranks, _SHOWN)}"
     with progress.enter(Phase(f"the first message of {name}")):
         try:
             yield

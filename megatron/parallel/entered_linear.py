@@ -9,6 +9,8 @@ pass gathers the slices again, while the input's gradient is computed
 The invariant: all numbers equal those of `F.linear(enter_tensor_parallel(x, tp), weight, bias)`,
 bit for bit. The same products are computed in the same order, and the same tensors are reduced.
 Fused weight gradients are the exception. They are not rounded to 16 bits (`weight_gradient.py`).
+On a GPU, products whose sizes are slow are computed with more columns, which are zero
+(`padding.py`).
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,15 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.products import Products, find_products
+from megatron.parallel.padding import (
+    multiply_padded,
+    needs_padding,
+    pad_columns,
+    pad_matrix,
+    pad_width,
+    trim_matrix,
+)
+from megatron.parallel.products import GradientProducts, Products, find_products
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
 ALONE = TensorParallel()
@@ -48,7 +58,8 @@ def apply_entered_linears(
     """Enter a tensor-parallel region, and apply linear layers to the same input.
 
     Args:
-        x: [s, b, in], or [s/t, b, in] with sequence parallelism.
+        x: [s, b, in], or [s/t, b, in] with sequence parallelism. It may have the padding of a
+            layer before it.
         layers: Weight [out/t, in] and bias [out/t] of each layer.
         tp: The tensor-parallel ranks.
         numbers: What `number_layer` returned for each layer. The weights' gradients are then added
@@ -56,11 +67,14 @@ def apply_entered_linears(
         products: Computes the products in another number format.
 
     Returns:
-        The output of each layer, [s, b, out/t].
+        The output of each layer, [s, b, out/t]. On a GPU it may have padding, so that `pad_width`
+        is its width.
     """
-    if not numbers and products is None and tp.size == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in layers)
     weights = [weight for weight, _ in layers]
+    # Autograd would keep padded copies of weights for the backward pass.
+    plain = not numbers and products is None and not any(needs_padding(x, each) for each in weights)
+    if plain and tp.size == 1:
+        return tuple(F.linear(x, weight, bias) for weight, bias in layers)
     biases = [bias for _, bias in layers]
     if not torch.compiler.is_compiling():
         return _EnteredLinears.apply(x, tp, bool(numbers), products, *weights, *biases)
@@ -68,7 +82,10 @@ def apply_entered_linears(
     assert len(present) in (0, len(biases)), "in a graph, all layers have a bias or none has one"
     formats = [] if products is None else [products.number]
     kept = 0 if products is None else products.kept
-    made = _entered_linears(x, weights, present, list(numbers), formats, kept, _name_region(tp))
+    keeps_input = products is not None and products.keeps_input
+    made = _entered_linears(
+        x, weights, present, list(numbers), formats, kept, keeps_input, _name_region(tp)
+    )
     return tuple(made[: len(weights)])
 
 
@@ -87,7 +104,7 @@ def _multiply(
     if products is not None:
         return products.multiply(entered, weights, biases)
     layers = zip(weights, biases, strict=True)
-    return [F.linear(entered, weight, bias) for weight, bias in layers], []
+    return [multiply_padded(entered, weight, bias) for weight, bias in layers], []
 
 
 def _differentiate(
@@ -106,8 +123,8 @@ def _differentiate(
     """Compute the gradients of all layers, with communication during the products.
 
     Args:
-        grads: Gradient of each output, [s, b, out/t].
-        x: The input as `apply_entered_linears` gets it.
+        grads: Gradient of each output, [s, b, out/t], padded as the output.
+        x: The input as `apply_entered_linears` gets it, or what `products` keeps of it.
         weights: The weight of each layer, or a copy of it.
         tp: The tensor-parallel ranks.
         leaves: The weights whose `grad` the products are added to, or None to return the gradients.
@@ -121,6 +138,7 @@ def _differentiate(
         The gradient of the input, those of the weights, and those of the biases.
     """
     rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
+    width = x.shape[-1]
     gradients = None
     if products is not None:
         # It may send small messages, which must not wait for the all-gather below.
@@ -132,7 +150,8 @@ def _differentiate(
     if needs_x and gradients is not None:
         grad_x = _begin_sum(gradients.multiply_weights(), x, tp)
     elif needs_x:
-        grad_x = _begin_sum(_multiply_back(rows, weights), x, tp)
+        partial = _multiply_back(rows, weights, pad_width(width, rows[0]))
+        grad_x = _begin_sum(trim_matrix(partial, len(partial), width), x, tp)
     grad_weights: list[Tensor | None] = [None] * len(weights)
     # With two layers, the sum is communicated during both products.
     if any(need_weights):
@@ -141,13 +160,15 @@ def _differentiate(
             if not needed:
                 continue
             if leaves is not None:
-                add_to_gradient(leaves[number], rows[number].t(), states)
+                _add_product(leaves[number], number, rows, states, gradients)
             elif gradients is not None:
                 grad_weights[number] = gradients.multiply_input(number, states)
             else:
-                grad_weights[number] = rows[number].t().mm(states)
+                product = rows[number].t().mm(pad_columns(states))
+                grad_weights[number] = trim_matrix(product, *weights[number].shape)
     grad_biases = [
-        row.sum(0) if needed else None for row, needed in zip(rows, need_biases, strict=True)
+        row.sum(0)[: len(weight)] if needed else None
+        for row, weight, needed in zip(rows, weights, need_biases, strict=True)
     ]
     return None if grad_x is None else grad_x.wait(), grad_weights, grad_biases
 
@@ -172,6 +193,8 @@ class _EnteredLinears(torch.autograd.Function):
         ctx.products = products
         ctx.count = count
         outs, kept = _multiply(x, weights, parameters[count:], tp, products)
+        if products is not None and products.keeps_input:
+            x = kept.pop()
         # This is the slice of the sequence, not the gathered input.
         ctx.save_for_backward(x, *weights, *kept)
         return tuple(outs)
@@ -197,14 +220,28 @@ class _EnteredLinears(torch.autograd.Function):
         return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
-def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the input's gradient from all layers, [s b, in]. It is this rank's partial sum."""
+def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor], columns: int) -> Tensor:
+    """Return the input's gradient from all layers, [s b, columns], a partial sum of this rank."""
     # Each product is rounded before it is added, as autograd does it. The last layer comes first
     # in a backward pass, but the order of two summands does not change a sum.
-    total = rows[0].mm(weights[0])
+    total = rows[0].mm(pad_matrix(weights[0], rows[0].shape[1], columns))
     for row, weight in zip(rows[1:], weights[1:], strict=True):
-        total += row.mm(weight)
+        total += row.mm(pad_matrix(weight, row.shape[1], columns))
     return total
+
+
+def _add_product(
+    leaf: Tensor,
+    number: int,
+    rows: Sequence[Tensor],
+    states: Tensor,
+    gradients: GradientProducts | None,
+) -> None:
+    """Add the gradient of a layer's weight to the leaf."""
+    if gradients is None:
+        add_to_gradient(leaf, rows[number].t(), pad_columns(states))
+    else:
+        gradients.add_to_gradient(leaf, number, states)
 
 
 def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
@@ -244,11 +281,12 @@ def run_forward(
     numbers: list[Tensor],
     formats: list[Tensor],
     kept: int,
+    keeps_input: bool,
     region: str,
 ) -> list[Tensor]:
     """Compute the forward operator. See `apply_entered_linears`.
 
-    `biases` is empty if the layers have no bias. The last `kept` results are for the backward pass.
+    `biases` is empty if the layers have no bias. The outputs are followed by what `products` keeps.
     """
     given: Sequence[Tensor | None] = biases or [None] * len(weights)
     outs, saved = _multiply(x, weights, given, _regions[region], find_products(formats))
@@ -288,14 +326,14 @@ def run_backward(
 
 
 _entered_linears = torch.library.custom_op(
-    "megatron::linears",
+    "megatron::padded_linears",
     run_forward,
     mutates_args=(),
     schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, Tensor[] formats, "
-    "int kept, str region) -> Tensor[]",
+    "int kept, bool keeps_input, str region) -> Tensor[]",
 )
 _entered_linears_backward = torch.library.custom_op(
-    "megatron::linears_backward",
+    "megatron::padded_linears_backward",
     run_backward,
     mutates_args=(),
     schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, Tensor[] numbers, "
@@ -311,12 +349,20 @@ def _shape_forward(
     numbers: list[Tensor],
     formats: list[Tensor],
     kept: int,
+    keeps_input: bool,
     region: str,
 ) -> list[Tensor]:
     tp = _regions[region]
-    rows = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
-    outs = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0])) for weight in weights]
-    return outs + [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
+    parts = tp.size if tp.sequence_parallel else 1
+    widths = [weight.shape[0] for weight in weights]
+    if not formats:
+        widths = [pad_width(width, x, parts) for width in widths]
+    outs = [x.new_empty((x.shape[0] * parts, *x.shape[1:-1], width)) for width in widths]
+    outs += [x.new_empty((), dtype=torch.float32) for _ in range(kept)]
+    if keeps_input:
+        by_columns = x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.float8_e4m3fn)
+        outs.append(by_columns.movedim(0, -1))
+    return outs
 
 
 @_entered_linears_backward.register_fake
@@ -330,7 +376,7 @@ def _shape_backward(
     kept: list[Tensor],
     region: str,
 ) -> list[Tensor]:
-    made = [x.new_empty(x.shape)]
+    made = [grads[0].new_empty(x.shape)]
     if not numbers:
         made += [weight.new_empty(weight.shape) for weight in weights]
     if biased:
@@ -339,10 +385,11 @@ def _shape_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, numbers, formats, _, ctx.region = inputs
+    x, weights, biases, numbers, formats, kept, keeps_input, ctx.region = inputs
     ctx.biased = bool(biases)
     ctx.sizes = len(weights), len(numbers), len(formats)
-    ctx.save_for_backward(x, *weights, *numbers, *formats, *output[len(weights) :])
+    scalars = output[len(weights) : len(weights) + kept]
+    ctx.save_for_backward(output[-1] if keeps_input else x, *weights, *numbers, *formats, *scalars)
 
 
 def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -356,7 +403,7 @@ def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     )
     grad_biases = others[-layers:] if ctx.biased else []
     grad_weights = [None] * layers if numbers else others[:layers]
-    without = [None] * len(numbers), [None] * len(formats), None, None
+    without = [None] * len(numbers), [None] * len(formats), None, None, None
     return grad_x, grad_weights, grad_biases, *without
 
 

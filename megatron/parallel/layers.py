@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron.parallel.collectives import leave_tensor_parallel
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.padding import trim_columns
 from megatron.parallel.products import Products
 
 
@@ -200,7 +201,10 @@ class ColumnParallelLinear(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t]."""
+        """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t].
+
+        The result may have padding. See `apply_entered_linears`.
+        """
         (out,) = apply_entered_linears(
             x,
             [(self.weight, self.bias)],
@@ -285,7 +289,10 @@ class SharedGroupsLinear(nn.Module):
             self.shared_bias = make("bias", (), Init.ZERO, shared=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, (n/t + 2) d]."""
+        """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, (n/t + 2) d].
+
+        The result may have padding. See `apply_entered_linears`.
+        """
         weight = torch.cat((self.weight, self.shared_weight[self.own_pair]))
         bias = None
         if self.bias is not None and self.shared_bias is not None:
@@ -329,7 +336,10 @@ class RowParallelLinear(nn.Module):
             self.bias = make_replicated_outside_region((out_features,), tp, Init.ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism."""
+        """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism.
+
+        The input may have padding.
+        """
         if self.tp.size == 1:
             return self._multiply(x, self.bias)
         # Inside the sum, the bias would be added once for each rank.
@@ -348,7 +358,7 @@ class RowParallelLinear(nn.Module):
             numbers=list_numbers(self),
             products=self.products,
         )
-        return out
+        return trim_columns(out, len(self.weight))
 
 
 def list_numbers(*layers: ColumnParallelLinear | RowParallelLinear) -> list[Tensor]:

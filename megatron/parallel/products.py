@@ -26,7 +26,16 @@ class GradientProducts(Protocol):
 
         Args:
             number: The layer, from 0.
-            x: The input of the layers, [n, in].
+            x: The input of the layers, [n, in], or what `Products.multiply` returned in its place.
+        """
+
+    def add_to_gradient(self, weight: Tensor, number: int, x: Tensor) -> None:
+        """Add the gradient of a layer's weight to `weight.grad`, which is in fp32.
+
+        Args:
+            weight: [out/t, in], a leaf in 16 bits.
+            number: Same as for `multiply_input`.
+            x: Same as for `multiply_input`.
         """
 
 
@@ -36,7 +45,9 @@ class Products(Protocol):
     number: Tensor
     """What `number_products` returned."""
     kept: int
-    """Number of tensors that `multiply` keeps for the backward pass, each a scalar in fp32."""
+    """Number of scalars in fp32 that `multiply` keeps for the backward pass."""
+    keeps_input: bool
+    """Whether it also keeps the input in float8_e4m3fn, which takes the place of the input."""
 
     def multiply(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -50,7 +61,8 @@ class Products(Protocol):
 
         Returns:
             The output [..., out/t] of each layer, and what the backward pass needs besides the
-            arguments.
+            arguments. With `keeps_input`, its last entry is the rounded input [..., in], whose
+            memory has the order [in, ...].
         """
 
     def begin_backward(
@@ -61,7 +73,7 @@ class Products(Protocol):
         Args:
             rows: The gradient of each layer's output, [n, out/t].
             weights: The weight [out/t, in] of each layer.
-            kept: What `multiply` returned for the backward pass.
+            kept: The scalars that `multiply` returned for the backward pass.
         """
 
 

@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.padding import trim_matrix
+
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 """The layers that compiled graphs know by a number."""
 _numbers = count()
@@ -55,12 +57,16 @@ def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
 
     Args:
         weight: [m, n], a leaf in 16 bits whose `grad_dtype` is fp32.
-        a: [m, k].
-        b: [k, n].
+        a: [m, k], or with more rows.
+        b: [k, n], or with more columns.
     """
     if weight.grad is None:
         # The first product is the gradient, so no memory is filled with zeros.
-        weight.grad = multiply_in_fp32(a, b)
+        weight.grad = trim_matrix(multiply_in_fp32(a, b), *weight.shape)
+    elif (len(a), b.shape[1]) != weight.shape:
+        # The gradient is contiguous, because FSDP2 and optimizers need it. A product would write
+        # its rows slowly.
+        weight.grad += multiply_in_fp32(a, b)[: len(weight), : weight.shape[1]]
     elif _has_fp32_results(a):
         # The product reads and writes the gradient, so there is no second fp32 matrix.
         torch.addmm(weight.grad, a, b, out_dtype=torch.float32, out=weight.grad)

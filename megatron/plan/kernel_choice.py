@@ -22,7 +22,12 @@ _ATTENTION_ORDERS: dict[str, tuple[AttentionBackend, ...]] = {
 }
 """Compute capability -> order of attention kernels. All other types have PyTorch's."""
 _COMPILED = "torch.compile fuses it with its neighbours"
-TRITON = ("rope_fusion", "bias_swiglu_fusion", "cross_entropy_loss_fusion")
+TRITON = (
+    "rope_fusion",
+    "bias_swiglu_fusion",
+    "residual_norm_fusion",
+    "cross_entropy_loss_fusion",
+)
 """The settings of kernels that need Triton."""
 SWITCHES = ("gradient_accumulation_fusion", *TRITON)
 """The settings that a choice turns on or off."""
@@ -85,6 +90,7 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     absent = {
         "rope_fusion": config.model.position_embedding_type != "rotary",
         "bias_swiglu_fusion": config.model.glu_activation is None,
+        "residual_norm_fusion": config.model.norm_placement != "input",
     }
     if absent.get(name):
         return ""
@@ -94,6 +100,8 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
         return "never tried on a GPU of AMD"
     if name == "gradient_accumulation_fusion":
         return _find_obstacle_of_sums(plan)
+    if name == "residual_norm_fusion":
+        return "not run on a GPU yet"
     if device.obstacle:
         return device.obstacle
     if config.kernels.use_torch_compile and name != "cross_entropy_loss_fusion":

@@ -112,13 +112,12 @@ def resolve(
             lambda: _choose_shard_size(settings, weight_ranks, ranks_per_node), weight_ranks
         )
     # A vocabulary size of 0 means that it could not be determined.
-    tokens = padded = 0
+    tokens = vocab_size or 0
+    padded = 0
+    note: str | None = None
     if vocab_size is None:
-        unknown: tuple[int, str | None] = (0, None)
-        tokens, note = attempt(lambda: _find_vocab_size(settings), unknown)
+        tokens, note = attempt(lambda: _find_vocab_size(settings), (0, note))
         findings += [warning(note)] if note else []
-    else:
-        tokens = vocab_size
     if tokens:
         padded = attempt(lambda: _pad_vocab_size(usable, tokens), tokens)
     shape = ModelShape(usable.model, tokens, padded)
@@ -174,6 +173,7 @@ def resolve(
         train_seconds=train_seconds,
         shard_size=shard_size,
         start_iteration=iteration,
+        assumes_vocab_size=note is not None,
         loss_mean_origin=settings.origin.get(LOSS_MEAN, "default"),
     )
     context = PlanContext(

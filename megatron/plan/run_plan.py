@@ -54,6 +54,8 @@ class Plan:
     """Data x context ranks that share one copy of the model. See `choose_shard_size`."""
     start_iteration: int = 0
     """Iterations before this launch. 0 with --finetune."""
+    assumes_vocab_size: bool = False
+    """Whether the vocabulary is a guess, because the tokenizer's files are not on this machine."""
     loss_mean_origin: str = "default"
     """Where --loss-mean came from. See `LoadedConfig.origin`."""
     kernel_reasons: Mapping[str, str] = field(default_factory=dict)

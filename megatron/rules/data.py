@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.base.plural import format_some
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.data import DataConfig
 from megatron.config.url import has_secret, is_url, redact
@@ -40,12 +41,12 @@ def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[Finding]:
             "alone)."
         )
         return
-    for weight in values[::2]:
-        if not _is_weight(weight):
-            yield error(
-                f"{settings.describe('data.data_path')}: '{weight}' must be a weight, a number "
-                "above 0, as in 0.7 PATH 0.3 PATH."
-            )
+    wrong = [f"'{weight}'" for weight in values[::2] if not _is_weight(weight)]
+    if wrong:
+        yield error(
+            f"{settings.describe('data.data_path')}: {format_some(wrong)} must be a weight, a "
+            "number above 0, as in 0.7 PATH 0.3 PATH."
+        )
 
 
 def _is_weight(text: str) -> bool:
@@ -198,10 +199,12 @@ def warn_about_files(context: PlanContext) -> Iterator[Finding]:
         named = []
     for where, values in named:
         # With several data sets the list alternates between weight and prefix.
-        for prefix in values[1::2] if len(values) > 1 else values:
-            file = prefix if prefix.endswith(".json") else f"{prefix}.idx"
-            if not Path(file).is_file():
-                yield warning(f"{where}: {file} is not on this machine.")
+        prefixes = values[1::2] if len(values) > 1 else values
+        files = [name if name.endswith(".json") else f"{name}.idx" for name in prefixes]
+        missing = [file for file in files if not Path(file).is_file()]
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            yield warning(f"{where}: {format_some(missing)} {verb} not on this machine.")
     if (
         parallel.deepspeed
         and parallel.deepspeed_config

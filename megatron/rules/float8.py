@@ -21,12 +21,6 @@ def check_float8(settings: ConfigWithOrigin) -> Iterator[Finding]:
         yield error(f"{flag} cannot be combined with --fp16: results are in bf16; use --bf16.")
     elif not (precision.bf16 or precision.fp8_emulate):
         yield error(f"{flag} needs --bf16: results of float8 products are in bf16; add --bf16.")
-    if settings.config.kernels.gradient_accumulation_fusion and precision.fp8_recipe != "rowwise":
-        yield error(
-            f"{settings.describe('kernels.gradient_accumulation_fusion')} needs --fp8-recipe "
-            f"rowwise with {flag}: with other recipes, weights' gradients are float8 products, "
-            "which cannot be added in fp32; use rowwise, or leave out the fusion."
-        )
     if settings.config.parallel.deepspeed:
         yield error(
             f"{flag} cannot be combined with --deepspeed: float8 runs in the native engine only; "

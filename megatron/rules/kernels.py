@@ -24,6 +24,11 @@ def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[Finding]:
             yield error(
                 f"{asked}: {alone} is a choice of its own; leave out {alone} or the others."
             )
+    if "fused" in names and settings.config.kernels.deterministic_mode:
+        yield error(
+            f"{asked} cannot be combined with --deterministic-mode: the backward pass of fused "
+            "(cuDNN) does not repeat bit for bit; leave out fused, as in flash efficient unfused."
+        )
     if "unfused" in names[:-1]:
         yield error(
             f"{asked}: unfused computes everything, so the kernels after it would never be used; "

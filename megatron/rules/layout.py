@@ -15,6 +15,9 @@ from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedul
 _IDLE_WORTH_WARNING = 1 / 3
 """A pipeline idles for about this share with twice as many microbatches as stages."""
 
+WORLD_SIZE = "world_size"
+"""Key of the flag in `origin` that gives the number of processes. A run has a launcher instead."""
+
 
 def check_sharding_strategy(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that --sharding-strategy, --zero-stage and --hsdp-shard-size do not contradict."""
@@ -101,12 +104,13 @@ def check_grid(context: PlanContext) -> Iterator[Finding]:
     replica = parallel.replica_size
     # The next smaller and the next larger number of processes that fit.
     fits = [n * replica for n in (world_size // replica, world_size // replica + 1) if n > 0]
-    # A single process was probably started without a launcher.
-    launcher = f" with torchrun --nproc-per-node {replica}" if world_size == 1 else ""
-    yield error(
-        f"{asked} = {replica} must divide the number of processes, {world_size}; "
-        f"start {format_alternatives(fits)} processes{launcher}."
-    )
+    fix = f"start {format_alternatives(fits)} processes"
+    if (flag := context.origin.get(WORLD_SIZE)) is not None:
+        fix = f"use {flag} {format_alternatives(fits)}, or other sizes"
+    elif world_size == 1:
+        # It was probably started without a launcher.
+        fix += f" with torchrun --nproc-per-node {replica}"
+    yield error(f"{asked} = {replica} must divide the number of processes, {world_size}; {fix}.")
 
 
 def check_tensor_parallel(settings: ConfigWithOrigin) -> Iterator[Finding]:

@@ -111,12 +111,19 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     needs(
         *(_SAVE, ": without it nothing would be saved", "checkpoint.save_at"),
         *("checkpoint.async_save", _KEEP_LATEST, "checkpoint.hf_export_interval"),
+        "checkpoint.pretrained_checkpoint",
     ),
     needs(_KEEP_LATEST, ": without it all checkpoints are kept", "checkpoint.keep_every"),
     # These flags have a meaning only for a checkpoint that is loaded.
     needs(
         *("checkpoint.load", ", the folder of the checkpoint", "checkpoint.finetune"),
         *("checkpoint.require_load", "checkpoint.load_iteration", "batch.eval_only"),
+    ),
+    Forbids(
+        lambda config: config.checkpoint.load is not None and not config.checkpoint.resumes_itself,
+        error,
+        "needs --load to be the folder of --save, where the run goes on, or to be left out",
+        ("checkpoint.pretrained_checkpoint",),
     ),
     needs("batch.eval_tasks", ", the names of the tasks", *_list_fields("batch.eval_tasks_")),
     # --eval-only evaluates the tasks once.
@@ -202,6 +209,9 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("data.data_path", "data.data_phases"),
         *_list_fields("data.train_weighted_split_paths"),
     ),
+    no_effect_without(
+        *("data.dataset_format", ": prepared data have ids", "tokenizer.special_tokens_in_text")
+    ),
     no_effect_without("parallel.deepspeed", "", "parallel.deepspeed_config"),
     no_effect(
         "without --context-parallel-size",
@@ -216,6 +226,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),
     ),
     no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
+    no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
     no_effect(
         "with {model.position_embedding_type}, which has no table of positions",
         lambda config: config.model.position_embedding_type != "absolute",
@@ -299,6 +310,8 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     if_given(batch.check_final_step, "batch.step_batch_size_schedule"),
     batch.check_batch_sizes,
     if_given(batch.check_first_batch, "batch.train_samples"),
+    training.warn_missing_warmup,
+    if_given(batch.warn_about_last_batch, "batch.train_samples"),
     if_given(training.warn_about_skipped_end, "batch.skip_train_iteration_range"),
     if_given(curriculum.check_curriculum, "curriculum.curriculum_schedule_type"),
     if_given(curriculum.check_cut_sequences, "curriculum.curriculum_schedule_type"),
@@ -306,7 +319,6 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     if_given(outputs.check_profiled_ranks, "logging.profile_iterations", "logging.memory_snapshot"),
     if_given(data.warn_about_phases, "data.data_phases"),
     model.warn_about_shape,
-    if_given(model.warn_about_widths, "precision.bf16", "precision.fp16"),
     if_given(layout.warn_about_pipeline, "parallel.pipeline_model_parallel_size"),
     data.warn_about_files,
 )

@@ -1,6 +1,5 @@
 """Rules about the shape of the model."""
 
-import math
 from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
@@ -14,9 +13,6 @@ LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
 _HEAD_DIM_MULTIPLE = 64
 """The attention kernels on GPUs are fastest for head sizes that are multiples of this."""
 _USUAL_HIDDEN_PER_LAYER = (32, 256)
-_WIDTH_MULTIPLE = 8
-"""Products of 16 bits use the fastest kernels if the rows of the matrices have a multiple of 16
-bytes (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication)."""
 
 
 def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[Finding]:
@@ -164,36 +160,4 @@ def warn_about_shape(context: PlanContext) -> Iterator[Finding]:
             f"{width} / {context.describe('model.num_layers')} = {h / layers:.0f} is an unusual "
             f"ratio of width to depth: {low} to {high} is common, large published models have 100 "
             "to 205."
-        )
-
-
-def warn_about_widths(context: PlanContext) -> Iterator[Finding]:
-    """Warn if a width on a tensor-parallel rank is no multiple of 8 in bf16 or fp16."""
-    shape = context.plan.shape
-    precision = context.config.precision
-    if not (precision.bf16 or precision.fp16):
-        return
-    model = context.config.model
-    ranks = context.config.parallel.tensor_model_parallel_size
-    heads = shape.head_dim * model.num_attention_heads
-    per_head = "--kv-channels x --num-attention-heads"
-    for name, flag, width, parts, unit in (
-        ("hidden size", "--hidden-size", model.hidden_size, 1, 1),
-        ("width of the MLP", "--ffn-hidden-size", shape.ffn_hidden_size, ranks, 1),
-        ("width of all heads", per_head, heads, ranks, model.num_attention_heads),
-        # Padding by --make-vocab-size-divisible-by has added rows already.
-        ("padded vocabulary", "--make-vocab-size-divisible-by", shape.padded_vocab_size, ranks, 1),
-    ):
-        # What cannot be divided is an error of another rule.
-        if width % parts or width // parts % _WIDTH_MULTIPLE == 0:
-            continue
-        share = ""
-        if parts > 1:
-            share = f" / {ranks} tensor-parallel ranks = {width // parts}"
-        # All heads have the same width.
-        step = math.lcm(_WIDTH_MULTIPLE * parts, unit)
-        yield warning(
-            f"{name} {width:,}{share} ({flag}) is not a multiple of {_WIDTH_MULTIPLE}: on GPUs, "
-            "its matrix products in 16 bits take up to twice the time. "
-            f"{-(-width // step) * step:,} is the next width that does not."
         )

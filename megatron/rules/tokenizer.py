@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron.config.data import TokenizerConfig
 from megatron.rules.finding import Finding, error
-from megatron.tokenizer.vocabulary import describe_lack, find_tokenizer_folder
+from megatron.tokenizer.vocabulary import describe_absence, describe_lack, find_tokenizer_folder
 
 
 def check_tokenizer_files(config: TokenizerConfig) -> Iterator[Finding]:
@@ -35,9 +35,9 @@ def check_tokenizer_files(config: TokenizerConfig) -> Iterator[Finding]:
         if not stated:
             yield error(describe_lack(config))
     # A name may be on the Hugging Face Hub. If the size is given, the name alone is enough.
-    elif not stated or name.startswith((".", "/", "~")):
-        shown = {
-            "PretrainedFromHF": "--tokenizer-name-or-path",
-            "SentencePieceTokenizer": "the file --tokenizer-model",
-        }[config.tokenizer_type]
-        yield error(f"{shown} {name} does not exist on this machine. Correct the path, {without}.")
+    elif not stated:
+        yield error(describe_absence(config))
+    elif name.startswith((".", "/", "~")):
+        yield error(
+            f"the tokenizer {name} does not exist on this machine. Correct the path, {without}."
+        )

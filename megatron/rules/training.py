@@ -13,6 +13,9 @@ from megatron.schedule.clock import parse_duration
 
 TIMES = ("batch.train_time", "batch.eval_interval_time", "checkpoint.save_interval_time")
 """Fields that hold a time."""
+_LONG_ITERATIONS = 5_000
+_LONG_TOKENS = 5_000_000_000
+"""A run of this length is expected to warm up."""
 _BY_TIME = "the learning rate follows the time; leave it out"
 _WSD_BY_TIME = "give --lr-wsd-decay-fraction"
 _NEEDS_KNOWN_LENGTH = {
@@ -160,6 +163,23 @@ def has_no_warmup(config: Config) -> bool:
         or optimizer.lr_warmup_samples
         or optimizer.lr_warmup_tokens
     )
+
+
+def warn_missing_warmup(context: PlanContext) -> Iterator[Finding]:
+    """Warn about a long run without a warm-up. Published runs of this length warm up.
+
+    Source: https://arxiv.org/abs/2302.13971, section 2.3 (2,000 iterations).
+    """
+    plan = context.plan
+    # The length of a run by time is not known, and a resume is warm.
+    starts = plan.train_seconds is None and context.start.iteration == 0
+    is_long = plan.train_iters >= _LONG_ITERATIONS or plan.train_tokens >= _LONG_TOKENS
+    if starts and is_long and has_no_warmup(context.config):
+        yield warning(
+            f"{context.describe('optimizer.lr')} applies from the first iteration on, without a "
+            "warm-up, and large models then often diverge. Published runs warm up over about 2,000 "
+            "iterations: give --lr-warmup-iters, -samples, -tokens or -fraction."
+        )
 
 
 def warn_decay_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[Finding]:

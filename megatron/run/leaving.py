@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.base import exit_codes
 from megatron.base.durable import replace_file
 from megatron.base.error_report import (
     FOLDER_VARIABLE,
@@ -21,7 +22,7 @@ from megatron.base.error_report import (
     parse_rank,
     write_report,
 )
-from megatron.base.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError, MegatronError
+from megatron.base.errors import HungRanksError, LostRanksError, MegatronError
 from megatron.base.plain_text import make_plain_lines, print_to_stderr
 from megatron.run.closing import close_within_limit
 
@@ -56,7 +57,7 @@ def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> 
         # srun ends all ranks when this one ends. The others need the time to write their reports.
         time.sleep(1)
     # sys.exit would destroy the process group. That can hang if other ranks are in a collective.
-    os._exit(2)
+    os._exit(exit_codes.USER_ERROR)
 
 
 def report_error(error: BaseException, message: str) -> None:
@@ -90,7 +91,7 @@ def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> 
     print_to_stderr(f"{type(error).__name__}: {error}")
     close_after_error(closing)
     # Nothing is reported to the launcher. A report means an error that a person must correct.
-    os._exit(LOST_EXIT_CODE)
+    os._exit(exit_codes.FOUND)
 
 
 def report_hang(error: HungRanksError, message: str) -> None:
@@ -110,7 +111,7 @@ def leave_after_crash(error: Exception, closing: ExitStack) -> NoReturn:
     # PyTorch's hook begins each line with the rank.
     sys.excepthook(type(error), error, error.__traceback__)
     close_after_error(closing)
-    os._exit(1)
+    os._exit(exit_codes.FOUND)
 
 
 def close_after_error(closing: ExitStack | None) -> None:

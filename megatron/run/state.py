@@ -22,6 +22,8 @@ _ADDED_LATER = {
     "spike_guard",
     "kernels",
     "validated_at",
+    "base",
+    "pending",
 }
 """Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
 
@@ -75,6 +77,10 @@ class TrainState:
 
     kernels: dict[str, Any] = field(default_factory=dict)
     """The type of the GPUs, and the kernels in use. See `run/start/kernel_choice.py`."""
+    base: str = ""
+    """The folder that the run was started from, if it is another one than that of --save."""
+    pending: list[str] = field(default_factory=list)
+    """What was due after this iteration, and is repeated because a signal has interrupted it."""
 
     def keep_guard_windows(self, windows: list[Any]) -> None:
         """Store the ranges that the rollbacks of the spike guard skip, if there are any."""
@@ -123,8 +129,9 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""
         values = asdict(self)
-        if not self.spike_guard:
-            del values["spike_guard"]
+        for name in ("spike_guard", "base", "pending"):
+            if not values[name]:
+                del values[name]
         return values
 
     @classmethod

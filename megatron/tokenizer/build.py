@@ -15,13 +15,16 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig, TokenizerType
+from megatron.tokenizer.failures import encode_checked
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
 from megatron.tokenizer.sentencepiece_model import (
     FILE,
     SentencePieceTokenizer,
     read_sentencepiece,
 )
+from megatron.tokenizer.tiktoken_file import describe_tiktoken
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LARGEST_ID = (1 << 26) - 1
@@ -60,11 +63,14 @@ class Tokenizer(Protocol):
 class HFTokenizer:
     """A tokenizer of the `tokenizers` library, held in `backend`."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
-        """Wrap `backend`, whose end-of-document token has the id `eod`."""
+    def __init__(self, backend: tokenizers.Tokenizer, eod: int, name: str = "") -> None:
+        """Wrap `backend`, whose end-of-document token has the id `eod`. `name` is for messages."""
+        self.name = name
         # A tokenizer.json may ask for truncation or padding. Both would change a corpus silently.
         backend.no_truncation()
         backend.no_padding()
+        # A text that spells a special token is ordinary text. See `build_tokenizer`.
+        backend.encode_special_tokens = True
         self.backend = backend
         self.eod = eod
         # Ids may have gaps, so the number of entries can be smaller than the largest id.
@@ -72,14 +78,16 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. The library encodes them in parallel."""
-        return [
-            encoding.ids
-            for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            found = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in found]
+
+        return encode_checked(self.name, encode, texts)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -92,21 +100,29 @@ class TransformersTokenizer:
     It is slower than the others.
     """
 
-    def __init__(self, backend: Any, eod: int) -> None:
-        """Wrap `backend`, whose end-of-document token has the id `eod`."""
+    def __init__(self, backend: Any, eod: int, name: str) -> None:
+        """Wrap `backend`, whose end-of-document token has the id `eod`. `name` is for messages."""
+        self.name = name
         self.backend = backend
         self.eod = eod
         self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
+        self.options = dict.fromkeys(
+            ("add_special_tokens", "truncation", "padding", "verbose"), False
+        )
+        # A text that spells a special token is ordinary text. See `build_tokenizer`.
+        self.options["split_special_tokens"] = True
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        return self.backend.encode(
-            text, add_special_tokens=False, truncation=False, padding=False, verbose=False
-        )
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
-        return [self.encode(text) for text in texts]
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            return [self.backend.encode(text, **self.options) for text in texts]
+
+        return encode_checked(self.name, encode, texts)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -129,6 +145,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         "PretrainedFromHF": _build_from_hf,
     }
     tokenizer = builders[config.tokenizer_type](config)
+    if config.special_tokens_in_text:
+        # A text that spells a special token has this token.
+        if isinstance(tokenizer, HFTokenizer) and not config.has_two_files:
+            tokenizer.backend.encode_special_tokens = False
+        elif isinstance(tokenizer, TransformersTokenizer):
+            tokenizer.options["split_special_tokens"] = False
+        else:
+            raise ConfigError(
+                f"--special-tokens-in-text is not possible with {config.tokenizer_type}, which has "
+                "no special tokens in a text. Leave it out, or use PretrainedFromHF."
+            )
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
     # allowed.
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
@@ -194,14 +221,16 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         ConfigError: the file is damaged, or of a kind that the library does not support.
     """
     try:
+        check_regular(path, INDEX_BYTES)
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     # The library raises no more specific class. Its class PanicException is no Exception.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(
-            f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}"
-            f"{_hint_at_type(path)}"
+            describe_tiktoken(path)
+            or f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: "
+            f"{error}{_hint_at_type(path)}"
         ) from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest > _LARGEST_ID:
@@ -259,6 +288,7 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokeniz
         ConfigError: the files are not a valid BPE.
     """
     try:
+        check_regular(merge_file, INDEX_BYTES)
         backend = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     # The library raises no more specific class.
     except Exception as error:
@@ -276,7 +306,8 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
     for flag, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if file is None:
             raise ConfigError(
-                f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
+                describe_tiktoken(config.tokenizer_name_or_path)
+                or f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
                 f"--merge-file merges.txt{_hint_at_other_types(config)}."
             )
         if not Path(file).is_file():
@@ -298,7 +329,9 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
             "add it as the last entry."
         )
     return HFTokenizer(
-        build_byte_level_bpe(config.vocab_file, config.merge_file), vocabulary[END_OF_DOCUMENT]
+        build_byte_level_bpe(config.vocab_file, config.merge_file),
+        vocabulary[END_OF_DOCUMENT],
+        config.vocab_file,
     )
 
 
@@ -311,7 +344,9 @@ def _build_sentencepiece(config: TokenizerConfig) -> SentencePieceTokenizer:
         fetch_tokenizer(name)
     found = find_sentencepiece_model(name)
     if found is None:
-        raise ConfigError(f"--tokenizer-model {name}: this folder has no {FILE}.")
+        raise ConfigError(
+            describe_tiktoken(name) or f"--tokenizer-model {name}: this folder has no {FILE}."
+        )
     return read_sentencepiece(found)
 
 
@@ -323,7 +358,10 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
     folder = fetch_tokenizer(name)
     found = find_tokenizer_json(name)
     if found is None:
-        return _build_from_transformers(name, folder)
+        try:
+            return _build_from_transformers(name, folder)
+        except ConfigError as error:
+            raise ConfigError(describe_tiktoken(folder) or str(error)) from error
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = read_end_token(found.parent)
@@ -336,7 +374,7 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
             f'{token!r}). Name one that is in the vocabulary as "eos_token" in '
             "tokenizer_config.json next to tokenizer.json."
         )
-    return HFTokenizer(backend, vocabulary[token])
+    return HFTokenizer(backend, vocabulary[token], str(found))
 
 
 def read_end_token(folder: Path) -> str | None:
@@ -379,6 +417,10 @@ def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
             "needs the package transformers: pip install transformers."
         ) from error
     try:
+        # The library would wait for a FIFO.
+        for path in folder.iterdir():
+            if not path.is_dir():
+                check_regular(path)
         # No code of the tokenizer's authors is run, and nothing is downloaded.
         backend = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
@@ -405,14 +447,14 @@ def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
             f"--tokenizer-name-or-path {name}: no end-of-document token; name an eos_token in its "
             "tokenizer_config.json."
         )
-    return TransformersTokenizer(backend, backend.eos_token_id)
+    return TransformersTokenizer(backend, backend.eos_token_id, name)
 
 
 def _read_json(file: str, named: str) -> dict[str, Any]:
     """Return the JSON object in a file. `named` is the file's name in messages."""
     try:
-        content = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = load_json(file, INDEX_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{named} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{named} must be a JSON object; it is {type(content).__name__}.")

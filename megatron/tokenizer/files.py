@@ -12,6 +12,7 @@ from typing import assert_never
 import xxhash
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import INDEX_BYTES, load_bytes
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer.build import (
     find_sentencepiece_model,
@@ -76,7 +77,8 @@ def compute_tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
     files = find_tokenizer_files(config)
     try:
         digests = {
-            part: str(xxhash.xxh3_128_hexdigest(path.read_bytes())) for part, path in files.items()
+            part: str(xxhash.xxh3_128_hexdigest(load_bytes(path, INDEX_BYTES)))
+            for part, path in files.items()
         }
     except OSError as error:
         raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error

@@ -108,7 +108,8 @@ def fetch_tokenizer(name: str) -> Path:
     if found is None:
         raise ConfigError(
             f"--tokenizer-name-or-path {name}: this repository of the Hub has none of "
-            f"{', '.join(_VOCABULARY_FILES)}. Give a folder with a tokenizer.json."
+            f"{', '.join(_VOCABULARY_FILES)}. Give a folder with a tokenizer.json. A file of "
+            "tiktoken (tekken.json, *.tiktoken) must be converted first (docs/tokenizers.md)."
         )
     return found
 

@@ -7,11 +7,15 @@ Source: https://github.com/google/sentencepiece. Megatron-LM's SentencePieceToke
 GPTSentencePieceTokenizer and Llama2Tokenizer are this tokenizer.
 """
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import INDEX_BYTES, load_bytes
+from megatron.tokenizer.failures import encode_checked
+from megatron.tokenizer.tiktoken_file import describe_tiktoken
 
 FILE = "tokenizer.model"
 _REQUIRED_PARTS = {1, 2, 3}
@@ -24,8 +28,9 @@ _PICKLES = (b"\x80", b"PK\x03\x04")
 class SentencePieceTokenizer:
     """A tokenizer of the `sentencepiece` library, held in `processor`."""
 
-    def __init__(self, processor: Any, content: bytes) -> None:
-        """Wrap `processor`, which was made from the `content` of a tokenizer.model."""
+    def __init__(self, processor: Any, content: bytes, name: str) -> None:
+        """Wrap `processor`, which was made from the `content` of a tokenizer.model, `name`."""
+        self.name = name
         self.processor = processor
         self.content = content
         self.eod: int = processor.eos_id()
@@ -43,8 +48,7 @@ class SentencePieceTokenizer:
         Raises:
             DataError: The text has half a surrogate pair.
         """
-        (ids,) = self.encode_batch([text])
-        return ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. The library encodes them in parallel.
@@ -58,7 +62,8 @@ class SentencePieceTokenizer:
             threads = 1
         for text in texts:
             _check_characters(text)
-        return self.processor.encode(texts, num_threads=threads)
+        encode = functools.partial(self.processor.encode, num_threads=threads)
+        return encode_checked(self.name, encode, texts)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control symbols included."""
@@ -87,7 +92,7 @@ def read_sentencepiece(path: Path) -> SentencePieceTokenizer:
             of a document, or `sentencepiece` is not installed.
     """
     try:
-        content = path.read_bytes()
+        content = load_bytes(path, INDEX_BYTES)
     except OSError as error:
         raise ConfigError(
             f"--tokenizer-model {path} cannot be read: {error.strerror}. Give the file "
@@ -95,7 +100,7 @@ def read_sentencepiece(path: Path) -> SentencePieceTokenizer:
         ) from error
     problem = _find_problem(content)
     if problem is not None:
-        raise ConfigError(f"--tokenizer-model {path} {problem}.")
+        raise ConfigError(describe_tiktoken(path) or f"--tokenizer-model {path} {problem}.")
     processor = _import_sentencepiece().SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(content)
@@ -109,7 +114,7 @@ def read_sentencepiece(path: Path) -> SentencePieceTokenizer:
             f"--tokenizer-model {path} has no end-of-sentence piece, which ends documents. Train "
             "it again without --eos_id=-1."
         )
-    return SentencePieceTokenizer(processor, content)
+    return SentencePieceTokenizer(processor, content, str(path))
 
 
 def is_sentencepiece_installed() -> bool:
@@ -155,12 +160,6 @@ def _find_problem(content: bytes) -> str | None:
         return (
             "is JSON. A tokenizer.json needs --tokenizer-type PretrainedFromHF with "
             "--tokenizer-name-or-path FOLDER"
-        )
-    # Each line of tiktoken's files is a token in base64 and its rank.
-    if content.split(b"\n", 1)[0].endswith(b" 0"):
-        return (
-            "is a file of tiktoken, as of Llama 3. Use --tokenizer-type PretrainedFromHF with the "
-            "folder of its tokenizer.json"
         )
     return "is not a SentencePiece model, or is truncated. Copy the file again"
 

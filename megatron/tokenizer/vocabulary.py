@@ -109,6 +109,17 @@ def describe_lack(config: TokenizerConfig) -> str:
     )
 
 
+def describe_absence(config: TokenizerConfig) -> str:
+    """Return the error for a tokenizer that is not on this machine, and whose size is needed."""
+    flag = "--tokenizer-name-or-path"
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        flag = "the file --tokenizer-model"
+    return (
+        f"{flag} {config.tokenizer_name_or_path} does not exist on this machine, so the size of "
+        "the vocabulary is not known. Correct the path, or give --vocab-size N."
+    )
+
+
 def fetch_missing_tokenizer(config: TokenizerConfig, *, needs_text: bool) -> None:
     """Download a tokenizer that is named on the Hub, if it is needed and not on this machine.
 
@@ -132,11 +143,11 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     """Return the number of token ids for planning, and a warning if it had to be guessed.
 
     Only local files are opened. The first of these that is known is used: --vocab-size, the
-    tokenizer's files, --pad-vocab-size-to as an upper bound, the published size. The size is 1 if
-    it is not known. A run is then refused (`check_tokenizer_files`).
+    tokenizer's files, --pad-vocab-size-to as an upper bound, the published size. A run is refused
+    if the size had to be guessed (`check_tokenizer_files`).
 
     Raises:
-        ConfigError: No tokenizer is named, or files that exist cannot be read.
+        ConfigError: No tokenizer is named, files that exist cannot be read, or no size is known.
     """
     if config.vocab_size is not None:
         if config.vocab_size < 1:
@@ -149,7 +160,11 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
 
 
 def _assume_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
-    """Return the number of ids of a tokenizer that is not on this machine, and a warning."""
+    """Return the number of ids of a tokenizer that is not on this machine, and a warning.
+
+    Raises:
+        ConfigError: No size is known.
+    """
     if config.has_two_files:
         if config.vocab_file:
             absent = f"--vocab-file {config.vocab_file} does not exist"
@@ -175,10 +190,8 @@ def _assume_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
             f"{absent}: assuming its published vocabulary of {published}; give --vocab-size N for "
             "another size."
         )
-    return 1, (
-        f"{absent}, and its size is not known: planned with a vocabulary of 1 id, so almost "
-        "without the parameters of the embedding and of the output; give --vocab-size N."
-    )
+    # A model with a wrong vocabulary may have a third less parameters.
+    raise ConfigError(describe_absence(config))
 
 
 def _find_published_size(name: str) -> int | None:

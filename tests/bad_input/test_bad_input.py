@@ -115,6 +115,8 @@ def test_bad_input(
     printed = " ".join(result.errors.split())
     shown = f"exit code {result.code}\n{result.output}\n{result.errors}"
     assert "Traceback" not in shown
+    # Rows write this into a file that is not for a log.
+    assert "a-secret" not in shown
     assert result.code == row.code, shown
     assert row.phrase in printed
     changed = sorted(

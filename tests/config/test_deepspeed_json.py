@@ -448,10 +448,16 @@ def test_timers_of_deepspeed_are_not_passed_on_in_a_pipeline(tmp_path: Path) -> 
     assert select_passed_on(content, 2) == {"flops_profiler": {"top_modules": 3}}
 
 
-def test_fp32_accumulation_is_accepted_in_every_precision(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp32", "float32", "float", "torch.float32", None])
+def test_fp32_accumulation_is_accepted_in_every_precision(name: str | None, tmp_path: Path) -> None:
     for block in ("fp16", "bf16"):
-        content = {"data_types": {"grad_accum_dtype": "fp32"}, block: {"enabled": True}}
+        content = {"data_types": {"grad_accum_dtype": name}, block: {"enabled": True}}
         assert not load(tmp_path, content, "--micro-batch-size 1").warnings
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "adam", "adamw"])
+def test_the_name_of_the_optimizer_has_any_case(name: str, tmp_path: Path) -> None:
+    assert not load(tmp_path, {"optimizer": {"type": name}}, "--micro-batch-size 1").warnings
 
 
 def test_values_that_change_no_number_are_warnings(tmp_path: Path) -> None:

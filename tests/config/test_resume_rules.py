@@ -19,7 +19,7 @@ from megatron.rules.resume import (
     warn_about_trained_range,
 )
 from megatron.schedule.skip import SkipRange
-from megatron.tokenizer import compute_tokenizer_digests
+from megatron.tokenizer import compute_tokenizer_digests, files
 
 VOCAB = "--vocab-file"
 MERGES = "--merge-file"
@@ -86,10 +86,10 @@ def test_files_that_cannot_be_compared_give_one_warning(tokenizer: TokenizerConf
 def test_unreadable_file_of_the_tokenizer_is_an_error(
     tokenizer: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path) -> bytes:
+    def fail(path: Path, limit: int) -> bytes:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(files, "load_bytes", fail)
     assert compare(tokenizer, {VOCAB: "0" * 32}) == [
         error(
             "a file of the tokenizer cannot be read: [Errno 5] Input/output error: "

@@ -107,6 +107,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"lr": None}, "--lr is required"),
     ({"save_at": (5,)}, "--save-at 5 needs --save"),
     ({"async_save": True}, "--async-save needs --save"),
+    (
+        {"pretrained_checkpoint": "base", "load": "a", "save": "b"},
+        "--pretrained-checkpoint base needs --load to be the folder of --save",
+    ),
     ({"keep_latest_checkpoints": 2}, "--keep-latest-checkpoints 2 needs --save"),
     ({"tracker": ("wandb",)}, "--tracker wandb needs --save"),
     (
@@ -296,15 +300,6 @@ FAILURES: list[tuple[dict[str, object], str]] = [
             "fp8_format": "e4m3",
             "fp8_recipe": "tensorwise",
             "bf16": True,
-            "gradient_accumulation_fusion": True,
-        },
-        "--gradient-accumulation-fusion needs --fp8-recipe rowwise",
-    ),
-    (
-        {
-            "fp8_format": "e4m3",
-            "fp8_recipe": "tensorwise",
-            "bf16": True,
             "num_layers": 3,
             "first_last_layers_bf16": True,
             "num_layers_at_end_in_bf16": 2,
@@ -316,6 +311,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"attention_backend": ()}, "--attention-backend  needs at least one kernel, or auto"),
     ({"attention_backend": ("flash", "auto")}, "flash auto: auto is a choice of its own"),
     ({"attention_backend": ("by-gpu", "flash")}, "by-gpu flash: by-gpu is a choice of its own"),
+    (
+        {"attention_backend": ("fused", "flash"), "deterministic_mode": True},
+        "--attention-backend fused flash cannot be combined with --deterministic-mode",
+    ),
     ({"attention_backend": ("unfused", "flash")}, "the kernels after it would never be used"),
     (
         {"use_torch_compile": True, "attention_backend": ("unfused",)},
@@ -411,6 +410,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--rope-fusion has no effect without --position-embedding-type rotary.",
     ),
     (
+        {"residual_norm_fusion": True, "norm_placement": "output"},
+        "--residual-norm-fusion has no effect without --norm-placement input.",
+    ),
+    (
         {"bias_swiglu_fusion": True},
         "--bias-swiglu-fusion has no effect without --glu-activation.",
     ),
@@ -424,6 +427,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--gradient-accumulation-fusion leaves out the projection to queries, keys and values",
     ),
     ({"cp_comm_type": "a2a"}, "--cp-comm-type a2a has no effect without --context-parallel-size."),
+    (
+        {"special_tokens_in_text": True},
+        "--special-tokens-in-text has no effect without --dataset-format: prepared data have ids",
+    ),
     ({"fp8_recipe": "rowwise"}, "--fp8-recipe rowwise has no effect without --fp8-format."),
     (
         {"num_layers_at_start_in_bf16": 2},

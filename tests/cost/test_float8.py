@@ -7,7 +7,13 @@ from cost.published import make_llama
 
 from megatron.base.errors import ConfigError
 from megatron.commands.plan_search import format_flags, search_plan
-from megatron.extras.planner.cost.float8 import list_float8_linears, list_scale_messages
+from megatron.extras.float8.kind import warn_of_small_layers
+from megatron.extras.planner.cost.float8 import (
+    count_rounding,
+    count_step_rounding,
+    list_float8_linears,
+    list_scale_messages,
+)
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.kernels import Gemm, estimate_gemm_seconds
 from megatron.extras.planner.cost.layers import LayerTimes, Passes
@@ -142,10 +148,12 @@ def test_layers_that_are_left_out(more):
     most = predict_with_layers(range(1, 31), **more)
     sums = [sum(each.gemm for each in step.rank_seconds) for step in (every, most, none)]
     assert sums[1] - sums[0] == pytest.approx((sums[2] - sums[0]) * 2 / 32)
-    assert most.peak_bytes <= every.peak_bytes
-    assert none.peak_bytes <= most.peak_bytes
+    # Layers without float8 keep larger inputs, and those with it need memory to round.
+    low, high = sorted((every.peak_bytes, none.peak_bytes))
+    assert 0.99 * low <= most.peak_bytes <= 1.01 * high
 
 
+FLOAT8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 RUN = (
     "--preset llama3-8b --bf16 --global-batch-size 4 --micro-batch-size 1 --train-iters 10 "
     "--lr 1e-4 --vocab-size 128256 --num-layers 4 "
@@ -188,7 +196,63 @@ def test_the_search_says_why_it_cannot_propose_float8(flags, hardware, reason):
         search_plan(make_plan(flags), load_hardware(hardware), allow_fp8=True)
 
 
-def test_gradients_that_are_added_in_fp32_are_not_in_float8():
+def test_gradients_that_are_added_in_fp32_may_be_in_float8():
     found = search_plan(make_plan("--gradient-accumulation-fusion"), H100, allow_fp8=True).result
     recipes = {each.job.software.float8 for each in found.fitting}
-    assert recipes == {None, Float8(rowwise=True)}
+    assert recipes == {None, Float8(one_pass=True, scale_kernels=1)}
+
+
+def test_kernels_round_an_8b_model_in_15_milliseconds_a_microbatch():
+    """At 4.24 TB/s, which an H200 copies with. Before, more bytes were moved."""
+    shape = make_llama(4096, 32, 32, 8, 14336, 4096, 128256)
+    linears = list_float8_linears(shape, 1)
+
+    def count_milliseconds(float8: Float8, layout: RankLayout, microbatches: int) -> float:
+        passes = count_rounding(linears, 4096, float8, microbatches, layout)
+        of_masters = count_step_rounding(linears, 1, layout.shard_size).bytes / microbatches
+        size = sum(each.bytes for each in passes) + of_masters
+        return 32 * size / 4.24e12 * 1e3
+
+    alone, sharded = RankLayout(), RankLayout(data=8, zero_stage=3)
+    tensorwise = Float8(one_pass=True)
+    assert count_milliseconds(tensorwise, alone, 8) == pytest.approx(14.97, abs=0.01)
+    assert count_milliseconds(Float8(one_pass=True, rowwise=True), alone, 8) == pytest.approx(
+        8.51, abs=0.01
+    )
+    # With ZeRO 3, weights are rounded for each pass.
+    assert count_milliseconds(tensorwise, sharded, 8) == pytest.approx(22.9, abs=0.1)
+    # Two kernels multiply and convert, others transpose, and nothing is kept.
+    assert count_milliseconds(Float8(), alone, 8) == pytest.approx(56.9, abs=0.1)
+    assert count_milliseconds(Float8(fused=True), alone, 8) == pytest.approx(31.8, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [
+        ("--hidden-size 768 --num-attention-heads 12 --num-query-groups 12", True),
+        ("--hidden-size 768 --num-attention-heads 12 --num-query-groups 12 --fp8-emulate", False),
+        ("", False),
+    ],
+)
+def test_layers_that_hardly_gain_get_a_warning(flags, warns):
+    found = list(warn_of_small_layers(make_plan(f"{FLOAT8} {flags}")))
+    assert ["9 % of a layer" in each.text for each in found] == [True] * warns
+
+
+def test_layers_from_which_float8_pays():
+    """The limit of the warning is where the predicted gain of a layer reaches 9 %."""
+    gains = []
+    for hidden, inner in ((768, 2048), (1024, 2816), (2048, 5632), (4096, 14336)):
+        shape = make_llama(hidden, 12, hidden // 64, hidden // 64, inner, 4096, 50304)
+        fused = replace(TRAINER, fused_gradients=True)
+        float8 = replace(fused, float8=Float8(one_pass=True, scale_kernels=1))
+        layout = RankLayout(micro_batch=2)
+        plain, rounded = (
+            LayerTimes(shape, layout, each, load_hardware("h200"), microbatches=8).estimate_layer()
+            for each in (fused, float8)
+        )
+        seconds = [each.forward.total + each.backward.total for each in (plain, rounded)]
+        gains.append(seconds[0] / seconds[1])
+    assert gains == sorted(gains)
+    assert gains[0] < 1.09 < gains[1]
+    assert gains[-1] > 1.35

@@ -3,11 +3,12 @@
 import contextlib
 import gc
 import io
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -28,6 +29,11 @@ GPT = (
     "--hidden-dropout 0 --attention-dropout 0 "
 )
 """Flags of a small GPT-2: learned positions, LayerNorm, biases, tied embeddings."""
+PLAIN = (
+    "--no-gradient-accumulation-fusion --no-rope-fusion --no-bias-swiglu-fusion "
+    "--no-cross-entropy-loss-fusion --attention-backend auto "
+)
+"""Flags of a step with PyTorch's operators."""
 OUT_OF_MEMORY = 2
 """CUDA's number of this error."""
 
@@ -159,6 +165,65 @@ def _count_product(name: str, args: Any, out: Any) -> int:
     return out.nbytes * (2 if name == "addmm" else 1)
 
 
+@dataclass
+class PaddingReport:
+    """The products of matrices in 16 bits in a step, and what their padding moves."""
+
+    products: int = 0
+    slow: list[str] = field(default_factory=list)
+    """Products with a size that is no multiple of 8, or with rows of no multiple of 16 bytes."""
+    moved: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
+    """torch's operator and the shape of its result -> the bytes that it reads and writes."""
+
+
+def find_padding(case: Case) -> PaddingReport:
+    """Run a step, and return what its products and copies are."""
+    from megatron.extras.planner.dry_run.fake_gpu import _FACTORS, FakeGpu
+    from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
+
+    found = PaddingReport()
+    run = FakeGpu._run
+
+    def start(_: FakeRank) -> None:
+        # The construction has products of few rows, which are not padded.
+        found.products = 0
+        found.slow.clear()
+        found.moved.clear()
+
+    def record(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        out = run(self, func, types, args, kwargs)
+        name = func.__name__.partition(".")[0]
+        # Inside the operators of a compiled graph, torch does not replace these two by others.
+        if name == "contiguous" and not args[0].is_contiguous():
+            name = "clone"
+        first = {**_FACTORS, "linear": 0}.get(name)
+        if first is not None and args[first].element_size() == 2:
+            found.products += 1
+            matrices = (*args[first : first + 2], out)
+            if any(_is_slow(each) for each in matrices):
+                found.slow.append(" ".join(f"{tuple(each.shape)}" for each in matrices))
+        if name in _PADDING:
+            read = args[: _PADDING[name]]
+            found.moved[name, tuple(out.shape)] += out.nbytes + sum(each.nbytes for each in read)
+        return out
+
+    with mock.patch.object(FakeGpu, "_run", record):
+        run_rank(plan_case(case), case.rank, visit=start)
+    return found
+
+
+_PADDING = {"copy_": 1, "clone": 1, "add_": 2}
+"""Operator that moves padded matrices -> how many matrices it reads. They have one shape."""
+
+
+def _is_slow(matrix: Any) -> bool:
+    """Return whether Tensor Cores read or write a matrix slowly."""
+    width = matrix.shape[-1]
+    lengths = [stride * matrix.element_size() for stride in matrix.stride() if stride != 1]
+    sizes = (width, matrix.numel() // width)
+    return any(size % 8 for size in sizes) or any(length % 16 for length in lengths)
+
+
 def count_attention(case: Case) -> dict[str, int]:
     """Run the steps of a case. Return how often the operators of attention ran."""
     return {
@@ -263,6 +328,57 @@ def train(arguments: list[str]) -> StepTrace:
         return gpu.end_step()
 
 
+def train_and_list_attention(arguments: list[str]) -> tuple[set[tuple[str, bool]], bool]:
+    """Train as `train` does, where PyTorch's own order of attention kernels begins with cuDNN.
+
+    The settings of the process are then as before.
+
+    Returns:
+        The operators of attention that ran, each with whether torch required deterministic kernels
+        then, and whether the training compiled its layers.
+    """
+    import torch
+    from torch.utils import deterministic
+
+    from megatron.extras.planner.dry_run import stand_ins
+    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+    from megatron.model.block import Block
+
+    list_allowed = stand_ins._list_allowed_kernels
+
+    # Newer versions of torch have this order on an H200.
+    @torch.compiler.assume_constant_result
+    def prefer_cudnn() -> list[str]:
+        allowed: list[str] = list_allowed()
+        return ["CUDNN_ATTENTION", "MATH"] if "OVERRIDEABLE" in allowed else allowed
+
+    found: set[tuple[str, bool]] = set()
+    run = FakeGpu._run
+
+    def look(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if "dot_product" in func.__name__:
+            name = func.__name__.partition(".")[0]
+            found.add((name, torch.are_deterministic_algorithms_enabled()))
+        return run(self, func, types, args, kwargs)
+
+    compiled = mock.patch.object(
+        Block, "compile_halves", autospec=True, side_effect=Block.compile_halves
+    )
+    torch.compiler.reset()
+    try:
+        with (
+            mock.patch.object(FakeGpu, "_run", look),
+            mock.patch.object(stand_ins, "_list_allowed_kernels", prefer_cudnn),
+            mock.patch.dict(os.environ),
+            compiled as compile_halves,
+        ):
+            train(arguments)
+            return found, compile_halves.called
+    finally:
+        torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
 def train_without_pinning(arguments: list[str]) -> tuple[StepTrace, str]:
     """Train as `train` does, on a GPU that pins no memory. Return what it did, and its log."""
     import torch
@@ -349,46 +465,50 @@ def check_replicas(case: Case) -> tuple[list[str], float, StepTrace]:
     return tuple(results)
 
 
-def count_rounding_bytes(case: Case) -> tuple[int, dict[Product, int]]:
-    """Run a step in float8. Return the bytes that rounding moves in layers, and the products.
+def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]]:
+    """Run a step in float8. Return the bytes that kernels of float8 move, and the products.
 
-    These are the bytes of the operators that are called by the functions of float8, apart from
-    products, with matrices in 16 bits, in fp32 or in float8.
+    The first part has an entry for each kernel. "copies" are those in front of products, and "sums"
+    those of weights' gradients.
     """
     from megatron.extras.float8 import products as float8
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
 
-    moved = 0
-    depth = 0
+    moved: Counter[str] = Counter()
+    parts: list[str] = []
     run = FakeGpu._run
 
     def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        nonlocal moved
         out = run(self, func, types, args, kwargs)
         name = func.__name__.partition(".")[0]
-        if depth and name in _ROUNDING and args[0].dim() == 2 and args[0].shape[1] > 1:
-            moved += args[0].nbytes + (out.nbytes if out.dim() == 2 else 0)
+        if func.namespace == "megatron":
+            written = out if isinstance(out, list) else [out]
+            of_weight = " of masters" if args[0].dtype.itemsize == 4 else ""
+            moved[name + of_weight] += args[0].nbytes + sum(each.nbytes for each in written)
+        elif parts and name in _MOVING and out.dim() == 2:
+            # What is in place is read too.
+            arguments = [each for each in args if hasattr(each, "nbytes")]
+            moved[parts[-1]] += out.nbytes + sum(each.nbytes for each in arguments)
         return out
 
-    def enter(function: Any) -> Any:
+    def enter(function: Any, part: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            depth += 1
+            parts.append(part)
             try:
                 return function(*args, **kwargs)
             finally:
-                depth -= 1
+                parts.pop()
 
         return call
 
+    add = float8._Gradients.add_to_gradient
     with (
         mock.patch.object(FakeGpu, "_run", count),
-        mock.patch.object(float8, "find_largest", enter(float8.find_largest)),
-        mock.patch.object(float8, "round_to_float8", enter(float8.round_to_float8)),
-        mock.patch.object(float8, "multiply_rounded", enter(float8.multiply_rounded)),
+        mock.patch.object(float8, "multiply_rounded", enter(float8.multiply_rounded, "copies")),
+        mock.patch.object(float8._Gradients, "add_to_gradient", enter(add, "sums")),
     ):
         step = run_case(case).step
-    return moved, step.products
+    return dict(moved), step.products
 
 
-_ROUNDING = {"linalg_vector_norm", "_to_copy", "mul", "clamp", "clone", "constant_pad_nd"}
+_MOVING = {"_to_copy", "add_", "clone", "constant_pad_nd", "mul"}

@@ -12,6 +12,7 @@ from cuda.fake_ranks import Case, count_rounding_bytes, plan_case, run_case
 
 from megatron.extras.planner.cost.float8 import (
     count_rounding,
+    count_step_rounding,
     count_weight_scales,
     list_float8_linears,
     list_scale_messages,
@@ -81,22 +82,45 @@ def count_all_reduces(collectives: dict[Collective, int]) -> Counter[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize(("recipe", "in_float8"), [(TENSORWISE, 3), (ROWWISE, 2)])
-def test_rounding_moves_the_bytes_that_the_planner_counts(
-    recipe: str, in_float8: int, on_fake_gpu: Call
+@pytest.mark.parametrize(
+    ("flags", "ranks", "in_float8"),
+    [
+        (f"{TENSORWISE} --gradient-accumulation-fusion", 1, 3),
+        (f"{TENSORWISE} --zero-stage 1", 2, 3),
+        pytest.param(f"{TENSORWISE} --use-torch-compile", 1, 3, marks=pytest.mark.full),
+        pytest.param(f"{TENSORWISE} --zero-stage 3", 2, 3, marks=pytest.mark.full),
+        (f"{ROWWISE} --tensor-model-parallel-size 2", 2, 2),
+        (f"{TENSORWISE} --tensor-model-parallel-size 2 --sequence-parallel", 2, 3),
+    ],
+)
+def test_kernels_move_the_bytes_that_the_planner_counts(
+    flags: str, ranks: int, in_float8: int, on_fake_gpu: Call
 ):
-    """Each layer has five matrices, each with three products."""
-    case = Case(f"{recipe} {LLAMA} --global-batch-size 2")
+    """Each layer has five matrices, each with three products. There are two microbatches."""
+    case = Case(f"{flags} {LLAMA} --global-batch-size {4 * ranks}", ranks)
     plan = plan_case(case)
+    layout = describe_layout(plan)
+    microbatches = plan.get_num_microbatches(plan.batch_size.final)
     float8 = describe_software(plan, load_hardware("h100")).float8
     assert float8 is not None
-    rounded = count_rounding(list_float8_linears(plan.shape, 1), TOKENS, float8, 1)
+    linears = list_float8_linears(plan.shape, layout.tensor)
+    layers = plan.config.model.num_layers
+    rounded = count_rounding(linears, TOKENS, float8, microbatches, layout)
+    of_masters = count_step_rounding(linears, layers, layout.shard_size)
     moved, products = on_fake_gpu(count_rounding_bytes, case)
+    sums = moved.pop("sums", 0)
+    copies = moved.pop("copies", 0)
+    expected = microbatches * layers * sum(each.bytes for each in rounded) + of_masters.bytes
     # Scales of tokens and of rows are left out.
-    assert moved == pytest.approx(2 * sum(each.bytes for each in rounded), rel=0.03)
+    assert sum(moved.values()) == pytest.approx(expected, rel=0.05)
+    # Scales of columns are repeated for torch's operator.
+    assert copies < 0.05 * expected
+    weights = layers * sum(each.weights for each in linears)
+    # The first product becomes the sum: 2 bytes are read and 4 are written. Others are added to it.
+    assert sums == ("fusion" in flags and (6 + 10 * (microbatches - 1)) * weights)
     counts: Counter[str] = Counter()
     for product, count in products.items():
         counts[product.left.partition("_")[0]] += count
     # The output layer has three products in bf16 or fp32.
-    assert counts["float8"] == 2 * 5 * in_float8
+    assert counts["float8"] == microbatches * layers * 5 * in_float8
     assert Product("float8_e4m3fn", "float8_e4m3fn", "bfloat16") in products

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, count_parameter_bytes, plan_case
+from cuda.fake_ranks import PLAIN, Case, count_parameter_bytes, plan_case
 
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.parameter_traffic import (
@@ -47,7 +47,7 @@ def test_the_bytes_are_those_of_a_step(
     flags: str, ranks: int, microbatches: int, on_fake_gpu: Call
 ) -> None:
     data = 1 if "tensor" in flags else ranks
-    flags = f"{LLAMA} {flags} --global-batch-size {3 * data * microbatches}"
+    flags = f"{LLAMA} {PLAIN} {flags} --global-batch-size {3 * data * microbatches}"
     measured = on_fake_gpu(count_parameter_bytes, flags, ranks)
     prediction = predict_plan(plan_case(Case(flags, ranks)), load_hardware("a100-80g"))
     job = prediction.job

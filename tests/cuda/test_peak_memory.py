@@ -2,7 +2,7 @@
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, run_case
+from cuda.fake_ranks import PLAIN, Case, run_case
 
 H, FFN, HEADS, S, VOCAB, LAYERS = 1024, 2816, 16, 1024, 32000, 3
 LLAMA = (
@@ -23,7 +23,7 @@ residual stream, the output of the norm, and its gradient."""
 
 def test_one_gpu_needs_18_bytes_a_parameter_and_the_activations(on_fake_gpu: Call):
     # With a second microbatch, all gradients are there when the activations are.
-    report = on_fake_gpu(run_case, Case(LLAMA + "--global-batch-size 2"))
+    report = on_fake_gpu(run_case, Case(LLAMA + PLAIN + "--global-batch-size 2"))
     peak = report.step.peak
     assert peak["weights"] == 2 * PARAMETERS
     assert peak["gradients"] == 4 * PARAMETERS
@@ -31,7 +31,7 @@ def test_one_gpu_needs_18_bytes_a_parameter_and_the_activations(on_fake_gpu: Cal
     assert peak["optimizer"] == 12 * PARAMETERS
     assert peak["activations"] == pytest.approx(LAYERS * OF_LAYER + OF_HEAD, rel=0.01)
     assert peak["communication"] == 0
-    rounded = f"{LLAMA} --global-batch-size 2 --exp-avg-dtype bf16"
+    rounded = f"{LLAMA} {PLAIN} --global-batch-size 2 --exp-avg-dtype bf16"
     assert on_fake_gpu(run_case, Case(rounded)).step.peak["optimizer"] == 10 * PARAMETERS
 
 

@@ -105,6 +105,8 @@ JOBS = {
         f"{GROUPED} --bf16 --seq-length 16384 --zero-stage 3 --checkpoint-activations "
         f"--first-last-layers-bf16 {TENSORWISE}"
     ),
+    "float8, one GPU, fused gradients": Job(f"{GROUPED} --bf16 {FUSED} {BLOCKS} {TENSORWISE}", 1),
+    "float8, ZeRO 1": Job(f"{LLAMA} {TENSORWISE}"),
     "float8 by rows, recomputed, fused gradients": Job(
         f"{LLAMA} --zero-stage 3 --micro-batch-size 4 --checkpoint-activations {FUSED} {ROWWISE}"
     ),

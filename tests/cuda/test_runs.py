@@ -12,6 +12,7 @@ from cuda.fake_ranks import (
     evaluate,
     pin_buffers,
     train,
+    train_and_list_attention,
     train_without_pinning,
 )
 from cuda.test_steps import BF16
@@ -45,6 +46,23 @@ def sum_copies(step: StepTrace, file: str, *, blocking: bool) -> int:
         and each.line.startswith(file)
         and each.blocking == blocking
     )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--attention-backend auto",
+        "--attention-backend by-gpu",
+        pytest.param("--use-torch-compile", marks=pytest.mark.full),
+    ],
+)
+def test_deterministic_attention_is_flash(flags: str, on_fake_gpu: Call, corpus, tmp_path):
+    """The fake GPU is an H200, where by-gpu otherwise means cuDNN's kernel."""
+    arguments = make_arguments(corpus, tmp_path, *flags.split(), "--exit-interval", "2")
+    found, compiled = on_fake_gpu(train_and_list_attention, [*arguments, "--deterministic-mode"])
+    kernel = "_scaled_dot_product_flash_attention"
+    assert found == {(kernel, True), (f"{kernel}_backward", True)}
+    assert compiled == ("compile" in flags)
 
 
 H = 64

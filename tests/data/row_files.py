@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-Documents = Sequence[Sequence[int]] | Sequence[str]
+Documents = Sequence[Sequence[int]] | Sequence[str | None]
 
 
 def write_rows(path: Path, column: str, documents: Documents, group: int = 100) -> None:
@@ -27,9 +27,9 @@ def write_rows(path: Path, column: str, documents: Documents, group: int = 100) 
         writer.write_table(table, max_chunksize=group)
 
 
-def list_or_text(document: Sequence[int] | str) -> list[int] | str:
+def list_or_text(document: Sequence[int] | str | None) -> list[int] | str | None:
     """Return a document as a JSON value."""
-    if isinstance(document, str):
+    if document is None or isinstance(document, str):
         return document
     return list(document)
 

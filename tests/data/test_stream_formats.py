@@ -61,6 +61,26 @@ def test_the_number_of_tokens_is_known_without_reading(tmp_path: Path, name: str
         assert groups.tokens[number] == sum(map(len, TOKENS[first:last]))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_null_texts_are_empty_documents(tmp_path: Path, name: str):
+    """A column whose values are all null has a type of its own."""
+    path = tmp_path / name
+    write_rows(path, "text", ["one", None, "two"])
+    assert read_all(path, "text") == ["one", [], "two"]
+    if path.suffix == ".jsonl":
+        write_rows(path, "text", [None, None])
+    else:
+        table = pa.table({"text": pa.array([None, None], pa.null())})
+        if path.suffix == ".parquet":
+            parquet.write_table(table, path)
+        else:
+            make = pa.ipc.new_stream if path.name.endswith(".stream.arrow") else pa.ipc.new_file
+            with make(str(path), table.schema) as writer:
+                writer.write_table(table)
+    assert FORMATS[format_of(path)].list_groups(str(path), "text").kind == "text"
+    assert read_all(path, "text") == [[], []]
+
+
 def test_missing_lists_are_empty_documents(tmp_path: Path):
     rows = [[1, 2], None, [], [3]]
     for number, kind in enumerate([pa.list_(pa.uint16()), pa.large_list(pa.int64())]):

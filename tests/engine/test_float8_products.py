@@ -16,6 +16,7 @@ from megatron.extras.float8.weight_scales import WeightScale
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.grid import Grid
 from megatron.parallel.layers import Piece
+from megatron.parallel.weight_gradient import number_layer
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -149,6 +150,34 @@ def test_gradients_are_those_of_rounded_operands(recipe: Recipe) -> None:
         torch.testing.assert_close(found[1 + number], expected)
         torch.testing.assert_close(found[3 + number], flat.sum(0))
     torch.testing.assert_close(found[0].flatten(0, 1), of_input)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_gradients_are_added_in_fp32(recipe: Recipe) -> None:
+    """With one scale, a product is rounded to bf16 in any case, so the sums have the same bits."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 24, bias=False, dtype=torch.bfloat16)
+    weight = layer.weight
+    weight.grad_dtype = torch.float32
+    values = find_largest(weight.detach(), by_row=recipe.rowwise).flatten()
+    scale = WeightScale(values, (Piece(0, 0, 24),))
+    batches = torch.randn(3, 6, 2, 16, dtype=torch.bfloat16)
+    sums = []
+    for numbers in ([], [number_layer(layer)]):
+        for keeps in (False, not recipe.rowwise):
+            products = Float8Products(recipe, (scale,), (), (), keeps_input=keeps)
+            weight.grad = None
+            for x in batches:
+                (out,) = apply_entered_linears(
+                    x, [(weight, None)], ALONE, numbers=numbers, products=products
+                )
+                out.float().square().sum().backward()
+            assert weight.grad is not None
+            assert weight.grad.dtype == torch.float32
+            sums.append(weight.grad)
+    apart, kept, *fused = sums
+    assert torch.equal(apart, kept)
+    assert all(torch.equal(apart, each) != recipe.rowwise for each in fused)
 
 
 def overflow_on_one_rank() -> list[bool]:

@@ -3,7 +3,7 @@
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -99,12 +99,9 @@ class Recorder:
         from megatron.extras.float8 import products
 
         cls = products.Float8Products
-        rounding, multiply, begin = products.round_to_float8, cls.multiply, cls.begin_backward
+        multiply, begin = cls.multiply, cls.begin_backward
 
-        def round_and_keep(
-            x: Tensor, largest: Tensor, dtype: torch.dtype, *, compiled: bool
-        ) -> Any:
-            rounded = rounding(x, largest, dtype, compiled=compiled)
+        def keep(x: Tensor, rounded: Any) -> None:
             part = self._expected.pop(0) if self._expected else None
             if part is not None:
                 rows = len(part.rows)
@@ -113,7 +110,15 @@ class Recorder:
                 # Tokens are [s, b].
                 part.values.append(values.view(rows, -1, x.shape[1]).transpose(0, 1).contiguous())
                 part.inverses.append(inverse.reshape(rows, -1, 1).transpose(0, 1).contiguous())
-            return rounded
+
+        def watch(function: Any) -> Any:
+            def call(x: Tensor, *arguments: Any) -> Any:
+                rounded = function(x, *arguments)
+                # A weight is rounded for both passes at once.
+                keep(x, rounded[0] if isinstance(rounded, tuple) else rounded)
+                return rounded
+
+            return call
 
         def forward(its: Any, x: Tensor, weights: Any, biases: Any) -> Any:
             self._expected = []
@@ -134,10 +139,13 @@ class Recorder:
             return begin(its, rows, weights, kept)
 
         with (
-            mock.patch.object(products, "round_to_float8", round_and_keep),
             mock.patch.object(cls, "multiply", forward),
             mock.patch.object(cls, "begin_backward", backward),
+            ExitStack() as stack,
         ):
+            for name in ("round_to_float8", "round_complete_rows", "round_weight"):
+                function = watch(getattr(products, name))
+                stack.enter_context(mock.patch.object(products, name, function))
             yield
 
     def _find(

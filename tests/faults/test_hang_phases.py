@@ -30,7 +30,8 @@ from faults.test_hangs import (
     wait_for_verdict,
 )
 
-from megatron.base.error_report import FOLDER_VARIABLE, read_reports
+from megatron.base.error_report import FOLDER_VARIABLE
+from megatron.extras.operations.slurm.reported_errors import read_reports
 
 FULL = pytest.mark.full
 SILENT = ("stopped", "mapped file")

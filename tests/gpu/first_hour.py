@@ -1,7 +1,9 @@
 """Check a machine with GPUs, and measure the trainer on it: see `first_hour.sh`.
 
 Each part is a list of steps in the order of their value. The limits of a part's steps add up to
-less than its budget, which is less than the ten minutes that a command may take.
+at most its budget. Parts 1 and 2 fit together into a quarter of an hour, with half a minute for the
+start of the machine. The limits are the times of an H200 on 2026-11-27, with some room: see
+`tests/fixtures/gpu`.
 """
 
 import argparse
@@ -18,7 +20,12 @@ from pathlib import Path
 
 from step_runner import ROOT, Report, Step, run_steps
 
-BUDGET_SECONDS = 555.0
+BUDGETS = {1: 540.0, 2: 240.0, 3: 555.0, 4: 555.0}
+"""Part -> seconds of all its steps."""
+TINY_SECONDS = 900.0
+PEER_SCRIPT = ROOT / ".peers/train_gpt_simple.py"
+"""A copy of modded-nanogpt's program. Git ignores the folder."""
+PEER_STAND_IN = ROOT / "tests/gpu/peer_stand_in.py"
 WHEELS = ROOT / ".wheels"
 """Packages that the machine may lack. Git ignores the folder. `docs/gpu_untested.md` says how to
 make it."""
@@ -37,35 +44,64 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
     """
     hardware = str(folder / f"part{number}.hardware.yaml")
     on_base = ["--base", base] if base else []
-    steps = [Step("machine", 45, (PYTHON, "tests/gpu/machine.py"), "versions, driver, memory")]
+    steps = [Step("machine", 20, (PYTHON, "tests/gpu/machine.py"), "versions, driver, memory")]
     if number == 1:
         steps += [
-            Step(
-                "kernels",
-                70,
-                (PYTHON, "benchmarks/kernels.py", "--hardware", hardware, *on_base),
-                "bandwidth; products at real shapes; flash attention and cuDNN; a hardware file",
+            build_large_model(
+                "7B",
+                260,
+                "--seconds 225 --steps 2 --microbatches 8 --hardware "
+                f"{base or ''} --variant defaults compiled tensorwise rowwise deterministic",
+                "time, memory and kernels of a step of 7B, or of 3B with less than 100 GiB, "
+                "without flags, compiled, in float8, and deterministic",
             ),
-            build_tests("correctness", 150, "gpu_core", "losses on the GPU against the CPU"),
             build_step_time(
                 "step time, 125M",
-                145,
-                "--size 125m --shape gpt2 --compile-seconds 80 --contestants trainer "
-                "trainer-kernels trainer-compiled plain plain-compiled hf hf-compiled",
-                "the trainer against plain GPT-2 and Hugging Face's, eager and compiled",
+                85,
+                "--size 125m --shape gpt2 --rounds 3 --compile-seconds 60 --contestants trainer "
+                "trainer-compiled plain-compiled hf-compiled",
+                "the trainer against compiled loops of plain GPT-2 and of Hugging Face's model",
             ),
             build_step_time(
                 "step time, 177M",
-                100,
-                "--size 177m --shape llama --compile-seconds 60 "
-                "--contestants trainer trainer-kernels trainer-compiled "
-                "hf hf-compiled",
+                80,
+                "--size 177m --shape llama --rounds 3 --compile-seconds 60 --contestants trainer "
+                "trainer-compiled hf-compiled",
                 "the same for a Llama whose MLP has 2,730 channels",
             ),
-            build_shares("kernels of a step, 177M", 45, "--size 177m --shape llama"),
+            build_peer(65, 45),
+            build_kernels(
+                30,
+                "copy model",
+                "the kernels of the trainer against PyTorch's operators; bandwidth",
+            ),
         ]
     elif number == 2:
         steps += [
+            build_tests(
+                "correctness", 105, "gpu_core", "kernels against PyTorch; losses against the CPU"
+            ),
+            build_step_time(
+                "step time, 125M like nanochat",
+                65,
+                "--size 125m --shape nanochat --rounds 3 --compile-seconds 50 --contestants "
+                "trainer trainer-compiled nanochat-compiled",
+                "the trainer against a compiled loop like nanochat's",
+            ),
+            build_kernels(
+                50,
+                f"copy products attention float8 --hardware {hardware} {' '.join(on_base)}",
+                "products at real shapes; flash attention and cuDNN; float8; a hardware file",
+            ),
+        ]
+    elif number == 3:
+        steps += [
+            build_large_model(
+                "7B, further variants",
+                95,
+                "--seconds 60 --variant plain recompute --microbatches 1 8 --no-trace",
+                "a step without kernels, and with recomputation",
+            ),
             Step(
                 "calibration",
                 45,
@@ -73,58 +109,39 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                 "the speeds that the planner's predictions need",
                 table="calibration",
             ),
-            Step(
-                "7B",
-                305,
-                (PYTHON, "benchmarks/large_model.py", "--seconds", "260", "--hardware", hardware)
-                + ((base,) if base else ()),
-                "time and memory of a step with 1 and 8 microbatches in six variants, and the "
-                "errors of their predictions",
-                build_answer_timeout(120),
-            ),
-            build_step_time(
-                "step time, 125M like nanochat",
-                100,
-                "--size 125m --shape nanochat --compile-seconds 60 --contestants trainer "
-                "trainer-kernels trainer-compiled nanochat nanochat-compiled",
-                "the trainer against a loop like nanochat's",
-            ),
-            build_shares("kernels of a step, 1.3B", 60, "--size 1.3b --shape llama"),
-        ]
-    elif number == 3:
-        steps += [
-            Step(
-                "checkpoint of 2B",
-                175,
-                (
-                    *(PYTHON, "benchmarks/checkpoint.py", "--parameters", "2e9"),
-                    *("--contestants", "ours", "--rounds", "1", "--warm-up", "0"),
-                    *("--part", "pin", "stall", "load"),
-                ),
-                "save, load, time of pinning, stall of an asynchronous save",
-                build_answer_timeout(120),
-            ),
-            Step(
-                "ranks on one GPU",
-                150,
-                (PYTHON, "benchmarks/layouts.py", "--losses"),
-                "losses of TP, PP, ZeRO and HSDP over gloo against one process",
-                build_answer_timeout(40),
-            ),
+            build_shares("kernels of a step, 1.3B", 45, "--size 1.3b --shape llama"),
             # A process of its own: a run without memory would end the other runs of the GPU.
             build_tests(
                 "single runs",
-                70,
+                60,
                 "not gpu_core",
                 "out of memory, traces, snapshots, generated text, from the CPU to the GPU",
                 *("-k", SINGLE_RUNS),
             ),
             build_tests(
                 "other tests",
-                110,
+                90,
                 "not gpu_core",
                 "further model parts, optimizers, dropout, resumes",
                 *("-k", f"not ({SINGLE_RUNS})"),
+            ),
+            Step(
+                "ranks on one GPU",
+                100,
+                (PYTHON, "benchmarks/layouts.py", "--losses"),
+                "losses of TP, PP, ZeRO and HSDP over gloo against one process",
+                build_answer_timeout(40),
+            ),
+            Step(
+                "checkpoint of 1B",
+                100,
+                (
+                    *(PYTHON, "benchmarks/checkpoint.py", "--parameters", "1e9"),
+                    *("--contestants", "ours", "--rounds", "1", "--warm-up", "0"),
+                    *("--part", "pin", "stall", "load"),
+                ),
+                "save, load, time of pinning, stall of an asynchronous save",
+                build_answer_timeout(80),
             ),
         ]
     elif number == 4:
@@ -168,29 +185,33 @@ def build_tiny_part(number: int, folder: Path) -> list[Step]:
     steps = [Step("machine", 60, (PYTHON, "tests/gpu/machine.py"))]
     if number == 1:
         steps += [
-            Step(
-                "kernels", 60, (PYTHON, "benchmarks/kernels.py", "--quick", "--hardware", hardware)
-            ),
-            build_tests("correctness", 200, "gpu_core", "", "-k", "equals_the_cpu and gpt2"),
-            build_step_time(
-                "step time",
-                200,
-                "--size smallest --shape gpt2 --rounds 1 --steps 1 --contestants trainer "
-                "trainer-kernels plain",
+            # A CPU's compiler takes a minute, and is not what a GPU runs.
+            build_large_model(
+                "7B",
+                420,
+                "--quick --steps 1 --microbatches 2 --hardware h200 --variant defaults "
+                "tensorwise rowwise deterministic plain",
                 "",
             ),
-            build_shares("kernels of a step", 100, "--size smallest --shape gpt2"),
+            build_step_time(
+                "step time, 125M",
+                200,
+                "--size smallest --shape gpt2 --rounds 1 --steps 1 --contestants trainer "
+                "trainer-plain plain hf",
+                "",
+            ),
+            build_step_time(
+                "step time, 177M",
+                200,
+                "--size smallest --shape llama --rounds 1 --steps 1 --contestants trainer hf",
+                "",
+            ),
+            build_peer(60, 5, PEER_STAND_IN, "--tokens 64"),
+            build_kernels(60, "copy model --quick", ""),
         ]
     elif number == 2:
         steps += [
-            Step(
-                "7B",
-                200,
-                (
-                    *(PYTHON, "benchmarks/large_model.py", "--quick", "--steps", "1"),
-                    *("--variant", "eager", "fused", "--hardware", "h200"),
-                ),
-            ),
+            build_tests("correctness", 300, "gpu_core", "", "-k", "equals_the_cpu and gpt2"),
             build_step_time(
                 "step time like nanochat",
                 200,
@@ -198,9 +219,11 @@ def build_tiny_part(number: int, folder: Path) -> list[Step]:
                 "nanochat",
                 "",
             ),
+            build_kernels(100, f"copy products attention float8 --quick --hardware {hardware}", ""),
         ]
     elif number == 3:
         steps += [
+            build_shares("kernels of a step", 100, "--size smallest --shape gpt2"),
             Step(
                 "checkpoint", 100, (PYTHON, "benchmarks/checkpoint.py", "--quick", "--rounds", "1")
             ),
@@ -212,6 +235,31 @@ def build_tiny_part(number: int, folder: Path) -> list[Step]:
     return steps
 
 
+def build_large_model(title: str, seconds: float, arguments: str, answers: str) -> Step:
+    """Return a step that measures a model that fills the GPU."""
+    command = (PYTHON, "benchmarks/large_model.py", *arguments.split())
+    return Step(title, seconds, command, answers, build_answer_timeout(int(seconds / 2)))
+
+
+def build_kernels(seconds: float, arguments: str, answers: str) -> Step:
+    """Return a step that measures kernels. The arguments begin with the parts."""
+    command = (PYTHON, "benchmarks/kernels.py", "--part", *arguments.split())
+    return Step("kernels", seconds, command, answers)
+
+
+def build_peer(
+    seconds: float, limit: float, script: Path = PEER_SCRIPT, arguments: str = ""
+) -> Step:
+    """Return a step that runs another trainer's program for `limit` seconds."""
+    command = (PYTHON, "benchmarks/peer_script.py", "--script", str(script))
+    return Step(
+        "modded-nanogpt, 124M",
+        seconds,
+        (*command, "--seconds", str(limit), *arguments.split()),
+        "the steps of modded-nanogpt's program, unchanged",
+    )
+
+
 def build_tests(title: str, seconds: float, mark: str, answers: str, *more: str) -> Step:
     """Return a step that runs the tests of one GPU with a mark."""
     command = (PYTHON, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short")
@@ -221,7 +269,7 @@ def build_tests(title: str, seconds: float, mark: str, answers: str, *more: str)
 
 def build_step_time(title: str, seconds: float, arguments: str, answers: str) -> Step:
     """Return a step that compares training steps in bf16, with several microbatches."""
-    command = f"benchmarks/step_time.py --precision bf16 --microbatches 4 --rounds 5 {arguments}"
+    command = f"benchmarks/step_time.py --precision bf16 --microbatches 4 {arguments}"
     return Step(title, seconds, (PYTHON, *command.split()), answers, build_answer_timeout(90))
 
 
@@ -234,7 +282,7 @@ def build_answer_timeout(seconds: int) -> tuple[tuple[str, str], ...]:
 
 
 def build_shares(title: str, seconds: float, arguments: str) -> Step:
-    """Return a step that traces a training step."""
+    """Return a step that traces two training steps."""
     command = (PYTHON, "benchmarks/kernel_shares.py", *arguments.split())
     return Step(title, seconds, command, "which kernels take the time; the idle share of the GPU")
 
@@ -274,9 +322,10 @@ def find_base() -> str | None:
 def unpack_wheels(folder: Path) -> str | None:
     """Unpack the carried packages, and return their folder, or None if there are none.
 
-    Only wheels without compiled code can be carried.
+    A wheel with compiled code must be for this platform, and for all versions of Python from some
+    version on (abi3), as torchao's is.
     """
-    wheels = sorted(WHEELS.glob("*-none-any.whl"))
+    wheels = sorted([*WHEELS.glob("*-none-any.whl"), *WHEELS.glob("*-abi3-*.whl")])
     if not wheels:
         return None
     site = folder / "site"
@@ -320,7 +369,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), required=True)
     parser.add_argument("--report", type=Path, default=Path("gpu-report"))
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds of all steps")
+    parser.add_argument("--budget", type=float, help="seconds of all steps, by default by part")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too")
     return parser.parse_args(argv)
 
@@ -328,7 +377,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run a part, and return the exit code: 0 if all steps passed, 1 if not, 2 without a GPU."""
     arguments = parse_arguments(argv)
-    end = time.monotonic() + arguments.budget
+    budget = arguments.budget or (TINY_SECONDS if arguments.tiny else BUDGETS[arguments.part])
+    end = time.monotonic() + budget
     gpus = query_gpus()
     if not gpus and not arguments.tiny:
         print("error: nvidia-smi lists no GPU; --tiny checks this script on a CPU", file=sys.stderr)

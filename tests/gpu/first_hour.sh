@@ -3,15 +3,17 @@
 #
 #     bash tests/gpu/first_hour.sh --part N [--report FOLDER]
 #
-#     1    bandwidth, matrix products, attention kernels; losses against the CPU; speed of 125M and
-#          177M beside plain PyTorch loops; which kernels take the time
-#     2    7B: speed and memory in six variants, and the planner's errors; a loop like nanochat's
-#     3    checkpoint of 2B; ranks that share the GPU (gloo); further tests
-#     4    NCCL: layouts on several GPUs. It ends with a message on a machine with one GPU
+#     1    9 minutes: 7B (3B on 80 GB) in five variants with traces; 125M and 177M beside compiled
+#          peers; modded-nanogpt's program; the kernels against PyTorch's operators
+#     2    4 minutes: losses and kernels against the CPU; a loop like nanochat's; products,
+#          attention, float8
+#     3    9 minutes: further variants of 7B; calibration; further tests; ranks that share the GPU
+#          (gloo); checkpoint of 1B
+#     4    9 minutes: NCCL, layouts on several GPUs. It ends with a message on one GPU
 #
-# A part takes less than ten minutes. Each of its steps has a time limit, and a step that fails does
-# not stop the others. FOLDER (default: gpu-report) gets partN.json and partN.log after each step.
-# tests/gpu/tables.py makes tables of them. Everything else goes to a temporary folder.
+# Each step has a time limit, and a step that fails does not stop the others. FOLDER (default:
+# gpu-report) gets partN.json and partN.log after each step. tests/gpu/tables.py makes tables of
+# them. Everything else goes to a temporary folder.
 #
 # The Python of the active environment is used. It needs torch with CUDA, and the packages that
 # docs/gpu_untested.md lists. --tiny checks this script on a CPU.

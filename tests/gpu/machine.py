@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.results import add_row
 
-_PACKAGES = ("torch", "triton", "numpy", "transformers", "deepspeed", "tyro")
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "deepspeed", "tyro", "torchao")
 
 
 def find_version(package: str) -> str | None:

@@ -3,8 +3,9 @@
     python tests/gpu/tables.py gpu-report              print the tables
     python tests/gpu/tables.py gpu-report --write      put them into the pages of docs/
 
-FOLDER may have the reports of several parts, and of parts that were killed. In the pages, what is
-between the lines `<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
+FOLDER may have the reports of several parts, and of parts that were killed. The rows that the pages
+show are in `tests/fixtures/gpu`. In the pages, what is between the lines `<!-- gpu results -->` and
+`<!-- end of gpu results -->` is replaced.
 """
 
 import argparse
@@ -24,6 +25,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from results import read_rows  # noqa: E402
 
 Row = dict[str, Any]
+_LONGEST_CELL = 80
+"""Characters of a cell, such as the name of a kernel."""
+_SMALLEST_SHARE = 0.01
+"""Kernels with a smaller share of a step are left out."""
 
 
 class ReportError(Exception):
@@ -70,7 +75,8 @@ def format_number(value: Any) -> str:
     if value is None:
         return "-"
     if not isinstance(value, float):
-        return str(value).replace("|", "/").replace("\n", " ")
+        text = str(value).replace("|", "/").replace("\n", " ")
+        return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]} ..."
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return f"{value:.2e}" if abs(value) < 1 else f"{value:.0f}"
@@ -103,7 +109,8 @@ def make_steps(parts: Sequence[Part], table: str) -> str:
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for part in parts:
         for row in part.get_rows(table):
-            key = (row["size"], row["shape"], row["precision"], row["microbatches"])
+            # Times of other runs must not mix: only those of one run took turns.
+            key = (part.name, row["size"], row["shape"], row["precision"], row["microbatches"])
             found[*key, row["contestant"]].append(row)
     cells = []
     for key, rows in found.items():
@@ -116,7 +123,7 @@ def make_steps(parts: Sequence[Part], table: str) -> str:
         rate = rows[0]["tokens"] / middle
         gib = max(row["gib"] for row in rows if "seconds" in row)
         cells.append([*key, rate, spread, rate * rows[0]["tflop"], gib, len(seconds)])
-    columns = ("size", "shape", "precision", "microbatches", "program", "tokens/s")
+    columns = ("part", "size", "shape", "precision", "microbatches", "program", "tokens/s")
     return format_table((*columns, "ms", "TFLOPs", "GiB", "rounds"), cells)
 
 
@@ -125,7 +132,8 @@ def make_large_model(parts: Sequence[Part], table: str) -> str:
     cells = []
     for row in (row for part in parts for row in part.get_rows(table)):
         if "seconds" not in row:
-            cells.append([row.get("variant"), row.get("microbatches"), *[None] * 6, row["error"]])
+            names = [row.get(key) for key in ("model", "variant", "microbatches")]
+            cells.append([*names, *[None] * 6, row["error"]])
             continue
         errors = [
             f"{name} {100 * (seconds / row['seconds'] - 1):+.1f} %"
@@ -133,13 +141,29 @@ def make_large_model(parts: Sequence[Part], table: str) -> str:
         ]
         cells.append(
             [
-                *(row["variant"], row["microbatches"], row["tokens_per_second"], row["mfu"]),
+                *(row["model"], row["variant"], row["microbatches"]),
+                *(row["tokens_per_second"], row["mfu"]),
                 *(row["start_seconds"], row["allocated_gib"], row["reserved_gib"]),
                 *(row["predicted_gib"], ", ".join(errors)),
             ]
         )
-    columns = ("variant", "microbatches", "tokens/s", "MFU", "start, s", "tensors, GiB")
+    columns = ("model", "variant", "microbatches", "tokens/s", "MFU", "start, s", "tensors, GiB")
     return format_table((*columns, "reserved, GiB", "predicted, GiB", "error of the time"), cells)
+
+
+def make_kernels(parts: Sequence[Part], table: str) -> str:
+    """Return the kernels that take most of the time of a traced step."""
+    keys = ("size", "shape", "name", "kind", "count", "ms", "share")
+    rows = [row for part in parts for row in part.get_rows(table)]
+    return format_table(
+        keys, [[row[key] for key in keys] for row in rows if row["share"] >= _SMALLEST_SHARE]
+    )
+
+
+def make_verdicts(parts: Sequence[Part], table: str) -> str:
+    """Return the verdicts about the order of kernels as a list."""
+    rows = [(part.name, row) for part in parts for row in part.get_rows(table)]
+    return "\n".join(f"- {name}, {row['device']}: {row['verdict']}." for name, row in rows)
 
 
 def make_outcomes(parts: Sequence[Part], table: str) -> str:
@@ -171,23 +195,27 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
     "machine": make_machine,
     "copy": make_columns("mib", "tb_per_second"),
     "products": make_columns(
-        "name", "shape", "forward", "input", "weight", "weight + sum", "weight, fused sum"
+        *("name", "shape", "forward", "input", "weight", "weight + sum", "weight, fused sum"),
+        "forward, padded",
     ),
     "attention": make_columns(
-        *("heads", "groups", "width", "length", "batch", "kernel", "forward", "differing"),
-        "backward",
+        *("heads", "groups", "width", "length", "batch", "kernel", "forward", "backward"),
+        "differing",
     ),
-    "attention order": make_columns("device", "verdict"),
+    "attention order": make_verdicts,
     "float8 products": make_columns("name", "bf16", "fast", "exact", "rounding_ms"),
     "float8": make_columns(
         *("name", "bf16_ms", "tensorwise_ms", "rowwise_ms", "tensorwise_speed", "rowwise_speed")
     ),
     "model parts": make_columns("name", "ms", "products_ms", "bytes_of_a_copy"),
     "steps": make_steps,
+    "peer": make_columns(
+        "script", "tokens_per_second", "ms", "low_ms", "high_ms", "steps", "sha256"
+    ),
     "large model": make_large_model,
     "idle": make_columns("size", "shape", "ms", "idle"),
     "kinds": make_columns("size", "shape", "kind", "ms", "share"),
-    "kernels": make_columns("size", "shape", "name", "kind", "count", "ms", "share"),
+    "kernels": make_kernels,
     "hardware": make_columns(
         *("name", "peak_tflops", "memory_tb_per_second", "memory_gib"),
         *("gemm_share", "attention_share", "memory_share"),
@@ -222,7 +250,8 @@ TITLES = {
     "float8": "Linear layers in float8: both passes, and the speed relative to bf16",
     "model parts": "Model parts",
     "steps": "Training steps",
-    "large model": "7B on one GPU",
+    "peer": "Other trainers' programs",
+    "large model": "Large models on one GPU",
     "idle": "Idle share of the GPU",
     "kinds": "Kinds of kernels",
     "kernels": "Kernels of a step",
@@ -282,9 +311,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
     arguments = parser.parse_args(argv)
     try:
-        paths = sorted(arguments.folder.glob("part?.json"))
+        paths = sorted(arguments.folder.glob("*.json"))
         if not paths:
-            raise ReportError(f"{arguments.folder} has no part1.json to part4.json")
+            raise ReportError(f"{arguments.folder} has no reports such as part1.json")
         parts = [read_part(path) for path in paths]
         if arguments.write and any(part.tiny for part in parts):
             raise ReportError("numbers of --tiny mean nothing; they are not written to the pages")

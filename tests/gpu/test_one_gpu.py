@@ -39,9 +39,13 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/fixtures/openwebtext-100"
 SIZES = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 "
-    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant --seed 1234 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 3e-4 --lr-decay-style constant --seed 1234 "
     "--log-interval 1 --eval-interval 5 --eval-iters 2 --split 80,20,0 --train-iters 10"
 )
+"""With a learning rate of 1e-3, the training amplifies rounding errors. Two runs on a CPU whose
+initial weights differ by 6e-8 had gradient norms that differ by up to 1.4e-4 (Llama, iteration 10),
+which is what a GPU and a CPU differed by. With 3e-4 it was at most 6e-7.
+`test_rounding_alone_stays_far_below_the_bound` checks this."""
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
@@ -198,7 +202,10 @@ def launch(data: str, folder: Path, flags: str, *, gpu: bool = True) -> Run:
     return Run(done.returncode, done.stdout + done.stderr, folder)
 
 
+REORDERED = "--attention-backend unfused --micro-batch-size 1"
+"""The same numbers with sums in another order."""
 VARIANTS = {
+    "test_rounding_alone_stays_far_below_the_bound": ("cpu", "reordered"),
     "test_fp32_equals_the_cpu": ("gpu", "cpu"),
     "test_16_bits_agree_with_the_cpu": ("gpu", "cpu"),
     "test_compiled_equals_eager": ("gpu",),
@@ -223,7 +230,10 @@ class Runs:
             self._runs[name, variant] = self._pool.submit(self._train, name, variant)
 
     def __getitem__(self, key: tuple[str, str]) -> Run:
-        """Return a run by (name, variant). The variants are gpu, again, cpu and resumed."""
+        """Return a run by (name, variant).
+
+        The variants are gpu, again, cpu, reordered (on the CPU, too) and resumed.
+        """
         self.start(*key)
         return self._runs[key].result()
 
@@ -239,7 +249,9 @@ class Runs:
         folder = self._root / f"{name}-{variant}"
         if variant == "resumed":
             launch(self._corpus, folder, f"{flags} --exit-interval 4 --save-interval 4")
-        return launch(self._corpus, folder, flags, gpu=variant != "cpu")
+        if variant == "reordered":
+            flags += f" {REORDERED}"
+        return launch(self._corpus, folder, flags, gpu=variant not in ("cpu", "reordered"))
 
 
 @pytest.fixture(scope="module")
@@ -384,6 +396,53 @@ def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
 
 @needs_gpu
 @pytest.mark.gpu_core
+@pytest.mark.parametrize("fused", [False, True])
+def test_padded_products_of_small_integers_are_exact(fused: bool) -> None:
+    from megatron.parallel.entered_linear import ALONE
+    from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+    from megatron.parallel.weight_gradient import number_layer
+
+    generator = torch.Generator().manual_seed(1)
+    results: list[list[torch.Tensor]] = []
+    drawn = [
+        torch.randint(-1, 2, shape, generator=generator)
+        for shape in ((1365, 64), (64, 1365), *[(256, 2, 64)] * 4)
+    ]
+    for device in ("cpu", "cuda"):
+        up = ColumnParallelLinear(64, 1365, bias=False, tp=ALONE, init=Init.NORMAL)
+        down = RowParallelLinear(1365, 64, bias=False, tp=ALONE, init=Init.NORMAL)
+        weights, inputs = (
+            [each.to(device, torch.float32 if device == "cpu" else torch.float16) for each in part]
+            for part in (drawn[:2], drawn[2:])
+        )
+        layers: list[ColumnParallelLinear | RowParallelLinear] = [up, down]
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = torch.nn.Parameter(weight)
+            layer.weight.grad_dtype = torch.float32
+            layer.number = number_layer(layer) if fused and device == "cuda" else None
+        found = []
+        for x, gradient in zip(inputs[:2], inputs[2:], strict=True):
+            out = up(x.requires_grad_())
+            assert out.shape[-1] == (1365 if device == "cpu" else 1368)
+            # Signs keep all numbers below 2,048, where fp16 has each integer.
+            hidden = out.detach().sign().requires_grad_()
+            out.backward(hidden.detach())
+            last = down(hidden)
+            last.backward(gradient)
+            assert x.grad is not None
+            assert hidden.grad is not None
+            found += [out, x.grad, last, hidden.grad]
+        for layer in layers:
+            assert layer.weight.grad is not None
+            found.append(layer.weight.grad)
+        results.append([each.detach().float().cpu()[..., :1365] for each in found])
+    for expected, exact in zip(*results, strict=True):
+        assert torch.equal(expected, exact)
+    report(f"padded products, fused gradients {fused}", note="small integers are exact")
+
+
+@needs_gpu
+@pytest.mark.gpu_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_of_blocks_equal_the_operators_of_torch(dtype: torch.dtype) -> None:
     from model.kernel_comparisons import ACTIVATIONS, compare_gate, compare_rotary
@@ -403,6 +462,21 @@ def test_kernels_of_blocks_equal_the_operators_of_torch(dtype: torch.dtype) -> N
         assert max(units.values()) <= 2, units
 
 
+@needs_gpu
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_norms_equal_the_operators_of_torch(dtype: torch.dtype) -> None:
+    from model.norm_comparisons import NORMS, compare_norm
+
+    for norm in NORMS:
+        for sizes in ((2048, 2, 768), (1021, 2, 4096), (77, 1, 8192), (300, 2, 1001)):
+            for with_branch in (True, False):
+                units = compare_norm(norm, sizes, dtype, "cuda", with_branch=with_branch)
+                case = f"{norm} kernel, {sizes}, addition {with_branch}, {dtype}"
+                report(case, note=f"in units of rounding: {units}")
+                assert max(units.values()) <= 1, units
+
+
 @needs_runs
 @pytest.mark.gpu_core
 @pytest.mark.parametrize("rowwise", [False, True])
@@ -413,7 +487,7 @@ def test_layers_in_float8_equal_the_emulated_ones(
     pytest.importorskip("torchao")
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the GPU has no products with a scale for each row")
-    from benchmarks.float8_speed import Layers, build_pass
+    from benchmarks.float8_speed import Layers, build_pass, draw_tensors
     from megatron.extras.float8.recipe import Recipe
 
     device = torch.device("cpu" if ON_CPU else "cuda")
@@ -421,9 +495,10 @@ def test_layers_in_float8_equal_the_emulated_ones(
     every = (Layers("odd", 77, 128, (48, 48)), Layers("wide", 2048, 1024, (2816, 2816)))
     # A CPU takes minutes for the others.
     for layers in every[:1] if ON_CPU else every:
+        drawn = draw_tensors(layers, torch.device("cpu"))
         found, expected = (
-            build_pass(layers, Recipe(kind, rowwise, emulated), where)()
-            for emulated, where in ((False, device), (True, torch.device("cpu")))
+            build_pass(tensors, Recipe(kind, rowwise, emulated))()
+            for emulated, tensors in ((False, drawn.to(device)), (True, drawn))
         )
         for name, one, two in zip(("input", "gate", "up"), found, expected, strict=True):
             error = ((one.cpu().float() - two.float()).norm() / two.float().norm()).item()
@@ -438,6 +513,15 @@ def test_fp32_equals_the_cpu(name: str, runs: Runs) -> None:
     worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
     report(name, *worst)
     assert max(worst) < BOUND
+
+
+@needs_runs
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_rounding_alone_stays_far_below_the_bound(name: str, runs: Runs) -> None:
+    worst = measure_worst(runs[name, "reordered"], runs[name, "cpu"])
+    report(f"{name}, sums in another order", *worst)
+    # Otherwise the bound would not tell a wrong kernel from rounding.
+    assert 0 < max(worst) < BOUND / 10
 
 
 @needs_runs

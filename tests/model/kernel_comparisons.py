@@ -1,7 +1,7 @@
 """Comparisons of kernels with PyTorch's operators, on any device that runs the kernels.
 
-Each returns the largest difference of each result in units: 1e-6 of the value in fp32, and the last
-digit in 16 bits. In fp32 the operators compute in fp64, because torch's GELU has errors of 2e-6.
+Each returns the largest difference of each result in units of `count_units`. In fp32 the operators
+compute in fp64, because torch's GELU has errors of 2e-6.
 """
 
 from typing import Any
@@ -21,19 +21,51 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
-def count_units(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference in units of the type of `found`."""
+FP32_ERROR = 1e-6
+"""Error of a computation in fp32, relative to the numbers from which it is computed."""
+
+
+def count_units(found: Tensor, expected: Tensor, operands: Tensor | None = None) -> float:
+    """Return the largest difference in units of rounding.
+
+    A unit is the error of the computation in fp32, and in 16 bits also the distance between two
+    numbers of the type. The error in fp32 is relative to the operands. A GPU contracts `a - b c` to
+    one operation, which rounds once. So a difference of two numbers that are nearly equal has other
+    digits there, and may have another sign.
+
+    Args:
+        found: The results of a kernel.
+        expected: Those of PyTorch's operators.
+        operands: The size of the numbers from which each result is computed, where they may be
+            larger than the result.
+    """
     assert found.shape == expected.shape
-    wide = expected.double()
-    if found.dtype == torch.float32:
-        # A difference of two products has the error of the products.
-        unit = 1e-6 * wide.abs().clamp(min=float(wide.abs().mean()))
-    else:
+    assert torch.isfinite(found).all()
+    # The powers of two of a GPU are not exact.
+    one, two = found.detach().cpu().double(), expected.detach().cpu().double()
+    largest = torch.maximum(one.abs(), two.abs())
+    sizes = largest
+    if operands is not None:
+        sizes = torch.maximum(largest, operands.detach().cpu().double().abs())
+    unit = FP32_ERROR * sizes
+    if found.dtype != torch.float32:
         assert found.dtype == expected.dtype
         limits = torch.finfo(found.dtype)
-        exponent = wide.abs().clamp(min=limits.smallest_normal).log2().floor()
-        unit = limits.eps * 2**exponent
-    return float(((found.double() - wide).abs() / unit).max())
+        normal = largest.clamp(min=limits.smallest_normal)
+        # The mantissa is in [0.5, 1), so the quotient is exactly a power of two.
+        unit += limits.eps * (normal / (2 * torch.frexp(normal).mantissa))
+    difference = (one - two).abs()
+    return float(torch.where(difference == 0, 0.0, difference / unit).max())
+
+
+def measure_pairs(x: Tensor, channels: int) -> Tensor:
+    """Return the length of the pair of channels that each element of [..., d] belongs to.
+
+    A rotation does not change it. It is at least the sum of both products of a result.
+    """
+    first, second = x[..., : channels // 2], x[..., channels // 2 : channels]
+    length = torch.hypot(first.float(), second.float())
+    return torch.cat((length, length, x[..., channels:].float().abs()), dim=-1)
 
 
 def widen(x: Tensor) -> Tensor:
@@ -83,7 +115,11 @@ def compare_rotary(
         rotated = torch.autograd.grad(results[3:], leaf, grads[3:])
         results += [*divided, *rotated]
     names = ("query", "key", "value", "rotate", "gradient", "gradient of rotate")
-    return {name: count_units(*pair) for name, *pair in zip(names, found, expected, strict=True)}
+    # Values are not rotated, so no error is allowed for them.
+    return {
+        name: count_units(one, two, None if name == "value" else measure_pairs(two, channels))
+        for name, one, two in zip(names, found, expected, strict=True)
+    }
 
 
 def compare_gate(
@@ -107,4 +143,10 @@ def compare_gate(
     for leaves, results in ((exact, expected), (inputs, found)):
         results.extend(torch.autograd.grad(results, leaves[:2], leaves[2].detach()))
     names = ("product", "gradient of gate", "gradient of up")
-    return {name: count_units(*pair) for name, *pair in zip(names, found, expected, strict=True)}
+    # Each activation is at most its input, and sums of at most 1 + |input| are in its slope.
+    gate_input, up_input, grad = (each.detach().double() for each in inputs)
+    operands = (gate_input * up_input, grad * up_input * (1 + gate_input.abs()), grad * gate_input)
+    return {
+        name: count_units(*each)
+        for name, *each in zip(names, found, expected, operands, strict=True)
+    }

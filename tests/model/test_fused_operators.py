@@ -12,17 +12,24 @@ from unittest import mock
 import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
-from model.kernel_comparisons import ACTIVATIONS, compare_gate, compare_rotary
+from model.kernel_comparisons import (
+    ACTIVATIONS,
+    compare_gate,
+    compare_rotary,
+    count_units,
+    measure_pairs,
+)
+from model.norm_comparisons import NORMS, compare_norm, make_norm
 from training.runs import SIZES
 from triton_interpreter import train
 
 from megatron.config.kernels import KernelsConfig
 from megatron.engine.parallelize import compile_blocks, fuse_operators, recompute_blocks
-from megatron.extras.kernels import gate, rotary
+from megatron.extras.kernels import gate, residual_norm, rotary
 from megatron.extras.kernels.operators import build_operators
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
-from megatron.model.positions import make_rotary_table
+from megatron.model.positions import make_rotary_table, rotate
 from megatron.observe.metrics import read_metrics
 
 LLAMA: dict[str, Any] = {
@@ -57,12 +64,86 @@ def test_rotary_positions(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_units_of_rounding_allow_contracted_operations_and_no_more(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn((128, 2, 4, 3, 128), generator=generator).to(dtype)
+    cos, sin = make_rotary_table(128, 128, 1e4, torch.device("cpu"))
+    wide = x.double() if dtype == torch.float32 else x
+    expected = rotate(wide, cos, sin)
+    # As on a GPU: one product is rounded to fp32, and the other one is not.
+    first, second = x.double().chunk(2, dim=-1)
+    by_sine = [(half.float() * sin).double() for half in (second, first)]
+    parts = (first * cos - by_sine[0], second * cos + by_sine[1])
+    contracted = torch.cat([part.float() for part in parts], dim=-1)
+    pairs = measure_pairs(expected, 128)
+    assert count_units(contracted.to(dtype), expected, pairs) <= 1
+    if dtype == torch.bfloat16:
+        # A result that is nearly zero has other digits.
+        assert count_units(contracted.to(dtype), expected) > 2
+    # One result that is wrong by two distances of the type, or by 3e-6 of its operands.
+    place = (3, 1, 2, 2, 5)
+    contracted[place] += 2 * torch.finfo(dtype).eps * contracted[place].abs() + 3e-6 * pairs[place]
+    assert count_units(contracted.to(dtype), expected, pairs) > 1
+    contracted[place] = float("nan")
+    with pytest.raises(AssertionError):
+        count_units(contracted.to(dtype), expected, pairs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_activations(
     activation: str, dtype: torch.dtype, interpreters: ProcessPoolExecutor
 ) -> None:
     units = interpreters.submit(compare_gate, activation, (3, 2, 777), dtype, "cpu").result()
     assert max(units.values()) <= 1, units
+
+
+# Sizes, and the programs of the backward kernel. A program has several rows, or a single one.
+STREAMS: list[tuple[tuple[int, int, int], int | None]] = [
+    ((1, 1, 7), None),
+    ((3, 2, 80), None),
+    ((7, 3, 33), 4),
+    ((3, 2, 1000), 2),
+]
+
+
+def compare_norms(norm: str, dtype: torch.dtype) -> list[dict[str, float]]:
+    """Compare the kernels of a norm with and without an addition, for all of `STREAMS`."""
+    return [
+        compare_norm(norm, sizes, dtype, "cpu", with_branch=with_branch, programs=programs)
+        for sizes, programs in STREAMS
+        for with_branch in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_the_residual_stream(
+    norm: str, dtype: torch.dtype, interpreters: ProcessPoolExecutor
+) -> None:
+    for units in interpreters.submit(compare_norms, norm, dtype).result():
+        assert max(units.values()) <= 1, units
+
+
+def check_other_streams() -> None:
+    """Check a stream without tokens, and one in fp32, which PyTorch's operators normalise."""
+    norm = make_norm("LayerNorm", 24).bfloat16()
+    x = torch.randn((2, 3, 24))
+    empty = torch.zeros((0, 3, 24), dtype=torch.bfloat16, requires_grad=True)
+    total, out = residual_norm.add_and_normalise(empty, empty.clone(), norm)
+    (total.sum() + out.sum()).backward()
+    assert out.shape == empty.shape
+    for leaf in (empty, *norm.parameters()):
+        assert leaf.grad is not None
+        assert not leaf.grad.any()
+    with mock.patch.object(residual_norm, "_add", side_effect=AssertionError("a kernel ran")):
+        total, out = residual_norm.add_and_normalise(x, x, norm)
+    assert torch.equal(total, 2 * x)
+    assert torch.equal(out, norm(2 * x))
+
+
+def test_streams_without_tokens_and_in_fp32(interpreters: ProcessPoolExecutor) -> None:
+    interpreters.submit(check_other_streams).result()
 
 
 def list_accesses(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> set[str]:
@@ -79,8 +160,9 @@ def list_accesses(kernel: Any, pointers: dict[str, str], constants: dict[str, An
 
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     types |= {name: f"*{dtype}" for name, dtype in pointers.items()}
+    types |= {"eps": "fp32"} if "eps" in types else {}
     # As a launch finds it out: addresses and strides are multiples of 16, and counts are not.
-    counts = ("batch", "groups", "slots", "queries")
+    counts = ("batch", "groups", "slots", "queries", "rows", "programs", "eps")
     divisible = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(kernel.arg_names)
@@ -97,7 +179,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
 ) -> None:
     """The interpreter accepts more than the compiler, which needs no GPU."""
     pytest.importorskip("triton")
-    from megatron.extras.kernels import gate_kernel, rotary_kernel
+    from megatron.extras.kernels import gate_kernel, residual_norm_kernel, rotary_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wide = {"ld.global.v4.b32", "st.global.v4.b32"}
@@ -118,6 +200,19 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
         pointers = {name: tensors[name] for name in kernel.arg_names if name in tensors}
         block = {"activation": activation, "block": gate_kernel._BLOCK}
         assert list_accesses(kernel, pointers, block) == wide
+    stream = ("x", "branch", "weight", "bias", "total", "out", "grad_total", "grad_out", "grad")
+    vectors = {"statistics", "parts"}
+    for kernel in (residual_norm_kernel._forward, residual_norm_kernel._backward):
+        pointers = {name: "bf16" for name in kernel.arg_names if name in stream}
+        pointers |= dict.fromkeys(vectors & set(kernel.arg_names), "fp32")
+        flags = dict.fromkeys(("has_branch", "has_bias", "centred"), True)
+        norm = {name: on for name, on in flags.items() if name in kernel.arg_names}
+        # A row has single numbers too: 1 / standard deviation and the mean.
+        single = {"ld.global.b32", "st.global.b32"}
+        assert list_accesses(kernel, pointers, norm | {"block": 2048}) - single == wide
+    blocks = {"block_rows": 64, "block_columns": 32}
+    parts = {"parts": "fp32", "out": "bf16"}
+    assert "ld.global.v4.b32" in list_accesses(residual_norm_kernel._add_parts, parts, blocks)
 
 
 def check_registration() -> None:
@@ -135,26 +230,50 @@ def check_registration() -> None:
     check(gate._apply, (*leaves, "swiglu"))
     grad, *inputs = (each.detach() for each in (leaves[0], *leaves))
     check(gate._differentiate, (grad, *inputs, "swiglu"))
+    weight, bias = torch.ones(3), torch.zeros(3)
+    check(residual_norm._add, (*inputs, weight, bias, 1e-5, True))
+    check(residual_norm._add, (grad, None, weight, None, 1e-5, False))
+    check(residual_norm._differentiate, (grad, *inputs, weight, torch.ones(2, 2), True))
 
 
 def test_operators_are_registered_completely(interpreters: ProcessPoolExecutor) -> None:
     interpreters.submit(check_registration).result()
 
 
-def compile_with_kernels() -> tuple[int, list[list[float]]]:
-    """Return the number of graphs, and loss and norms: eager, with kernels, and compiled."""
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": {},
+    "gpt2, parallel residual": {"parallel_residual": True},
+    "output norms": {"norm_placement": "output"},
+}
+
+
+def compile_with_kernels(shape: dict[str, Any]) -> tuple[int, list[list[float]], list[int]]:
+    """Compute a small model three times: eager, with kernels, and compiled with kernels.
+
+    Returns:
+        The number of graphs, loss and norms of each, and how often each called the kernel of
+        norms and additions.
+    """
     from torch._dynamo.utils import counters
 
-    operators = build_operators(KernelsConfig(rope_fusion=True, bias_swiglu_fusion=True))
+    torch.compiler.reset()
+    before = counters["stats"]["unique_graphs"]
+    operators = build_operators(
+        KernelsConfig(rope_fusion=True, bias_swiglu_fusion=True, residual_norm_fusion=True)
+    )
     eager = Execution(recomputed_part=Fraction(1))
     fused = replace(eager, operators=operators)
     tokens = some_tokens(batch=2, length=3)
-    results = []
+    results, calls = [], []
     # The compiler of test_compile.py traces, and generates no code.
     trace = partial(torch.compile, backend="aot_eager")
-    with mock.patch.object(torch, "compile", trace):
-        for execution in (eager, fused, replace(fused, compile=True)):
-            model = build(tiny_config(**LLAMA))
+    for execution in (eager, fused, replace(fused, compile=True)):
+        with (
+            mock.patch.object(torch, "compile", trace),
+            mock.patch.object(residual_norm, "_add", wraps=residual_norm._add) as add,
+        ):
+            model = build(tiny_config(**shape))
             recompute_blocks(model, execution)
             fuse_operators(model, execution)
             compile_blocks(model, execution)
@@ -163,14 +282,22 @@ def compile_with_kernels() -> tuple[int, list[list[float]]]:
             grads = [each.grad for each in model.parameters() if each.grad is not None]
             norms = [grad.norm().item() for grad in grads]
             results.append([loss.item(), *norms])
-    return counters["stats"]["unique_graphs"], results
+            calls.append(add.call_count)
+    return counters["stats"]["unique_graphs"] - before, results, calls
 
 
-def test_compiled_blocks_contain_the_kernels(interpreters: ProcessPoolExecutor) -> None:
-    graphs, (plain, fused, compiled) = interpreters.submit(compile_with_kernels).result()
+@pytest.mark.parametrize("name", SMALL)
+def test_compiled_blocks_contain_the_kernels(name: str, interpreters: ProcessPoolExecutor) -> None:
+    graphs, (plain, fused, compiled), calls = interpreters.submit(
+        compile_with_kernels, SMALL[name]
+    ).result()
     assert fused == pytest.approx(plain, rel=1e-5)
     assert compiled == pytest.approx(plain, rel=1e-5)
     assert graphs == 2
+    # Each block is computed twice, and has two such norms. Parallel residuals have one.
+    blocks = tiny_config().num_layers
+    norms = {"gpt2, parallel residual": 1, "output norms": 0}.get(name, 2)
+    assert calls == [0, 2 * blocks * norms, 0]
 
 
 FLAGS = (
@@ -195,7 +322,9 @@ def train_curve(
 def test_training_with_kernels_equals_training_without(
     interpreters: ProcessPoolExecutor, corpus: str, tmp_path: Path
 ) -> None:
-    kernels = "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion"
+    kernels = (
+        "--rope-fusion --bias-swiglu-fusion --residual-norm-fusion --cross-entropy-loss-fusion"
+    )
     plain, log = train_curve(interpreters, corpus, tmp_path / "plain", FLAGS)
     assert "Triton" not in log
     fused, log = train_curve(interpreters, corpus, tmp_path / "fused", f"{FLAGS} {kernels}")

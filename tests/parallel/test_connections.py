@@ -85,7 +85,13 @@ def count_sockets(lazy: bool) -> int:
         total = torch.ones(4)
         dist.all_reduce(total)
         assert total.tolist() == [float(dist.get_world_size())] * 4
-        return len(_list_sockets() - before)
+        found = len(_list_sockets() - before)
+        # A rank that leaves closes its sockets, and those of the others with it. All count first.
+        # They meet in the store, because a message would connect them.
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"counted/{dist.get_rank()}", "")
+        store.wait([f"counted/{rank}" for rank in range(dist.get_world_size())])
+        return found
 
 
 def _list_sockets() -> set[str]:

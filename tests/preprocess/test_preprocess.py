@@ -21,7 +21,7 @@ from megatron.commands import preprocess as preprocess_data
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.extras.preprocess.blocks import InputBlock, Position
-from megatron.extras.preprocess.encoders import REFERENCE
+from megatron.extras.preprocess.encoders import CANDIDATES, REFERENCE, choose_encoder
 from megatron.extras.preprocess.journal import lock_output
 from megatron.extras.preprocess.pipeline import PreprocessJob, Summary, preprocess
 from megatron.extras.preprocess.texts import extract_texts
@@ -152,6 +152,70 @@ def test_parquet_with_dictionaries_and_nulls_is_read(tmp_path: Path) -> None:
     assert done.documents["text"] == 3
     assert done.bad_lines == 1
     assert f"{tmp_path / 'in.parquet'}:2: the value of 'text' is null" in messages[0]
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.arrow", "in.jsonl", "in.json"])
+def test_null_texts_are_bad_lines_in_each_format(name: str, tmp_path: Path) -> None:
+    """A column whose values are all null has no type of strings."""
+    path = tmp_path / name
+    rows = [{"text": None}] * 3
+    if path.suffix == ".parquet":
+        pa = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        pa = pytest.importorskip("pyarrow")
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    elif path.suffix == ".jsonl":
+        write_lines(path, *rows)
+    else:
+        path.write_text(json.dumps(rows))
+    with pytest.raises(DataError, match=":1: the value of 'text' is null, not a string") as stopped:
+        run(job(tmp_path / "stopped", path))
+    assert "--json-keys" not in str(stopped.value)
+    good = write_lines(tmp_path / "z.jsonl", {"text": "a b"})
+    messages: list[str] = []
+    done = run(job(tmp_path / "out", path, good, on_bad_line="skip"), messages)
+    assert (done.bad_lines, done.documents) == (3, {"text": 1})
+    assert sum("is null" in message for message in messages) == 3
+
+
+@pytest.mark.parametrize("in_text", [False, True])
+@pytest.mark.parametrize("encoder", [REFERENCE, "gigatoken", "tiktoken"])
+def test_a_text_that_spells_a_special_token(in_text: bool, encoder: str, tmp_path: Path) -> None:
+    if encoder != REFERENCE:
+        pytest.importorskip(encoder)
+    (tmp_path / "tok").mkdir()
+    backend: Any = build_tokenizer(GPT2).backend  # type: ignore[attr-defined]
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(tmp_path / "tok" / "tokenizer.json"))
+    tokenizer = TokenizerConfig(
+        tokenizer_type="PretrainedFromHF",
+        tokenizer_name_or_path=str(tmp_path / "tok"),
+        special_tokens_in_text=in_text,
+    )
+    text = "a <|endoftext|> b<|endoftext|>"
+    path = write_lines(tmp_path / "in.jsonl", {"text": text}, {"text": "c"})
+    messages: list[str] = []
+
+    def choose(*arguments: Any) -> str:
+        rejected = [name for name in CANDIDATES if name != encoder]
+        chosen = choose_encoder(arguments[0], arguments[1], rejected, messages.append)
+        # tiktoken itself knows no special tokens.
+        expected = REFERENCE if in_text and encoder == "tiktoken" else encoder
+        assert chosen == expected, messages
+        return chosen
+
+    done = preprocess(job(tmp_path / "out", path, tokenizer=tokenizer), print, choose)
+    first, second = documents(tmp_path / "out_text_document")
+    assert first.count(EOD) == (3 if in_text else 1)
+    assert second.count(EOD) == 1
+    if not in_text:
+        assert first[:-1] == build_tokenizer(GPT2).encode(text)
+    assert done.special_tokens is not None
+    assert done.special_tokens.startswith("texts spell 2 special tokens, and each ")
+    assert ("became this token" in done.special_tokens) == in_text
 
 
 def test_two_keys_give_two_data_sets(tmp_path: Path) -> None:
@@ -388,7 +452,9 @@ def test_large_vocabularies_are_written_as_int32(tmp_path: Path) -> None:
     backend.add_special_tokens([f"<extra{number}>" for number in range(65_000)])
     backend.save(str(tmp_path / "tokenizer.json"))
     config = TokenizerConfig(
-        tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=str(tmp_path)
+        tokenizer_type="PretrainedFromHF",
+        tokenizer_name_or_path=str(tmp_path),
+        special_tokens_in_text=True,
     )
     path = write_lines(tmp_path / "in.jsonl", {"text": "a<extra64999>"})
     run(job(tmp_path / "out", path, tokenizer=config))

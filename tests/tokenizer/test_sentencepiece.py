@@ -176,7 +176,7 @@ def damage(content: bytes, how: str) -> bytes:
         ("zeros", "is not a SentencePiece model"),
         ("endless number", "is not a SentencePiece model"),
         ("json", "--tokenizer-type PretrainedFromHF"),
-        ("tiktoken", "is a file of tiktoken, as of Llama 3"),
+        ("tiktoken", "is a file of tiktoken, which must be converted"),
         ("pointer", "git lfs pull"),
     ],
 )

@@ -3,8 +3,10 @@
 The ids are compared with those of the reference and of transformers.
 """
 
+import base64
 import builtins
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.tokenizer import TransformersTokenizer, build_tokenizer, list_special_token_ids
+from megatron.tokenizer.tiktoken_file import describe_tiktoken
 
 TINY = build_tokenizer(GPT2)
 
@@ -103,9 +106,66 @@ def test_hf_equals_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = folder_with(tmp_path / "tok")
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
-    ours = build_tokenizer(hf(folder))
-    for text in [*tiny_corpus.texts()[:10], "a <s> b<|endoftext|>"]:
-        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    for in_text in (False, True):
+        ours = build_tokenizer(hf(folder, special_tokens_in_text=in_text))
+        for text in [*tiny_corpus.texts()[:10], "a <s> b<|endoftext|>"]:
+            expected = theirs.encode(
+                text, add_special_tokens=False, split_special_tokens=not in_text
+            )
+            assert ours.encode(text) == expected
+            assert ours.encode_batch([text]) == [expected]
+
+
+def test_a_special_token_in_a_text_needs_a_tokenizer_that_has_them() -> None:
+    with pytest.raises(ConfigError, match="--special-tokens-in-text is not possible with GPT2"):
+        build_tokenizer(replace(GPT2, special_tokens_in_text=True))
+
+
+def write_tiktoken_files(folder: Path) -> tuple[Path, Path]:
+    """Write look-alikes of qwen.tiktoken and of tekken.json, each in a folder of its own."""
+    codes = [base64.b64encode(bytes([byte])).decode() for byte in range(256)]
+    ranks = folder / "qwen" / "qwen.tiktoken"
+    tekken = folder / "mistral" / "tekken.json"
+    for path in (ranks, tekken):
+        path.parent.mkdir()
+    ranks.write_text("".join(f"{code} {rank}\n" for rank, code in enumerate(codes)))
+    vocabulary = [{"rank": rank, "token_bytes": code} for rank, code in enumerate(codes)]
+    special = [
+        {"rank": rank, "token_str": text, "is_control": True}
+        for rank, text in enumerate(["<unk>", "<s>", "</s>"])
+    ]
+    sizes = {"num_vocab_tokens": 256, "default_vocab_size": 259, "default_num_special_tokens": 3}
+    content = {"config": {"pattern": r"\S+|\s+", **sizes}, "vocab": vocabulary}
+    tekken.write_text(json.dumps({**content, "special_tokens": special}))
+    return ranks, tekken
+
+
+def test_a_file_of_tiktoken_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    for path in write_tiktoken_files(tmp_path):
+        for kind in ("PretrainedFromHF", "SentencePieceTokenizer", "GPT2BPETokenizer"):
+            for name in (path, path.parent):
+                config = TokenizerConfig(tokenizer_type=kind, tokenizer_name_or_path=str(name))  # type: ignore[arg-type]
+                # transformers reads a folder with a tekken.json, if an eos_token is named.
+                with pytest.raises(ConfigError, match="is a file of tiktoken") as refused:
+                    build_tokenizer(config)
+                assert 'python -c "from transformers.' in str(refused.value)
+                assert str(path) in str(refused.value)
+
+
+def test_the_commands_that_convert_files_of_tiktoken_work(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("tiktoken")
+    for path in write_tiktoken_files(tmp_path):
+        found = re.search(r'python -c "(.*?)",', describe_tiktoken(path) or "")
+        assert found is not None
+        command = found[1].replace("PATTERN", repr(r"\S+|\s+")).replace("TOKENS", "'<|endoftext|>'")
+        exec(command, {})
+        end = "</s>" if path.name == "tekken.json" else "<|endoftext|>"
+        (path.parent / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        first = 3 if path.name == "tekken.json" else 0
+        tokenizer = build_tokenizer(hf(path.parent))
+        assert tokenizer.encode("é a") == [first + byte for byte in "é a".encode()]
+        assert tokenizer.eod == (2 if first else 256)
 
 
 def slow_folder(path: Path, **config: object) -> Path:
@@ -126,6 +186,9 @@ def test_without_tokenizer_json_transformers_reads_it(tmp_path: Path) -> None:
     assert tokenizer.eod == 0
     assert tokenizer.encode("a b") == [1, 2]
     assert tokenizer.encode_batch(["b", "c"]) == [[2], [3]]
+    # The end of a document is a special token of this tokenizer.
+    config = hf(tmp_path / "tok", special_tokens_in_text=True)
+    assert build_tokenizer(config).encode("a <unk>") == [1, 0]
     assert tokenizer.decode([1, 2]) == "a b"
     assert tokenizer.vocab_size >= 4
     assert 0 in list_special_token_ids(tokenizer)

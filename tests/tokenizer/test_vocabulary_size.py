@@ -1,5 +1,6 @@
 """The size of the vocabulary for planning, and its padding."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -114,18 +115,25 @@ def test_size_for_planning_of_a_folder_without_tokenizer_json(tmp_path: Path) ->
         ("meta-llama/Meta-Llama-3-70B", 128256),
         ("data/llama-7b/tokenizer.model", 32000),
         ("Qwen/Qwen2.5-7B", 151665),
-        ("llama-of-my-own", None),
-        ("data/tokenizer.model", None),
     ],
 )
-def test_size_for_planning_of_a_published_tokenizer(name: str, size: int | None) -> None:
+def test_size_for_planning_of_a_published_tokenizer(name: str, size: int) -> None:
     found, warning = find_vocab_size(hf(name))
-    assert found == (size or 1)
-    expected = f"assuming its published vocabulary of {size}" if size else "its size is not known"
-    assert expected in (warning or "")
+    assert found == size
+    assert f"assuming its published vocabulary of {size}" in (warning or "")
     # A run needs the files, whatever the size.
     (error,) = check_tokenizer_files(hf(name))
     assert f"--tokenizer-name-or-path {name} does not exist" in error.text
+
+
+@pytest.mark.parametrize("name", ["llama-of-my-own", "data/tokenizer.model"])
+def test_a_size_that_nobody_knows_is_not_assumed(name: str) -> None:
+    with pytest.raises(ConfigError, match="so the size of the vocabulary is not known"):
+        find_vocab_size(hf(name))
+    # A run has one error about it, and not two.
+    (error,) = check_tokenizer_files(hf(name))
+    with pytest.raises(ConfigError, match=f"^{re.escape(error.text)}$"):
+        find_vocab_size(hf(name))
 
 
 def test_missing_file_of_sentencepiece_names_its_own_flag() -> None:

@@ -140,6 +140,24 @@ def test_name_of_a_run_becomes_no_html(run_folder: Path, tmp_path: Path) -> None
     assert "<h1>Report of &lt;img src=x onerror=alert(1)&gt;</h1>" in text
 
 
+def test_the_title_names_the_run_and_not_its_folder_of_checkpoints(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "report.html"
+    without = shutil.ignore_patterns("global_step*", "cache")
+    runs = [tmp_path / "my-run" / "checkpoints", tmp_path / "other" / "ckpt"]
+    for run in runs:
+        shutil.copytree(run_folder, run, ignore=without)
+    assert chronicle.main([str(runs[0]), "--html", str(page)]) == 0
+    assert "<title>Report of my-run</title>" in page.read_text()
+    assert chronicle.main([*map(str, runs), "--html", str(page)]) == 0
+    assert "<title>Report of my-run, other</title>" in page.read_text()
+    # Two folders of one run keep their names.
+    runs[1] = runs[1].rename(tmp_path / "my-run" / "save")
+    assert chronicle.main([*map(str, runs), "--html", str(page)]) == 0
+    assert "<title>Report of checkpoints, save</title>" in page.read_text()
+
+
 def test_runs_of_different_lengths_and_batch_sizes_are_compared(
     run_folder: Path, tmp_path: Path
 ) -> None:

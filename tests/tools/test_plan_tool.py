@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron.base import exit_codes
 from megatron.commands import plan, plan_search
 from megatron.config.compare import compute_config_digest
 from megatron.config.fields import all_fields
@@ -494,7 +495,7 @@ def test_values_that_a_script_lacks_are_named_once_with_the_way_out(capsys, scri
     output = capsys.readouterr().out
     assert output.count("variables without a value here stay as they are written") == 1
     assert "Set them in the environment, as in RATE=... megatron-plan" in output
-    assert "the script needs arguments: $1 (line 4), $2 (line " in output
+    assert "the script needs arguments: $1 (line 4), LAYERS ($2, line " in output
     # A script with its arguments has all of them.
     assert plan.main([str(script), "large", "8", "--lr", "1e-3"]) == 0
     assert "the script needs arguments" not in capsys.readouterr().out
@@ -537,14 +538,17 @@ def test_missing_arguments_of_a_script_are_one_error(capsys, tmp_path):
     errors = report["errors"]
     assert len(errors) == 1
     assert not any("needs arguments" in warning for warning in report["warnings"])
-    assert "needs arguments: $1 (line 2), $2 (line 5), $3 (line 8). Give all" in errors[0]
+    assert "needs arguments: MODEL ($1, line 2), RATE ($2, line 5), $3 (line 8). Give" in errors[0]
+    # Those that are given are not named.
+    second = as_json(capsys, str(script), "--script-args", "small", code=2)["errors"]
+    assert "the script needs arguments: RATE ($2, line 5), $3 (line 8). Give" in second[0]
     small = as_json(capsys, str(script), "--script-args", "small 1e-3 out")
     large = as_json(capsys, str(script), "large", "--script-args=1e-3 'out'")
     assert small["parameters"] < large["parameters"]
     # An argument that only names a file is no reason to refuse the plan.
     partly = as_json(capsys, str(script), "small", "1e-3")
     assert partly["parameters"] == small["parameters"]
-    assert "$3 (line 8). Give all of them in order" in "".join(partly["warnings"])
+    assert "$3 (line 8). Give all arguments" in "".join(partly["warnings"])
 
 
 def test_arguments_that_a_script_counts_are_not_needed(capsys, tmp_path):
@@ -708,12 +712,12 @@ def test_few_nodes_need_no_copies(capsys):
     assert found["recommended"] == "--zero-stage 1"
     # With less memory, the strategies of stage 3 are left.
     less = [*flags, "--device-memory-gib", "48"]
-    found = as_json(capsys, *THOUSAND, "--world-size", "16", *less)["communication"]
+    found = as_json(capsys, *THOUSAND, "--world-size", "16", *less, code=4)["communication"]
     assert found["recommended"] == "--sharding-strategy hsdp --hsdp-shard-size 8"
     # HSDP would be faster, but it only may fit. In the end, FSDP is the only one that may.
     for gib, hsdp, fsdp in (("40", "may fit", "fits"), ("32", "does not fit", "may fit")):
         less[-1] = gib
-        found = as_json(capsys, *THOUSAND, "--world-size", "16", *less)["communication"]
+        found = as_json(capsys, *THOUSAND, "--world-size", "16", *less, code=4)["communication"]
         assert found["recommended"] == "--sharding-strategy fsdp"
         assert found["strategies"]["hsdp 8"]["verdict"] == hsdp
         assert found["strategies"]["fsdp"]["verdict"] == fsdp
@@ -745,14 +749,15 @@ def test_the_plan_says_whether_a_rank_fits_on_a_device(
     world: int, flags: str, gib: int, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--world-size", str(world), "--device-memory-gib", str(gib)]
-    assert plan.main([*argv, "--", *SEVEN, *flags.split()]) == 0
+    code = exit_codes.DOES_NOT_FIT if verdict == "does not fit" else exit_codes.SUCCESS
+    assert plan.main([*argv, "--", *SEVEN, *flags.split()]) == code
     shown = capsys.readouterr().out
     shouted = verdict if verdict == "fits" else verdict.upper()
     assert f"of {gib:.1f} GiB, of which 90 % may be used: {shouted} (" in shown
     # What does not fit has no cost.
     assert ("predicted run         none, because" in shown) == (verdict == "does not fit")
     assert (" CO2e" in shown) == (verdict != "does not fit")
-    assert plan.main(["--json", *argv, "--", *SEVEN, *flags.split()]) == 0
+    assert plan.main(["--json", *argv, "--", *SEVEN, *flags.split()]) == code
     cost = json.loads(capsys.readouterr().out)["cost"]
     assert cost["verdict"] == verdict
     needed = cost["memory_bytes_by_pipeline_rank"][0]
@@ -878,7 +883,7 @@ def test_a_model_that_is_too_large_does_not_fit(capsys):
         "--world-size 8 --preset llama2-70b --bf16 --train-iters 9 --lr 1e-4 --seq-length 4096 "
         "--global-batch-size 8 --micro-batch-size 1"
     )
-    assert plan.main(words) == 0
+    assert plan.main(words) == exit_codes.DOES_NOT_FIT
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
@@ -942,7 +947,7 @@ def test_layouts_that_only_may_fit_are_marked(capsys, tmp_path: Path):
 def test_a_search_without_a_fit_names_the_need_and_enough_devices(capsys):
     words = ["--search", "--world-size", "8", *SEVEN, "--global-batch-size", "96"]
     words += ["--device-memory-gib", "8"]
-    assert plan.main(words) == 0
+    assert plan.main(words) == exit_codes.DOES_NOT_FIT
     text = capsys.readouterr().out
     found = re.search(
         r"none fits: the smallest need is ([\d.]+) GiB, ([\d.]+) too much. (\d+) devices would do",
@@ -965,7 +970,7 @@ def test_a_search_without_a_fit_on_any_number_of_devices(capsys):
     words = ["--search", "--world-size", "8", *SEVEN, "--global-batch-size", "96"]
     words += ["--device-memory-gib", "0.1"]
     # No number of devices shards the 7B to a tenth of a GiB.
-    assert plan.main(words) == 0
+    assert plan.main(words) == exit_codes.DOES_NOT_FIT
     assert "No number of devices was found that helps" in capsys.readouterr().out
 
 

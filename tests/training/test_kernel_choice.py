@@ -29,7 +29,8 @@ LLAMA = {
     "model": {"position_embedding_type": "rotary", "glu_activation": "swiglu"},
     "precision": {"bf16": True},
 }
-ON = dict.fromkeys(SWITCHES, True)
+ON = dict.fromkeys(SWITCHES, True) | {"residual_norm_fusion": False}
+"""What a GPU uses. The norms with additions have not run on one yet."""
 OFF = dict.fromkeys(SWITCHES, False)
 FLASH: tuple[AttentionBackend, ...] = ("flash",)
 ROPE = {"rope_fusion": True}

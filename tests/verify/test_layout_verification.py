@@ -11,9 +11,11 @@ from verify.mutations import MUTATIONS
 from verify.random_runs import draw_run
 from verify.verifier import Verifier
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.extras.float8.recipe import list_float8_layers
+from megatron.extras.verify import launching
 from megatron.extras.verify.reduction import reduce_plan, use_own_precision
 from megatron.extras.verify.report import describe_layout
 
@@ -199,6 +201,22 @@ def test_deepspeed_is_compared_like_the_native_engine(verifier: Verifier) -> Non
     report = verifier.run(f"{ITERATIONS} {flags} --zero-stage 1 --fp16", 8)
     assert report["verified"], report
     assert "DeepSpeed" in report["kept"]
+
+
+def test_too_little_time_is_no_verdict(verifier: Verifier) -> None:
+    code, output = verifier.call("--world-size 2 --time-limit 0.01")
+    assert code == exit_codes.OUT_OF_TIME
+    assert "ranks [0] still run after 0.01 s" in output
+    assert "--time-limit 0.04 allows more time" in output
+    assert "a launch had too little time (--time-limit)" in output.splitlines()[-1]
+    assert "--time-limit 0 must be above 0" in verifier.call("--world-size 2 --time-limit 0")[1]
+
+
+def test_the_time_limit_follows_the_cores_and_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching.os, "sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr(launching.os, "getloadavg", lambda: (1.0, 9.0, 9.0))
+    assert launching.choose_limit(2) == launching.LIMIT_SECONDS
+    assert launching.choose_limit(8) == launching.LIMIT_SECONDS * 9 / 4
 
 
 def test_a_copy_of_more_than_8_processes_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """A process that has imported the training once, and forks one process for each verification."""
 
 import json
+import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ def verify_in_this_process(flags: str, world_size: int, mutation: int | None, re
     result.write_text(json.dumps(report))
 
 
+def call_command_in_this_process(words: list[str], output: Path) -> None:
+    """Call the command, and end the process with its exit code."""
+    from megatron.commands.verify import main
+
+    with output.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        code = main(words)
+    sys.exit(code)
+
+
 class Verifier:
     """Verifies command lines, each in a process of its own."""
 
@@ -51,6 +62,15 @@ class Verifier:
         assert process.exitcode == 0
         report: dict[str, Any] = json.loads(result.read_text())
         return report
+
+    def call(self, flags: str) -> tuple[int | None, str]:
+        """Return the exit code and the output of the command with these flags."""
+        output = self._folder / "output.txt"
+        words = f"{flags} -- {MODEL} {ITERATIONS}".split()
+        process = self._context.Process(target=call_command_in_this_process, args=(words, output))
+        process.start()
+        process.join()
+        return process.exitcode, output.read_text()
 
     def run_mutation(self, number: int, *, healthy: bool = False) -> dict[str, Any]:
         """Return the report of a mutation, or of its run without the mutation."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import open_regular
 from megatron.extras.convert.unpickle import load_metadata, load_pickle_bytes
 
 _WRONG_DESCRIPTION = (
@@ -117,7 +118,7 @@ class DistributedTensors:
             raise CheckpointError(f"{self._folder}: {name} is compressed, which is not supported")
         path = self._folder / stored.relative_path
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 file.seek(stored.offset)
                 data = file.read(stored.length)
         except OSError as error:

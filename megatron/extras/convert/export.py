@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.base.durable import sync_folder
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import open_regular
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import TensorIndex, collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
@@ -312,6 +313,6 @@ def _sync(folder: Path) -> None:
         if path.is_dir():
             _sync(path)
         else:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 os.fsync(file.fileno())
     sync_folder(folder)

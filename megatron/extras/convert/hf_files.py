@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
 from megatron.extras.convert.architectures import Architecture
 from megatron.extras.convert.problems import refuse_problems
 
@@ -77,6 +78,7 @@ class HfTensors:
 
     def _open(self, name: str) -> Any:
         try:
+            check_regular(self._folder / name)
             return safe_open(self._folder / name, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._folder / name} cannot be read: {error}") from error
@@ -90,7 +92,7 @@ def _find_files(folder: Path) -> list[str]:
     """
     if (folder / _INDEX).is_file():
         try:
-            named = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+            named = load_json(folder / _INDEX)["weight_map"].values()
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {error!r}") from error
         if not all(isinstance(name, str) for name in named):
@@ -136,14 +138,11 @@ def read_config(folder: Path) -> Any:
             f"{path} cannot be read: there is no such file; give a folder that save_pretrained of "
             "transformers has written"
         )
-    # Opening a pipe would wait permanently.
-    if not path.is_file():
-        raise CheckpointError(f"{path} cannot be read: it is not a file")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = load_json(path, SETTINGS_BYTES)
         needs_code = "auto_map" in fields
         _check_layers(path, fields)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if needs_code:
         raise CheckpointError(

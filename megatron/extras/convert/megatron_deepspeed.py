@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.extras.convert.megatron_args import SavedRun, read_saved_run
 from megatron.extras.convert.megatron_names import is_no_weight, number_pipeline_layers, rename
 from megatron.extras.convert.megatron_source import (
@@ -367,7 +368,7 @@ def find_step_folder(folder: Path) -> Path:
     for pointer in ("latest_universal", "latest"):
         path = folder / pointer
         if path.is_file():
-            name = path.read_text(encoding="utf-8").strip()
+            name = load_text(path, POINTER_BYTES).strip()
             if Path(name).name != name or not (folder / name).is_dir():
                 raise CheckpointError(f"{path} contains {name!r}, and there is no such checkpoint")
             folder = folder / name

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.extras.convert.distributed_tensors import DistributedTensors
 from megatron.extras.convert.megatron_args import read_saved_run
 from megatron.extras.convert.megatron_names import is_no_weight, is_parameter, rename
@@ -298,7 +299,7 @@ def _find_iteration(folder: Path) -> Path:
     pointer = folder / "latest_checkpointed_iteration.txt"
     if not pointer.is_file():
         return folder
-    text = pointer.read_text(encoding="utf-8").strip()
+    text = load_text(pointer, POINTER_BYTES).strip()
     name = text
     # The pointer may also be a name, such as `release`.
     if text.isdigit():

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig
 from megatron.extras.convert.sentencepiece_json import convert_sentencepiece, list_known_differences
 from megatron.tokenizer import (
@@ -70,6 +71,7 @@ def copy_files(source: Path, files: list[Path], folder: Path) -> None:
     """Copy files of a folder to another one, under their relative paths."""
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        check_regular(source / path, INDEX_BYTES)
         shutil.copyfile(source / path, folder / path)
 
 
@@ -181,7 +183,7 @@ def _write_settings(folder: Path, names: Mapping[str, str]) -> None:
     path = folder / _SETTINGS
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if path.exists():
-        settings = json.loads(path.read_bytes())
+        settings = load_json(path)
     missing = {name: token for name, token in names.items() if not read_special_token(folder, name)}
     if path.exists() and not missing:
         return
@@ -221,8 +223,8 @@ def _read_generation_config(path: Path) -> dict[str, Any]:
         ConfigError: It is damaged.
     """
     try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        fields = load_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must be a JSON object; it is {type(fields).__name__}.")

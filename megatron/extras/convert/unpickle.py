@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import INDEX_BYTES, check_regular, load_bytes
 
 
 class StandIn:
@@ -265,20 +266,22 @@ def load_pickle_file(path: Path) -> Any:
     Raises:
         CheckpointError: the file is missing or damaged, or it names something that is not allowed.
     """
-    # torch can map only the newer format, which is a zip file.
-    return _load(path, path, mmap=zipfile.is_zipfile(path))
+    return _load(path, path)
 
 
 def load_pickle_bytes(path: Path, data: bytes) -> Any:
     """Return what a part of a file contains. See `load_pickle_file`."""
-    return _load(path, io.BytesIO(data), mmap=False)
+    return _load(path, io.BytesIO(data))
 
 
-def _load(path: Path, source: Path | io.BytesIO, *, mmap: bool) -> Any:
+def _load(path: Path, source: Path | io.BytesIO) -> Any:
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (function, name) for name, function in ALLOWED.items()
     ]
     try:
+        check_regular(path)
+        # torch can map only the newer format, which is a zip file.
+        mmap = source is path and zipfile.is_zipfile(path)
         # torch's list is global, so these names are added to it during this read only.
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -323,7 +326,7 @@ def load_metadata(path: Path) -> Any:
         CheckpointError: the file is missing or damaged, or it names something that is not allowed.
     """
     try:
-        return _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        return _MetadataUnpickler(io.BytesIO(load_bytes(path, INDEX_BYTES))).load()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import open_regular
 from megatron.data.content import FileSet
 from megatron.data.indexed import DTYPES, MAGIC, VERSION, IndexedDataset
 from megatron.data.registry import DatasetRegistry
@@ -180,7 +181,7 @@ def _map_files(paths: tuple[Path, ...], begins: list[int]) -> NDArray[np.uint8]:
     start = map_range(None, begins[-1], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     for path, begin, end in zip(paths, begins, begins[1:], strict=False):
         if begin < end:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 flags = mmap.MAP_SHARED | _MAP_FIXED
                 map_range(start + begin, end - begin, flags, file.fileno())
     return np.ctypeslib.as_array((ctypes.c_uint8 * begins[-1]).from_address(start))

@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import DataError
+from megatron.base.outside_file import INDEX_BYTES, load_json, open_regular
 from megatron.base.plain_text import print_to_stderr
 from megatron.base.plural import format_count
-from megatron.data.array_file import open_regular
 from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
 
 VERSION = 1
@@ -127,14 +127,11 @@ def read_manifest(path: str | Path) -> Corpus:
     """
     path = Path(path)
     try:
-        # A pipe with this name would be waited for.
-        with open_regular(path) as opened:
-            content = json.loads(opened.read())
-        corpus = _parse(path, content)
+        corpus = _parse(path, load_json(path, INDEX_BYTES))
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{path} cannot be read ({reason}). Correct the path.") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no manifest of a corpus: {error}. {_AGAIN}") from error
     for shard, prefix in zip(corpus.shards, corpus.prefixes, strict=True):
         for file, size in zip(list_files(prefix), shard.bytes, strict=True):
@@ -227,7 +224,7 @@ def compute_sha256(path: Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
     except OSError as error:

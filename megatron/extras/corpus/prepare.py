@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_json
 from megatron.base.plural import format_count
 from megatron.extras.corpus.engines import EngineName, run_tasks
 from megatron.extras.corpus.manifest import Corpus, Shard
@@ -136,8 +137,8 @@ def _check_output(folder: Path, manifest: Path, made_with: dict[str, Any], overw
     if overwrite:
         return
     try:
-        before = dict(json.loads(record.read_bytes()))
-    except (ValueError, TypeError, RecursionError) as error:
+        before = dict(load_json(record))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{record} is damaged ({error}), so the settings of the corpus are not known. Give "
             "another --output-prefix, or replace the corpus with --overwrite."

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from megatron.base.durable import sync_folder, write_file
 from megatron.base.errors import DataError, MegatronError
+from megatron.base.outside_file import load_json
 from megatron.base.plural import format_count
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
@@ -25,6 +26,7 @@ from megatron.extras.preprocess.encoders import EncoderMismatchError, choose_enc
 from megatron.extras.preprocess.inputs import read_blocks
 from megatron.extras.preprocess.sampling import sample_texts
 from megatron.extras.preprocess.workers import BlockEncoder, EncodingJob
+from megatron.extras.stream.special_tokens import SpecialTokenCounter
 from megatron.tokenizer import build_tokenizer
 
 SCRATCH = ".new-"
@@ -53,6 +55,7 @@ class CorpusJob:
             "append_eod": self.append_eod,
             "on_bad_line": self.on_bad_line,
             "tokenizer": describe_tokenizer(self.tokenizer),
+            "special_tokens_in_text": self.tokenizer.special_tokens_in_text,
         }
 
     def get_prefix(self, source: InputFile) -> str:
@@ -73,7 +76,7 @@ class CorpusJob:
         A record counts if the file, the settings, the tokenizer and the sizes are still the same.
         """
         try:
-            record = json.loads(self.get_record(source).read_bytes())
+            record = load_json(self.get_record(source))
             if list_changes(record["made_with"], made_with) or record["input"] != source.facts:
                 return None
             if record["failure"] is not None:
@@ -82,7 +85,7 @@ class CorpusJob:
             path = self.get_path(source)
             shard = replace(Shard.from_json(record["shard"]), path=path)
             sizes = tuple(file.stat().st_size for file in list_files(self.get_prefix(source)))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             # A record that is damaged counts as missing, and the shard is made again.
             return None
         return shard if sizes == shard.bytes else None
@@ -98,7 +101,8 @@ def list_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         before: `CorpusJob.made_with` of the shard.
         now: That of this job.
     """
-    changed = [name for name in now if before.get(name) != now[name]]
+    # Older records lack what was off.
+    changed = [name for name in now if before.get(name, False) != now[name]]
     stopped = before.get("on_bad_line") == "stop"
     return [name for name in changed if name != "on_bad_line" or not stopped]
 
@@ -196,7 +200,7 @@ class ShardMaker:
         prefix = str(scratch / Path(final).name)
         bad = list[str]()
         number_bad = 0
-        text_bytes = 0
+        text_bytes = special_tokens = 0
         with IndexedDatasetWriter(prefix, self._dtype) as writer:
             for encoded in map(self._encode, read_blocks([path], keys)):
                 for line in encoded.bad:
@@ -210,6 +214,7 @@ class ShardMaker:
                         self._log(f"bad document left out: {source}: {bad[-1]}")
                 number_bad += len(encoded.bad)
                 text_bytes += encoded.text_bytes
+                special_tokens += encoded.special_tokens
                 writer.add_documents(encoded.tokens[0], encoded.sizes[0])
             # A wrong key would otherwise give an empty shard. A file without lines may be empty.
             if number_bad and not writer.num_documents:
@@ -217,6 +222,9 @@ class ShardMaker:
                     f"none of its documents is usable, such as {bad[0]}. Correct --input or "
                     "--json-keys."
                 )
+        if special_tokens:
+            counter = SpecialTokenCounter(self._tokenizer)
+            self._log(f"{source}: {counter.describe(special_tokens)}")
         write_record(prefix, self._made_with["tokenizer"])
         files = list_files(prefix)
         return Shard(

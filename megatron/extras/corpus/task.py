@@ -6,15 +6,14 @@ The file has the job and the input files of each task as JSON. With --end-with-i
 when its standard input does, which is a pipe from the process that started it.
 """
 
-import json
 import os
 import platform
 import sys
 import threading
 import time
-from pathlib import Path
 
 from megatron.base.errors import MegatronError, describe_os_error
+from megatron.base.outside_file import INDEX_BYTES, load_json
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import TokenizerConfig
 from megatron.extras.corpus.shards import CorpusJob, ShardMaker
@@ -31,7 +30,7 @@ def run_task(tasks_file: str, number: int) -> None:
     started = time.process_time()
     # A task has one core. Threads of `tokenizers` would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    content = json.loads(Path(tasks_file).read_bytes())
+    content = load_json(tasks_file, INDEX_BYTES)
     job = CorpusJob(
         **{**content["job"], "tokenizer": TokenizerConfig(**content["job"]["tokenizer"])}
     )

@@ -12,6 +12,7 @@ from megatron.base.errors import ConfigError
 from megatron.engine.base import StepResult
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.native import NativeEngine
+from megatron.engine.optimizer import MasterParameter
 from megatron.extras.float8.operand_shares import Float8Recorder, OperandCounter
 from megatron.extras.float8.products import Float8Products, SharedPair
 from megatron.extras.float8.recipe import MULTIPLE, Recipe, fits_float8, list_float8_layers
@@ -54,9 +55,7 @@ class Float8Engine(NativeEngine):
     def _build(self) -> None:
         super()._build()
         precision = self._plan.config.precision
-        self._recipe = replace(
-            Recipe.from_config(precision), compiled=self._plan.config.kernels.use_torch_compile
-        )
+        self._recipe = Recipe.from_config(precision)
         _check_device(self._mesh.device, self._recipe)
         self._start = precision.fp8_start_iteration
         self._iteration = max(1, self._plan.start_iteration)
@@ -82,6 +81,14 @@ class Float8Engine(NativeEngine):
             comm_timer=self._mesh.tensor_parallel.comm_timer,
         )
         self._products = [(group[0].layer, self._make_products(group)) for group in used]
+        masters = {id(master.model_parameter): master for master in super()._list_copied()}
+        self._replaced = [
+            (products, [masters[id(weight.layer.weight)] for weight in group])
+            for group, (_, products) in zip(used, self._products, strict=True)
+            # Ranks that share query groups join a weight from two parameters for each product.
+            if masters and not isinstance(group[0].layer, SharedGroupsLinear)
+        ]
+        """Products whose float8 weights take the place of 16-bit copies, and their masters."""
 
     def _list_groups(self) -> Iterator[list[_Weight]]:
         """Yield lists of weights in this rank's float8 layers. Those of a list have one input."""
@@ -118,6 +125,10 @@ class Float8Engine(NativeEngine):
             input_groups=inputs,
             gradient_groups=gradients,
             shared_pair=_find_shared_pair(group[0].layer),
+            # With ZeRO 3, complete weights would not be sharded any more.
+            keeps_weights=self._mesh.grid.weight_ranks == 1
+            or self._plan.config.parallel.zero_stage < 3,
+            keeps_input=not self._recipe.rowwise and (row_parallel or not tensor.sequence_parallel),
             names=tuple(it.name.removesuffix(".weight") for it in group),
             counter=self._counter,
         )
@@ -130,13 +141,33 @@ class Float8Engine(NativeEngine):
             self._iteration = iteration
         on = self._iteration >= self._start
         for layer, products in self._products:
-            layer.products = None
-            if on:
-                layer.products = products
+            # Since the last step, an update or a load may have changed the weights.
+            products.forget_weights()
+            layer.products = products if on else None
         self._scale = 1.0
         if on:
             self._scale = choose_loss_scale(microbatches, self._mesh.grid)
             self._maxima.refresh()
+        self._replace_weights(on=on)
+
+    def _replace_weights(self, *, on: bool) -> None:
+        """Let float8 values take the place of 16-bit weights, or the reverse."""
+        for products, masters in self._replaced:
+            if on:
+                products.round_weights([m.weight.data for m in masters], self._dtype)
+            for master in masters:
+                parameter = master.model_parameter
+                is_copy = parameter.is_contiguous()
+                if on and is_copy:
+                    # Memory of one element. Whatever reads it computes nan.
+                    nan = torch.full((), math.nan, dtype=self._dtype, device=parameter.device)
+                    parameter.data = nan.expand(parameter.shape)
+                if not on and not is_copy:
+                    parameter.data = master.weight.data.to(self._dtype)
+
+    def _list_copied(self) -> list[MasterParameter]:
+        # Float8 values may take the place of a copy.
+        return [m for m in super()._list_copied() if m.model_parameter.is_contiguous()]
 
     def _make_recorder(self) -> LayerRecorder:
         if self._iteration < self._start:

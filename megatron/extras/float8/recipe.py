@@ -23,8 +23,6 @@ class Recipe:
     """Whether each token and each row of a weight has its own scale."""
     emulated: bool
     """Whether rounded operands are multiplied in the dtype of the computation."""
-    compiled: bool = False
-    """Whether torch.compile makes the kernel that rounds."""
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "Recipe":

@@ -1,12 +1,12 @@
 """Prompts from a file and from standard input."""
 
 import io
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text, parse_json
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -17,11 +17,9 @@ def read_prompts(path: Path) -> list[str]:
             form.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = load_text(path).split("\n")
     except OSError as error:
         raise ConfigError(f"--prompt-file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
     if path.suffix == ".jsonl":
         prompts = list(_parse_objects(path, lines))
     else:
@@ -41,8 +39,8 @@ def _parse_objects(path: Path, lines: Sequence[str]) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            prompt = parse_json(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
             raise ConfigError(

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.base.durable import append_lines
 from megatron.base.errors import CheckpointError, OperationsError
+from megatron.base.outside_file import iterate_lines, parse_json
 from megatron.checkpoint.folder import find_stored_folder, read_pointer
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, LineageEntry, is_entry_on_disk
@@ -60,15 +61,14 @@ def _iterate_records(root: Path) -> Iterator[dict[str, Any]]:
     path = root / INTERVENTIONS
     if not path.is_file():
         return
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            # A kill may have cut off the line, or a person may have edited it.
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
+    for line in iterate_lines(path):
+        try:
+            record = parse_json(line)
+        # A kill may have cut off the line, or a person may have edited it.
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 class GuardRecords:

@@ -6,7 +6,6 @@ also compare the index with what the safetensors library finds. Nothing is writt
 blocks are in memory. If the manifest is damaged, nothing else can be checked.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from megatron.base.errors import CheckpointError, DamagedError
+from megatron.base.outside_file import check_regular, open_regular, parse_json
+from megatron.base.plural import format_some
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest
 from megatron.checkpoint.finite import values_not_finite
 from megatron.checkpoint.folder import parse_iteration
@@ -293,7 +294,7 @@ def check_file(
     try:
         # Buffered, because an unbuffered read may return less than a block before the end. The
         # positions might then not be multiples of 4 bytes.
-        with open(folder / name, "rb") as file:
+        with open_regular(folder / name) as file:
             position = 0
             while data := file.read(BLOCK):
                 digester.update(data)
@@ -357,12 +358,8 @@ def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) 
             for begin, size in spans
         ):
             keys.append(key)
-    if len(keys) > _SHOWN_TENSORS:
-        more = f" and {len(keys) - _SHOWN_TENSORS} more"
-    else:
-        more = ""
     if keys:
-        return f"; affects {', '.join(keys[:_SHOWN_TENSORS])}{more}"
+        return f"; affects {format_some(keys, _SHOWN_TENSORS)}"
     return ""
 
 
@@ -495,14 +492,15 @@ def list_stored_tensors(path: Path) -> set[StoredTensor]:
         SafetensorError: If it is not a complete safetensors file.
         OSError: If it cannot be read.
     """
+    check_regular(path)
     with safe_open(path, framework="pt") as opened:
         # `opened` is not a dict and cannot be iterated without `keys`.
         names = list(opened.keys())
         slices = {name: opened.get_slice(name) for name in names}
         found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     # The offsets of a header count from its end. It starts after the 8 bytes of its length.
     return {
         (8 + length + header[name]["data_offsets"][0], name, dtype, shape)

@@ -8,6 +8,7 @@ from megatron.config.kernels import KernelsConfig
 from megatron.extras.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.kernels.gate import apply_gate
 from megatron.extras.kernels.kind import find_kernel_obstacle
+from megatron.extras.kernels.residual_norm import add_and_normalise
 from megatron.extras.kernels.rotary import rotate, rotate_projection
 from megatron.model.fused_operators import FusedOperators
 
@@ -43,6 +44,8 @@ def build_operators(config: KernelsConfig) -> FusedOperators:
         operators = replace(operators, rotate=rotate, rotate_projection=rotate_projection)
     if config.bias_swiglu_fusion:
         operators = replace(operators, apply_gate=apply_gate)
+    if config.residual_norm_fusion:
+        operators = replace(operators, add_and_normalise=add_and_normalise)
     if config.cross_entropy_loss_fusion:
         operators = replace(operators, loss=CrossEntropyKernels())
     return operators

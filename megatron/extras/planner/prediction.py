@@ -97,18 +97,14 @@ def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
     return Float8(
         layers=None if every else layers,
         rowwise=ROWWISE[precision.fp8_recipe],
-        # Within the operators of compiled graphs, a compiled function converts the values.
-        fused=config.kernels.use_torch_compile,
+        one_pass=True,
+        scale_kernels=1,
     )
 
 
 def propose_float8(config: Config) -> PrecisionConfig:
     """Return the precision of a configuration with the float8 that the search proposes."""
-    # Fused gradients are not computed in float8.
-    fused = config.kernels.gradient_accumulation_fusion
-    return replace(
-        config.precision, fp8_format="hybrid", fp8_recipe="rowwise" if fused else "tensorwise"
-    )
+    return replace(config.precision, fp8_format="hybrid", fp8_recipe="tensorwise")
 
 
 def describe_layout(plan: Plan) -> RankLayout:

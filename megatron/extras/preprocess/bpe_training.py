@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import INDEX_BYTES, load_json
 from megatron.extras.preprocess.input_files import expand_inputs, has_record_suffix
 from megatron.extras.preprocess.inputs import open_lines, read_blocks
 from megatron.extras.preprocess.texts import BadLine, extract_texts
@@ -223,7 +224,7 @@ def _write(backend: tokenizers.Tokenizer, folder: Path) -> TrainedTokenizer:
     # Written to a temporary folder next to the final files, so that they can be renamed.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         vocab, merges = (Path(path) for path in backend.model.save(temporary))
-        vocabulary = json.loads(vocab.read_bytes())
+        vocabulary = load_json(vocab, INDEX_BYTES)
         vocabulary[END_OF_DOCUMENT] = len(vocabulary)
         vocab.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
         tokenizer = Path(temporary, "tokenizer.json")

@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 
 from megatron.base.errors import MegatronError
 from megatron.tokenizer import HFTokenizer, Tokenizer
+from megatron.tokenizer.failures import TokenizerError
 
 # GPT-2's pattern with possessive quantifiers, which match the same and need no backtracking.
 GPT2_PATTERN = (
@@ -160,7 +161,7 @@ class GigatokenEncoder:
             raise EncoderUnavailableError("it is not installed (pip install gigatoken)") from error
         if not isinstance(tokenizer, HFTokenizer):
             raise EncoderUnavailableError("it needs a tokenizer.json")
-        description = tokenizer.backend.to_str()
+        description = json.dumps(_describe_backend(tokenizer))
         self._awkward = awkward
         self._make = lambda: gigatoken.Tokenizer.from_json(description)
         self._read_resident_bytes = read_resident_bytes
@@ -235,7 +236,7 @@ def choose_encoder(
             continue
         try:
             check_encoder(make(name, tokenizer), tokenizer, texts)
-        except EncoderUnavailableError as error:
+        except (EncoderUnavailableError, TokenizerError) as error:
             say(f"encoder {name}: not used, {error}")
         except EncoderMismatchError as error:
             say(f"encoder {name}: NOT USED, {error.reason}")
@@ -324,6 +325,18 @@ def _list_special_tokens(tokenizer: Tokenizer) -> list[str]:
     ][:64]
 
 
+def _describe_backend(tokenizer: HFTokenizer) -> dict[str, Any]:
+    """Return the tokenizer.json of a tokenizer as JSON values, as its texts are encoded.
+
+    Special tokens are left out if texts that spell them are ordinary text.
+    """
+    description: dict[str, Any] = json.loads(tokenizer.backend.to_str())
+    if tokenizer.backend.encode_special_tokens:
+        added = description["added_tokens"]
+        description["added_tokens"] = [token for token in added if not token["special"]]
+    return description
+
+
 def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the BPE model of a tokenizer that treats text like GPT-2's.
 
@@ -332,7 +345,7 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if not isinstance(tokenizer, HFTokenizer):
         raise EncoderUnavailableError("it needs a byte-level BPE like GPT-2's")
-    description = json.loads(tokenizer.backend.to_str())
+    description = _describe_backend(tokenizer)
     model = description["model"]
     splitting = description["pre_tokenizer"] or {}
     plain = (

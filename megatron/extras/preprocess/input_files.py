@@ -4,7 +4,6 @@ Invariant: the same patterns and the same files on disk give the same list, in t
 """
 
 import glob
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import load_json
 from megatron.base.plural import format_count
 from megatron.config.url import is_url, redact
 
@@ -250,8 +250,8 @@ def _list_saved_dataset(folder: str) -> list[str]:
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = load_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} must be a JSON object, and is {type(found).__name__}.")

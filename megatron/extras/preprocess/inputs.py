@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron.base.byte_size import format_bytes
 from megatron.base.errors import DataError
+from megatron.base.outside_file import open_regular
 from megatron.extras.preprocess.blocks import BLOCK_BYTES, InputBlock, PlainText, Position
 from megatron.extras.preprocess.input_files import InputFormat, find_format, is_compressed
 from megatron.extras.preprocess.json_array import is_array, read_array_blocks
@@ -29,6 +30,7 @@ _NEWLINE = ord("\n")
 _BEGINNING_BYTES = 1 << 12
 # A file of plain text is one document, which is encoded at once.
 _LONGEST_TEXT_BYTES = 1 << 28
+_LONGEST_LINE_BYTES = 1 << 30
 
 
 def read_blocks(
@@ -77,7 +79,7 @@ def open_lines(
         DataError: the file cannot be read or is truncated.
     """
     try:
-        with open(path, "rb") as raw:
+        with open_regular(path) as raw:
             if is_compressed(path):
                 if path.lower().endswith(".gz"):
                     pieces = _read_gzip_pieces(raw, piece_bytes)
@@ -166,6 +168,11 @@ def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[
         cut = piece.rfind(b"\n") + 1
         size += len(piece)
         # Join the parts once. Joining at each piece costs quadratic time for very long lines.
+        if size - cut > _LONGEST_LINE_BYTES:
+            raise DataError(
+                f"{path} has a line of more than {format_bytes(_LONGEST_LINE_BYTES)} after line "
+                f"{position.line}. It may have no lines. Fix or leave out the file."
+            )
         if cut == 0 or size < block_bytes:
             parts.append(piece)
             continue

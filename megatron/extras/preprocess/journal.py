@@ -17,6 +17,7 @@ from typing import Any
 from megatron.base.durable import replace_file, without_links
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.file_lock import LockResult, try_lock
+from megatron.base.outside_file import INDEX_BYTES, load_bytes, load_json
 from megatron.config.data import TokenizerConfig
 from megatron.extras.preprocess.blocks import Position
 
@@ -34,6 +35,7 @@ class PreprocessProgress:
         bad_lines: Lines that gave no document.
         text_bytes: Size of the texts.
         disk_bytes: Bytes of the input files on disk.
+        special_tokens: Special tokens that the texts spell.
         rejected: Encoders that gave wrong ids.
         complete: Whether everything is written, and only the final names are missing.
     """
@@ -44,6 +46,7 @@ class PreprocessProgress:
     bad_lines: int = 0
     text_bytes: int = 0
     disk_bytes: int = 0
+    special_tokens: int = 0
     rejected: tuple[str, ...] = ()
     complete: bool = False
 
@@ -83,7 +86,7 @@ class Journal:
         if not self.path.exists():
             return None
         try:
-            found = json.loads(self.path.read_bytes())
+            found = load_json(self.path)
             # A key that is missing is a damaged journal, and is reported below.
             version = found["version"]
             fingerprint = dict(found["fingerprint"])
@@ -148,6 +151,7 @@ def compute_run_fingerprint(
         "tokenizer": _digest(
             [tokenizer.tokenizer_type, *map(_digest_file, _list_tokenizer_files(tokenizer))]
         ),
+        "--special-tokens-in-text": str(tokenizer.special_tokens_in_text),
     }
 
 
@@ -203,7 +207,7 @@ def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:
 def _digest_file(path: Path) -> Any:
     """Return the digest of a file, or its path if it is not a file."""
     if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(load_bytes(path, INDEX_BYTES)).hexdigest()
     return str(path)
 
 

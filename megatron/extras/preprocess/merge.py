@@ -12,7 +12,7 @@ from tqdm import tqdm
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.open_files import allow_open_files
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, refuse_existing
-from megatron.data.tokenizer_record import merge_records, write_record
+from megatron.data.tokenizer_record import compare_tokenizers, read_record, write_record
 
 
 def merge_datasets(
@@ -56,7 +56,7 @@ def merge_datasets(
                 f"{first.dtype.name}: they were made with vocabularies of different sizes, so with "
                 "different tokenizers. Preprocess them with the same tokenizer."
             )
-    made_with = merge_records(prefixes)
+    made_with = _merge_records(prefixes)
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     # After a crash, the record of an older data set must not stay beside the new one.
     write_record(output_prefix, None)
@@ -70,3 +70,24 @@ def merge_datasets(
             bar.update(len(dataset.tokens) * first.dtype.itemsize)
     write_record(output_prefix, made_with)
     return writer.num_documents, writer.num_tokens
+
+
+def _merge_records(prefixes: Sequence[str]) -> dict[str, dict[str, str]] | None:
+    """Return the tokenizer that all data sets have, or None if that of one is not known.
+
+    Raises:
+        DataError: two were made with different tokenizers, or a record cannot be read.
+    """
+    records = [read_record(prefix) for prefix in prefixes]
+    known = [(prefix, record) for prefix, record in zip(prefixes, records, strict=True) if record]
+    for prefix, record in known[1:]:
+        differing = compare_tokenizers(record, known[0][1])
+        if differing:
+            raise DataError(
+                f"{prefix} was made with another tokenizer than {known[0][0]}: "
+                f"{'; '.join(differing)} (xxh3_128 of the files). Preprocess them with the same "
+                "tokenizer."
+            )
+    if len(known) < len(prefixes):
+        return None
+    return records[0]

@@ -33,6 +33,7 @@ from megatron.extras.preprocess.resumable import ResumableWriter, publish
 from megatron.extras.preprocess.sampling import sample_texts
 from megatron.extras.preprocess.texts import BadLine
 from megatron.extras.preprocess.workers import Encoded, EncodingJob, encode_blocks
+from megatron.extras.stream.special_tokens import SpecialTokenCounter
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 NO_EOD = (
@@ -83,6 +84,8 @@ class Summary:
     tokens: dict[str, int]
     bad_lines: int
     text_bytes: int
+    special_tokens: str | None
+    """What became of the special tokens that texts spell. None if there are none."""
     seconds: float
     megabytes_per_second: float
     encoder: str
@@ -199,6 +202,11 @@ def _run(
         tokens={key: outputs[key][0] for key in job.json_keys},
         bad_lines=progress.bad_lines,
         text_bytes=progress.text_bytes,
+        special_tokens=(
+            SpecialTokenCounter(tokenizer).describe(progress.special_tokens)
+            if progress.special_tokens
+            else None
+        ),
         seconds=seconds,
         megabytes_per_second=(progress.text_bytes - before) / 1e6 / max(seconds, 1e-9),
         encoder=encoder,
@@ -298,6 +306,7 @@ def _advance(
         bad_lines=progress.bad_lines + len(encoded.bad),
         text_bytes=progress.text_bytes + encoded.text_bytes,
         disk_bytes=disk_bytes_before + encoded.disk_bytes,
+        special_tokens=progress.special_tokens + encoded.special_tokens,
     )
 
 

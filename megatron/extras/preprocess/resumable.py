@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatron.base.durable import sync_folder, without_links
 from megatron.base.errors import DataError
+from megatron.base.outside_file import open_regular
 from megatron.data.indexed import DTYPES, MAGIC, VERSION, get_bin_path, get_idx_path
 
 # Documents whose index entries are in memory at once.
@@ -115,7 +116,7 @@ class ResumableWriter:
 
     def _read_stored_sizes(self) -> Iterator[NDArray[np.int32]]:
         """Yield the sizes of all documents in chunks."""
-        with open(_get_partial_path(self.prefix, "sizes"), "rb") as file:
+        with open_regular(_get_partial_path(self.prefix, "sizes")) as file:
             while block := file.read(4 * _CHUNK):
                 yield np.frombuffer(block, "<i4")
 

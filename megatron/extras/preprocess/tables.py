@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import check_regular
 from megatron.extras.preprocess.blocks import InputBlock, Position
 from megatron.extras.preprocess.input_files import InputFormat, find_format
 from megatron.extras.stream.arrow_columns import check_values
@@ -93,6 +94,7 @@ def _open_parquet_file(path: str) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     try:
+        check_regular(path)
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
     except (OSError, pa.ArrowException, ValueError, SystemError) as error:
@@ -106,6 +108,7 @@ def _open_arrow_stream(path: str) -> Iterator[tuple[Any, Any]]:
     """Open an Arrow file in stream format, and yield the stream and the file."""
     pa = _import_pyarrow(path, "Arrow")
     try:
+        check_regular(path)
         # With a memory map, columns that are not used are not read.
         with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
             yield stream, source
@@ -133,7 +136,7 @@ def _import_pyarrow(path: str, format: str) -> Any:
 
 
 def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
-    """Check that a table has a column of strings for each key."""
+    """Check that a table has a column of strings, or only of nulls, for each key."""
     for key in keys:
         if key not in schema.names:
             raise DataError(
@@ -144,7 +147,8 @@ def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
         # A dictionary-encoded column holds texts. A list has a value type as well, and holds none.
         if str(kind).startswith("dictionary"):
             kind = kind.value_type
-        if str(kind) not in ("string", "large_string", "string_view"):
+        # A column whose values are all null has a type of its own. Each of its rows is a bad line.
+        if str(kind) not in ("string", "large_string", "string_view", "null"):
             raise DataError(
                 f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."
             )

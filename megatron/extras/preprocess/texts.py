@@ -5,11 +5,12 @@ keys therefore have the same documents. A blank line is neither a document nor b
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.outside_file import parse_json
+from megatron.base.plural import format_some
 from megatron.extras.preprocess.blocks import InputBlock, PlainText
 
 # A record may have thousands of keys. A message names this many.
@@ -41,20 +42,27 @@ def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str
     """
     texts: list[list[str]] = [[] for _ in keys]
     bad: list[BadLine] = []
-    rows: Iterator[tuple[int, list[str] | str]]
-    if isinstance(block.content, bytes):
-        rows = _parse_lines(block, keys)
-    elif isinstance(block.content, PlainText):
-        rows = _parse_plain_text(block.content, keys)
-    else:
-        rows = _parse_rows(block, keys)
-    for line, values in rows:
+    for line, values in _parse_block(block, keys):
         if isinstance(values, str):
             bad.append(BadLine(block.path, line, values))
         else:
             for column, value in zip(texts, values, strict=True):
                 column.append(value)
     return texts, bad
+
+
+def list_text_lines(block: InputBlock, keys: Sequence[str]) -> list[int]:
+    """Return the number of the line of each text that `extract_texts` returns."""
+    return [line for line, values in _parse_block(block, keys) if not isinstance(values, str)]
+
+
+def _parse_block(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the number of each line or row, with its texts or why it is bad."""
+    if isinstance(block.content, bytes):
+        return _parse_lines(block, keys)
+    if isinstance(block.content, PlainText):
+        return _parse_plain_text(block.content, keys)
+    return _parse_rows(block, keys)
 
 
 def _parse_lines(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
@@ -75,8 +83,8 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
         with contextlib.suppress(ValueError):
             return _pick_values(fast(raw), keys)
     try:
-        record = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        record = parse_json(raw.decode("utf-8"))
+    except ValueError as error:
         return f"not JSON: {error} (a file of plain text needs the suffix .txt, .text or .md)"
     values = _pick_values(record, keys)
     # Only here, because the fast parser rejects half surrogate pairs.
@@ -94,6 +102,8 @@ def _pick_values(record: Any, keys: Sequence[str]) -> list[str] | str:
         if key not in record:
             return f"no key {key!r}, only {_name_keys(record)}; name others with --json-keys"
         value = record[key]
+        if value is None:
+            return _describe_null(key)
         if not isinstance(value, str):
             return f"the value of {key!r} is {type(value).__name__}, not a string"
         values.append(value)
@@ -103,12 +113,7 @@ def _pick_values(record: Any, keys: Sequence[str]) -> list[str] | str:
 def _name_keys(record: dict[str, Any]) -> str:
     """Return the keys of a record for a message, those with texts first."""
     keys = sorted(record, key=lambda key: not isinstance(record[key], str))
-    if not keys:
-        return "an empty object"
-    named = ", ".join(repr(key) for key in keys[:_NAMED_KEYS])
-    if len(keys) > _NAMED_KEYS:
-        return f"{named} and {len(keys) - _NAMED_KEYS} more"
-    return named
+    return format_some(map(repr, keys), _NAMED_KEYS) or "an empty object"
 
 
 def _has_half_surrogate_pair(values: Sequence[str]) -> bool:
@@ -125,7 +130,12 @@ def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, l
     columns = [block.content.column(key).to_pylist() for key in keys]
     for line, values in enumerate(zip(*columns, strict=True), block.first_line):
         empty = [key for key, value in zip(keys, values, strict=True) if value is None]
-        yield line, f"the value of {empty[0]!r} is null, not a string" if empty else list(values)
+        yield line, _describe_null(empty[0]) if empty else list(values)
+
+
+def _describe_null(key: str) -> str:
+    """Return why a line is bad whose text is null, in each format."""
+    return f"the value of {key!r} is null, not a string"
 
 
 def _parse_plain_text(

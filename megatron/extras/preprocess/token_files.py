@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import check_regular
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype, refuse_existing
 from megatron.data.tokenizer_record import write_record
 
@@ -104,6 +105,7 @@ def _open_tokens(path: str, dtype: TokenType) -> NDArray:
     """
     kind = np.dtype(dtype).newbyteorder("<")
     try:
+        check_regular(path)
         size = Path(path).stat().st_size
         if size == 0:
             raise DataError(f"{path} is empty. Leave out the file.")

@@ -36,8 +36,10 @@ from megatron.extras.preprocess.encoders import (
     run_encoder,
 )
 from megatron.extras.preprocess.shared_buffer import SharedBuffer, create_memory_file
-from megatron.extras.preprocess.texts import BadLine, extract_texts
+from megatron.extras.preprocess.texts import BadLine, extract_texts, list_text_lines
+from megatron.extras.stream.special_tokens import SpecialTokenCounter
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.failures import TokenizerError
 
 # While a fast library is in use, only texts up to this length are encoded a second time.
 _CHECKED_CHARS = 50_000
@@ -64,6 +66,7 @@ class Encoded:
         bad: The lines that gave no document.
         lines: Number of lines or rows.
         text_bytes: Size of the block's texts in UTF-8, whatever the format of its file.
+        special_tokens: Special tokens that its texts spell.
         end: Where the next block begins.
         disk_bytes: How far into its file on disk the block reaches.
     """
@@ -73,6 +76,7 @@ class Encoded:
     bad: list[BadLine]
     lines: int
     text_bytes: int
+    special_tokens: int
     end: Position
     disk_bytes: int
 
@@ -89,6 +93,7 @@ class BlockEncoder:
         self._job = job
         self._tokenizer = build_tokenizer(job.tokenizer)
         self._encoder = make_encoder(job.encoder, self._tokenizer)
+        self._special_tokens = SpecialTokenCounter(self._tokenizer)
 
     def __call__(self, block: InputBlock) -> Encoded:
         """Return an encoded block.
@@ -97,18 +102,46 @@ class BlockEncoder:
             EncoderMismatchError: the library's ids differ from the tokenizer's, or it failed.
         """
         texts, bad = extract_texts(block, self._job.keys)
-        tokens = []
-        sizes = []
-        for column in texts:
-            ids, lengths = run_encoder(self._encoder, column)
-            if self._encoder.name != REFERENCE and column:
-                self._check(column, ids, lengths, block.first_line)
-            ids, lengths = self._end_documents(ids, lengths)
-            tokens.append(ids)
-            sizes.append(lengths)
+        try:
+            encoded = [self._encode(column, block.first_line) for column in texts]
+        except TokenizerError as error:
+            # The library gave ids for a text that the tokenizer fails for.
+            if self._encoder.name != REFERENCE:
+                raise EncoderMismatchError(self._encoder.name, str(error)) from error
+            texts, failing = self._leave_out_failing(texts, block)
+            bad = sorted([*bad, *failing], key=lambda each: each.line)
+            encoded = [self._encode(column, block.first_line) for column in texts]
+        tokens = [ids for ids, _ in encoded]
+        sizes = [lengths for _, lengths in encoded]
         # Bytes of text, so that the speed of a run does not depend on the format of its inputs.
         text_bytes = sum(len(text.encode("utf-8")) for column in texts for text in column)
-        return Encoded(tokens, sizes, bad, block.lines, text_bytes, block.end, block.disk_bytes)
+        special = sum(map(self._special_tokens.count, texts))
+        return Encoded(
+            tokens, sizes, bad, block.lines, text_bytes, special, block.end, block.disk_bytes
+        )
+
+    def _encode(self, texts: list[str], line: int) -> tuple[NDArray, NDArray[np.int64]]:
+        """Return the ids and the lengths of the texts of a key, see `Encoded`."""
+        ids, lengths = run_encoder(self._encoder, texts)
+        if self._encoder.name != REFERENCE and texts:
+            self._check(texts, ids, lengths, line)
+        return self._end_documents(ids, lengths)
+
+    def _leave_out_failing(
+        self, texts: list[list[str]], block: InputBlock
+    ) -> tuple[list[list[str]], list[BadLine]]:
+        """Return the texts for which the tokenizer does not fail, and the lines of the others."""
+        kept = []
+        bad = []
+        lines = list_text_lines(block, self._job.keys)
+        for line, *row in zip(lines, *texts, strict=True):
+            try:
+                for text in row:
+                    self._tokenizer.encode(text)
+                kept.append(row)
+            except TokenizerError as error:
+                bad.append(BadLine(block.path, line, str(error)))
+        return [[row[key] for row in kept] for key in range(len(texts))], bad
 
     def _check(self, texts: list[str], ids: NDArray, sizes: NDArray[np.int64], line: int) -> None:
         """Check the ids of one text of a block.

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, describe_os_error
+from megatron.base.outside_file import SETTINGS_BYTES, check_regular
 
 
 def find_tasks(
@@ -35,6 +36,7 @@ def find_tasks(
             f"{names_flag} needs lm-evaluation-harness: pip install -e '.[eval]'"
         ) from error
     if folder is not None:
+        _check_files(folder, folder_flag)
         # The index of the harness's own tasks takes ten seconds. It is needed only if a name is not
         # in the folder.
         own = TaskManager(include_path=str(folder), include_defaults=False)
@@ -48,6 +50,19 @@ def find_tasks(
             f"lm_eval ls tasks lists them, and {folder_flag} adds others"
         )
     return manager
+
+
+def _check_files(folder: Path, folder_flag: str) -> None:
+    """Check that the harness can read the files of tasks in a folder.
+
+    Raises:
+        ConfigError: One is not a regular file, or is too large.
+    """
+    try:
+        for path in folder.rglob("*.yaml"):
+            check_regular(path, SETTINGS_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{folder_flag}: {describe_os_error(error)}.") from error
 
 
 def harden_manager(manager: Any) -> None:

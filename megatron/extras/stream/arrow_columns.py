@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron.base.errors import DataError
-from megatron.extras.stream.row_format import FilePath, Kind, Row
+from megatron.extras.stream.row_format import NO_IDS, FilePath, Kind, Row
 
 
 def convert_column(path: FilePath, column: Any, first_row: int, place: str) -> list[Row]:
@@ -18,7 +18,7 @@ def convert_column(path: FilePath, column: Any, first_row: int, place: str) -> l
 
     check_values(path, column, first_row, place)
     if not is_list(column.type):
-        return [text or "" for text in column.to_pylist()]
+        return [NO_IDS if text is None else text for text in column.to_pylist()]
     lengths = pa.compute.list_value_length(column)
     sizes = np.asarray(lengths.fill_null(0), np.int64)
     # `flatten` leaves out values of missing rows and values outside of the slice.
@@ -94,7 +94,8 @@ def find_kind(path: FilePath, schema: Any, column: str) -> Kind:
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    # A column whose values are all null has a type of its own.
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind):
         return "text"
     if is_list(kind) and pa.types.is_integer(kind.value_type):
         return "tokens"

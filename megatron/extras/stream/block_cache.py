@@ -14,6 +14,8 @@ from pathlib import Path
 
 import xxhash
 
+from megatron.base.outside_file import load_bytes
+
 _DIGEST_BYTES = 8
 # The folder is scanned when this process has stored such a part of the limit since the last time.
 _SCANNED_AFTER = 0.05
@@ -43,7 +45,7 @@ class BlockCache:
         """Return a block, or None if it is not stored or damaged."""
         path = self._find_path(key)
         try:
-            content = path.read_bytes()
+            content = load_bytes(path)
             # The modification time tells when a block was last used.
             os.utime(path)
         except OSError:

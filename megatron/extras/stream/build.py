@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.open_files import allow_open_files
+from megatron.base.plural import format_count
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.content import FileSet
@@ -21,9 +22,12 @@ from megatron.data.source_kind import SourceRequest
 from megatron.data.splits import compute_split_bounds
 from megatron.extras.stream.filters import Filters
 from megatron.extras.stream.flags import get_filters, parse_strip_tokens
+from megatron.extras.stream.formats import FORMATS
 from megatron.extras.stream.listing import Listing, list_dataset
+from megatron.extras.stream.row_format import Row
 from megatron.extras.stream.shard_order import MixturePhase, RowRange
 from megatron.extras.stream.source import StreamSource
+from megatron.extras.stream.special_tokens import SpecialTokenCounter
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.tokenizer import Tokenizer
 
@@ -214,7 +218,7 @@ class _StreamOpener:
             datasets = [self._open_dataset(each, ranges[each], 1, filters) for each in ranges]
         if piece == 0:
             for dataset in datasets:
-                for warning in check_separators(dataset):
+                for warning in [*check_separators(dataset), *self._check_texts(dataset)]:
                     log(warning)
         return StreamSource(
             name,
@@ -259,6 +263,27 @@ class _StreamOpener:
             self.request.batch_slice.vocab_size,
             filters,
         )
+
+    def _check_texts(self, dataset: StreamedDataset) -> list[str]:
+        """Return notes about null texts, and texts that spell special tokens.
+
+        The first documents are read.
+        """
+        if dataset.listing.kind != "text" or self.tokenizer is None:
+            return []
+        rows = read_first_rows(dataset)
+        texts = [row for row in rows if isinstance(row, str)]
+        first = f"data set {dataset.shown_name}, its first {format_count(len(rows), 'row')}:"
+        notes = []
+        if len(texts) < len(rows):
+            notes.append(
+                f"{first} {len(rows) - len(texts):,} have no text (null, or a blank line). Each is "
+                "an empty document"
+            )
+        counter = SpecialTokenCounter(self.tokenizer)
+        if spelled := counter.count(texts):
+            notes.append(f"{first} {counter.describe(spelled)}")
+        return notes
 
     def _encode(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the ids of each text."""
@@ -330,6 +355,20 @@ def has_empty_document(dataset: StreamedDataset) -> bool:
     )
     documents = itertools.chain.from_iterable(dataset.read_documents(0, each) for each in pieces)
     return any(len(document.ids) == 0 for document in documents)
+
+
+def read_first_rows(dataset: StreamedDataset) -> list[Row]:
+    """Return the first rows of the files of a data set, as they are stored.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    listing = dataset.listing
+    group = int(np.flatnonzero(listing.rows)[0])
+    path = listing.get_path(int(listing.file[group]))
+    ends = (int(listing.begin[group]), int(listing.end[group]))
+    rows = next(FORMATS[listing.format].read_rows(path, listing.column, *ends, 0))
+    return rows[:_CHECKED_DOCUMENTS]
 
 
 def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:

@@ -1,7 +1,6 @@
 """JSONL files as rows. A group has 1024 lines."""
 
 import io
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -10,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import open_regular, parse_json
 from megatron.extras.stream.remote import RemoteDataFile
-from megatron.extras.stream.row_format import GROUP_ROWS, FileGroups, FilePath, Kind, Row
+from megatron.extras.stream.row_format import GROUP_ROWS, NO_IDS, FileGroups, FilePath, Kind, Row
 
 _SCAN_BYTES = 16 << 20
+_GROUP_BYTES = 4 << 30
 
 
 class JsonlFormat:
@@ -49,8 +50,9 @@ class JsonlFormat:
         kind: Kind = "text"
         if groups:
             first_rows = next(self.read_rows(path, column, *groups[0][:2], 0))
-            # The first line may be blank, so the kind is that of the first rows.
-            if not any(isinstance(row, str) for row in first_rows):
+            # The first line may be blank or null, so the kind is that of the first rows.
+            has_text = any(isinstance(row, str) for row in first_rows)
+            if not has_text and any(row is not NO_IDS for row in first_rows):
                 kind = "tokens"
         return FileGroups.of(kind, groups)
 
@@ -67,6 +69,11 @@ class JsonlFormat:
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group in one list."""
+        if end - begin > _GROUP_BYTES:
+            raise DataError(
+                f"{path}: {GROUP_ROWS} lines from byte {begin} on have more than {_GROUP_BYTES:,} "
+                "bytes. It may be no JSONL. Use shorter documents, or leave out the file."
+            )
         with _open_bytes(path) as file:
             file.seek(begin)
             block = file.read(end - begin)
@@ -84,8 +91,12 @@ class JsonlFormat:
 def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
     """Return the text or the ids of a line of a JSONL file. A blank line is an empty document."""
     if not line.strip():
-        return np.empty(0, np.int64)
-    value = _parse_object(path, offset, line).get(column)
+        return NO_IDS
+    record = _parse_object(path, offset, line)
+    value = record.get(column)
+    # As in the other formats, a null is an empty document.
+    if value is None and column in record:
+        return NO_IDS
     if isinstance(value, str):
         # Only an escape can give half a surrogate pair, which no tokenizer accepts.
         if b"\\u" in line and value.encode(errors="ignore").decode() != value:
@@ -105,9 +116,8 @@ def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:
 def _parse_object(path: FilePath, offset: int, line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line. Any other value gives an empty object."""
     try:
-        record = json.loads(line)
-    # Brackets that are nested thousands of levels deep raise RecursionError.
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         raise DataError(
             f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "
             "written, wait for its end. If not, repair or leave out the file."
@@ -133,7 +143,7 @@ def _open_bytes(path: FilePath) -> Iterator[IO[bytes] | io.RawIOBase]:
             yield remote
         return
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise DataError(

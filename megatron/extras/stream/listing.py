@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import stat
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from megatron.base.durable import replace_file_by
 from megatron.base.errors import DataError
+from megatron.base.outside_file import INDEX_BYTES, open_regular
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.url import is_url, redact
 from megatron.data.content import FileSet
@@ -272,7 +274,7 @@ def _sample_file(path: FilePath, record: FileRecord) -> str:
     digest = xxhash.xxh3_64()
     last = max(0, record.size - _SAMPLE_BYTES)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             for number in range(_SAMPLES):
                 begin = last * number // (_SAMPLES - 1)
                 digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, begin))
@@ -422,6 +424,10 @@ def _find_cache_path(folder: str, format: str, column: str, cache_folder: str | 
 def _read_cache(path: Path) -> dict[FileRecord, ListedFile]:
     """Return what was found in files that were listed before. A damaged cache is not used."""
     try:
+        # `_write_cache` compresses nothing, so what is unpacked is as large as the file.
+        with open_regular(path, limit=INDEX_BYTES) as file, zipfile.ZipFile(file) as archive:
+            if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+                return {}
         with np.load(path, allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
             if facts["version"] != _CACHE_VERSION:

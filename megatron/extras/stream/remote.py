@@ -20,13 +20,20 @@ import xxhash
 
 from megatron.base.errors import DataError
 from megatron.base.plain_text import print_to_stderr
+from megatron.base.plural import format_count
 from megatron.config.url import redact
+from megatron.extras.stream.answers import AnswerTooLongError, make_web_options, run_limited
 from megatron.extras.stream.block_cache import BlockCache
 
 Result = TypeVar("Result")
 _BLOCK_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 _TRIES = 5
+_LAST_TRY_SECONDS = 120.0
+"""No try starts later than this after the first one."""
+_MOST_ENTRIES = 1_000_000
+_MOST_LEVELS = 32
+_LISTING_SECONDS = 900.0
 # Each wait is twice as long as the one before it.
 _FIRST_WAIT_SECONDS = 1.0
 _THREADS = 16
@@ -87,7 +94,9 @@ class RemoteFolder:
         self._log = log
         try:
             # A listing that fsspec keeps would hide that a file has changed.
-            self._system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+            self._system, root = fsspec.core.url_to_fs(
+                self.url, use_listings_cache=False, **make_web_options(self.url)
+            )
         except ImportError as error:
             raise DataError(
                 f"{redact(url)} cannot be opened: {redact(str(error))}. Install what these URLs "
@@ -103,35 +112,48 @@ class RemoteFolder:
         """Return the files below the folder, or the file itself. Hidden ones are left out.
 
         Raises:
-            DataError: the folder is missing, or cannot be listed.
+            DataError: the folder is missing, cannot be listed, or its listing has no end.
         """
         if self._root.endswith(suffixes) and self._ask("").get("type") != "directory":
             return [self.describe("")]
-        # Folders below are appended while the list is gone through.
-        names = []
-        folders = [self._root]
-        # `find` of fsspec would leave out the folders that cannot be listed.
-        for folder in folders:
-            for facts in self._list_folder(folder):
-                path = str(facts["name"]).rstrip("/")
-                last = path.rsplit("/", 1)[-1]
-                # Object stores list an empty object in place of the folder itself.
-                if last.startswith(".") or path in folders:
-                    continue
-                if facts["type"] == "directory":
-                    folders.append(path)
-                elif last.endswith(suffixes) and not last.startswith("_"):
-                    names.append((self._get_name(path), facts))
+        end = time.monotonic() + _LISTING_SECONDS
 
         def describe(item: tuple[str, dict[str, Any]]) -> RemoteStatus:
             name, facts = item
+            self._check_time(end)
             # Web servers list names without sizes.
             if facts.get("size") is None:
                 return self.describe(name)
             return _make_status(name, facts)
 
+        names = list(self._walk(suffixes, end))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="remote") as pool:
             return list(pool.map(describe, names))
+
+    def _walk(self, suffixes: tuple[str, ...], end: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of each file below the folder, and fsspec's facts about it."""
+        # Folders below are appended while the list is gone through.
+        folders = [self._root]
+        seen = {self._root}
+        entries = 0
+        # `find` of fsspec would leave out the folders that cannot be listed.
+        for folder in folders:
+            for facts in self._list_folder(folder, end):
+                entries += 1
+                if entries > _MOST_ENTRIES:
+                    raise self._make_endless_error(f"{_MOST_ENTRIES:,} entries")
+                path = str(facts["name"]).rstrip("/")
+                last = path.rsplit("/", 1)[-1]
+                # Object stores list an empty object in place of the folder itself.
+                if last.startswith(".") or path in seen:
+                    continue
+                if facts["type"] == "directory":
+                    if self._get_name(path).count("/") >= _MOST_LEVELS:
+                        raise self._make_endless_error(f"{_MOST_LEVELS} levels of folders")
+                    folders.append(path)
+                    seen.add(path)
+                elif last.endswith(suffixes) and not last.startswith("_"):
+                    yield self._get_name(path), facts
 
     def describe(self, name: str) -> RemoteStatus:
         """Return what the server says about a file now.
@@ -180,10 +202,23 @@ class RemoteFolder:
         self._cache.store(key, data)
         return data
 
-    def _list_folder(self, folder: str) -> list[dict[str, Any]]:
+    def _list_folder(self, folder: str, end: float) -> list[dict[str, Any]]:
         """Return fsspec's facts about what is in a folder, which is a path of the file system."""
+        self._check_time(end)
         url = self.get_url(self._get_name(folder))
         return self._try("list", url, lambda: list(self._system.ls(folder, detail=True)))
+
+    def _check_time(self, end: float) -> None:
+        """Raise DataError if a listing takes longer than it may."""
+        if time.monotonic() > end:
+            raise self._make_endless_error(f"what can be listed in {_LISTING_SECONDS:g} s")
+
+    def _make_endless_error(self, bound: str) -> DataError:
+        """Return the error for a listing beyond a bound, which may have no end."""
+        return DataError(
+            f"the listing of {redact(self.url)} has more than {bound}. Name a folder with fewer "
+            "files, or correct the URL."
+        )
 
     def _ask(self, name: str) -> dict[str, Any]:
         """Return fsspec's facts about a file."""
@@ -213,9 +248,14 @@ class RemoteFolder:
         """
         shown = redact(url)
         wait = _FIRST_WAIT_SECONDS
+        begin = time.monotonic()
         for attempt in range(1, _TRIES + 1):
             try:
-                return request()
+                return run_limited(request)
+            except AnswerTooLongError as error:
+                raise DataError(
+                    f"cannot {verb} {shown}: {error}. Use another server, or copy the files."
+                ) from None
             # What `from error` would print may hold a token, so the causes are left out.
             except FileNotFoundError as error:
                 # fsspec also raises it for a web server that fails.
@@ -234,16 +274,18 @@ class RemoteFolder:
             # Each file system has its own classes of errors.
             except Exception as error:
                 reason = redact(f"{type(error).__name__}: {error}")
-            if attempt < _TRIES:
-                self._log(
-                    f"warning: cannot {verb} {shown} ({reason}). Try {attempt + 1} of {_TRIES} "
-                    f"follows in {wait:g} s"
-                )
-                time.sleep(wait)
-                wait *= 2
+            left = begin + _LAST_TRY_SECONDS - time.monotonic()
+            if attempt == _TRIES or wait > left:
+                break
+            self._log(
+                f"warning: cannot {verb} {shown} ({reason}). Try {attempt + 1} of {_TRIES} "
+                f"follows in {wait:g} s. No try starts after {left:.0f} s from now"
+            )
+            time.sleep(wait)
+            wait *= 2
         raise DataError(
-            f"cannot {verb} {shown} after {_TRIES} tries: {reason}. Check the network and the "
-            "server, and run the same command again."
+            f"cannot {verb} {shown} after {format_count(attempt, 'try', 'tries')}: {reason}. Check "
+            "the network and the server, and run the same command again."
         )
 
 

@@ -18,7 +18,8 @@ FilePath = str | RemoteDataFile
 """A local path, or a remote file."""
 Kind = Literal["text", "tokens"]
 Row = str | NDArray[np.int64]
-"""A text, or the token ids of a document [n]."""
+"""A text, or the token ids of a document [n]. A null, and a blank line, have no ids."""
+NO_IDS: NDArray[np.int64] = np.empty(0, np.int64)
 GROUP_ROWS = 1024
 """Approximate number of rows in a group, for formats without row groups."""
 

@@ -20,6 +20,7 @@ from megatron.extras.stream.formats import FORMATS
 from megatron.extras.stream.listing import Listing
 from megatron.extras.stream.row_format import FilePath, Row
 from megatron.extras.stream.shard_order import EpochOrder, RowRange, clip_groups
+from megatron.tokenizer.failures import TokenizerError
 
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]
 
@@ -224,7 +225,14 @@ class StreamedDataset:
     ) -> list[Document]:
         """Return the documents of rows. `places` are their numbers within the row group."""
         texts = [row for row in rows if isinstance(row, str)]
-        encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
+        try:
+            encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
+        except TokenizerError as error:
+            (place,) = (place for row, place in zip(rows, places, strict=True) if row is error.text)
+            raise DataError(
+                f"{path}: row {place} of a row group: {error}. Leave out or shorten the document, "
+                "or give another tokenizer."
+            ) from error
         window = [
             self.specials.remove_stripped(next(encoded) if isinstance(row, str) else row)
             for row in rows

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.durable import without_links
+from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.trackers.records import flatten_record, parse_record, read_backlog
@@ -140,16 +142,14 @@ class Feed:
     def _read_new(self) -> list[dict[str, Any]]:
         """Return the records of the complete lines that were appended."""
         try:
-            with open(self._request.metrics, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            lines = list(iterate_lines(self._request.metrics, self._offset))
         except FileNotFoundError:
             # The first line was not written yet, for example because the disk is full.
             return []
         # The last line may still be written. It is read as a whole at a later look.
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        records = [parse_record(line) for line in data[:end].splitlines()]
+        lines = [line for line in lines if line.endswith(b"\n")]
+        self._offset += sum(map(len, lines))
+        records = [parse_record(line) for line in lines]
         return [each for each in records if each is not None and each["kind"] != "start"]
 
     def _group(self, records: list[dict[str, Any]]) -> list[_Row]:
@@ -261,7 +261,7 @@ class Feed:
         """Wait for the feed of an earlier launch, which may still be sending."""
         path = self._request.state_path.with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
+        with open(path, "ab", opener=without_links) as file:
             with self._report_if_slow("waiting for the feed of an earlier launch"):
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.base.outside_file import iterate_lines
 from megatron.extras.operations.chronicle.records import parse_object
 
 
@@ -65,20 +66,23 @@ def read_backlog(path: Path, end: int, after: int, until: int) -> list[dict[str,
     if after >= until or not path.exists():
         return found
     last = 0
-    with open(path, "rb") as file:
-        while file.tell() < end:
-            record = parse_record(file.readline())
-            if record is None:
-                continue
-            iteration = record["iteration"]
-            # A start at an iteration, or an iteration that comes again, undoes all later ones.
-            keep = iteration - (record["kind"] == "train")
-            if record["kind"] in ("start", "train"):
-                if keep < last:
-                    found = [each for each in found if each["iteration"] <= keep]
-                last = iteration
-            if record["kind"] != "start" and iteration > after:
-                found.append(record)
+    read = 0
+    for line in iterate_lines(path):
+        read += len(line)
+        if read > end:
+            break
+        record = parse_record(line)
+        if record is None:
+            continue
+        iteration = record["iteration"]
+        # A start at an iteration, or an iteration that comes again, undoes all later ones.
+        keep = iteration - (record["kind"] == "train")
+        if record["kind"] in ("start", "train"):
+            if keep < last:
+                found = [each for each in found if each["iteration"] <= keep]
+            last = iteration
+        if record["kind"] != "start" and iteration > after:
+            found.append(record)
     return [each for each in found if each["iteration"] <= until]
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron.base.durable import replace_file
+from megatron.base.outside_file import load_json
 from megatron.extras.trackers.trackers import TrackedRun
 
 
@@ -34,10 +35,10 @@ class FeedState:
         if not path.exists():
             return cls()
         try:
-            record = json.loads(path.read_bytes())
+            record = load_json(path)
             runs = [TrackedRun(**run) for run in record["runs"]]
             return cls(runs, int(record["sending"]), int(record["delivered"]))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as damage:
+        except (ValueError, TypeError, KeyError, OverflowError) as damage:
             # Without the ids, a new run would repeat every iteration. That is the user's choice.
             raise ValueError(
                 f"{path} is damaged ({damage}); restore it, or remove it to send all iterations "

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import SETTINGS_BYTES, load_text, parse_json
 from megatron.config.config_with_origin import describe_value
 from megatron.config.fields import ValueWithOrigin, all_fields
 from megatron.extras.translators.deepspeed_keys import (
@@ -56,9 +57,9 @@ def read_json(path: str) -> dict[str, Any]:
     if Path(path).is_dir():
         raise ConfigError(f"{named} is not a file but a folder; name the JSON in it.")
     try:
-        # utf-8-sig drops the byte-order mark that editors on Windows write first.
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        # Editors on Windows write a byte-order mark first.
+        text = load_text(path, SETTINGS_BYTES).removeprefix("\ufeff")
+    except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error}.") from error
     content = _parse_json(text, named)
     if not isinstance(content, dict):
@@ -77,29 +78,22 @@ def _parse_json(text: str, named: str) -> Any:
     """
     parse_number = functools.partial(_parse_finite, named)
     try:
-        return json.loads(
+        return parse_json(
             text,
             object_pairs_hook=functools.partial(_refuse_doubled_keys, named),
             parse_float=parse_number,
             parse_constant=parse_number,
         )
     except json.JSONDecodeError as error:
-        line = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()
-        if line:
-            place = repr(line[:80])
-        else:
-            place = "the end of a line"
+        # The line itself is not shown. A script may name any file, whose content is not for a log.
         raise ConfigError(
-            f"{named}:{error.lineno} is not JSON: {error.msg}, at {place}; JSON has no comments, "
-            "no trailing commas and no underscores in numbers, and every bracket is closed."
+            f"{named}:{error.lineno} is not JSON: {error.msg}, at column {error.colno}; JSON has "
+            "no comments, no trailing commas and no underscores in numbers, and every bracket is "
+            "closed."
         ) from error
     # Python refuses to convert an integer of more than 4300 digits.
     except ValueError as error:
-        raise ConfigError(f"{named} has a number with too many digits: {error}.") from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"{named} is nested too deeply; a configuration has at most four levels."
-        ) from error
+        raise ConfigError(f"{named} has too many digits or levels: {error}.") from error
 
 
 def _refuse_doubled_keys(named: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -209,7 +209,8 @@ _WEIGHTS_STAY = "weights stay on the device; --cpu-optimizer moves master weight
 _MASTERS = "master weights, gradients and moments are fp32, and so are checkpoints"
 _OVER_RANKS = "gradients are averaged over ranks, without scaling before"
 ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer.type": (("Adam", "AdamW"), "AdamW is the only optimizer"),
+    # DeepSpeed reads the name without regard to case.
+    "optimizer.type": (("Adam", "AdamW", "adam", "adamw"), "AdamW is the only optimizer"),
     "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled, as in AdamW"),
     "optimizer.params.bias_correction": ((True,), "AdamW corrects its moments"),
     "optimizer.params.torch_adam": ((True,), "torch's AdamW is used"),
@@ -220,7 +221,11 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_optimizer_states": ((False,), _MASTERS),
     "bf16.immediate_grad_update": ((False,), _NUMBERS),
     "bf16.check_grad_overflow": ((True,), "a step with an infinity is dropped"),
-    "data_types.grad_accum_dtype": (("fp32", None), "gradients are accumulated in fp32"),
+    # The names of DeepSpeed's DtypeEnum.
+    "data_types.grad_accum_dtype": (
+        ("fp32", "float32", "float", "torch.float32", None),
+        "gradients are accumulated in fp32",
+    ),
     "curriculum_learning.curriculum_type": (
         ("seqlen",),
         "only the length of sequences can change",

@@ -1,11 +1,11 @@
 """Recognises the configuration files of other trainers, and reads those that can be read."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.config.command_line import CommandLine, Translator
 from megatron.config.normalise import read_argv
 from megatron.config.yaml_file import PLAIN_TAGS, compose, is_null, read_items
@@ -50,8 +50,8 @@ def read_foreign_files(paths: Sequence[str], translator: Translator) -> CommandL
 def _refuse_kind(path: str) -> None:
     """Raise ConfigError for a file of nanotron or picotron."""
     try:
-        root, _ = compose(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError):
+        root, _ = compose(load_text(path, SETTINGS_BYTES), path)
+    except OSError:
         # `read_file` reports it.
         return
     if not isinstance(root, yaml.MappingNode):
@@ -75,8 +75,8 @@ def _read_flat_flags(path: str) -> list[str] | None:
         ConfigError: A file of flags gives a key twice.
     """
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        root = yaml.compose(load_text(path, SETTINGS_BYTES), Loader=yaml.SafeLoader)
+    except (OSError, yaml.YAMLError, RecursionError):
         # `read_file` reports it.
         return None
     if not isinstance(root, yaml.MappingNode):

@@ -13,7 +13,6 @@ A value that is known only at run time stays as it is written, and the result na
 
 import re
 import signal
-import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,8 +20,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text
 from megatron.extras.translators.shell.arithmetic import NotStaticError
-from megatron.extras.translators.shell.needs import Needs, find_line, find_needs, mark_placeholders
+from megatron.extras.translators.shell.needs import (
+    Needs,
+    describe_argument,
+    find_needs,
+    mark_placeholders,
+)
 from megatron.extras.translators.shell.rewrite import SCRIPT_READERS, SHELLS, rewrite_script
 from megatron.extras.translators.shell.sandbox import trace_script
 from megatron.extras.translators.shell.syntax import (
@@ -92,8 +97,8 @@ class LaunchScript:
     `branches` has the variables that the script sets in a branch or a loop. `documents` has the
     files that the script writes itself, such as a DeepSpeed JSON, by name.
 
-    `tested` has the variables without a value that the control flow depends on. `argument_lines`
-    has the line where each missing argument is first used, by its number. `assumed_files` are the
+    `tested` has the variables without a value that the control flow depends on. `missing_arguments`
+    describes each argument that is missing, in their order. `assumed_files` are the
     files that the script needs in order to go on. `loop` is the header of the loop whose first pass
     starts training, or empty.
     """
@@ -108,7 +113,7 @@ class LaunchScript:
     branches: tuple[str, ...] = ()
     documents: Mapping[str, str] = field(default_factory=dict)
     tested: tuple[str, ...] = ()
-    argument_lines: Mapping[int, int] = field(default_factory=dict)
+    missing_arguments: tuple[str, ...] = ()
     assumed_files: tuple[str, ...] = ()
     loop: str = ""
 
@@ -144,18 +149,22 @@ def read_launch_script(
         marked = mark_placeholders(text, lambda part: values.mark("placeholder", part, part))
         block = parse_script(marked, str(path))
         reader.read(block)
-        needs = find_needs(block, marked, inherited)
-        return add_slurm_request(_add_needs(reader.build(), needs, text), text)
+        needs = find_needs(block, inherited)
+        found = _add_needs(reader.build(), needs, text, len(parameters or ()))
+        return add_slurm_request(found, text)
 
 
-def _add_needs(found: LaunchScript, needs: Needs, text: str) -> LaunchScript:
-    """Return the training command with what the script `text` needs from its user."""
+def _add_needs(found: LaunchScript, needs: Needs, text: str, given: int) -> LaunchScript:
+    """Return the training command with what the script `text` needs from its user.
+
+    `given` is the number of its arguments that the user gives.
+    """
     missing = {int(name) for name in found.parameters if name.isdecimal()}
-    # If one argument is missing, all are named, because they are given together.
+    # If one argument is missing, all of them are named, because they are given together.
     if missing:
-        missing |= set(needs.arguments)
-    lines = {number: find_line(text, number) for number in sorted(missing)}
-    return replace(found, tested=tuple(sorted(needs.tested)), argument_lines=lines)
+        missing |= {number for number in needs.arguments if number > given}
+    described = tuple(describe_argument(text, number) for number in sorted(missing))
+    return replace(found, tested=tuple(sorted(needs.tested)), missing_arguments=described)
 
 
 def expand_launch_script(
@@ -183,7 +192,7 @@ def expand_launch_script(
     with _limit_reading(path):
         marked = mark_placeholders(text, lambda part: marks.mark("placeholder", part, part))
         block = parse_script(marked, source)
-        needs = find_needs(block, marked, inherited)
+        needs = find_needs(block, inherited)
         unset = {
             name: marks.mark("variable", name, f"${name}", is_alone=True)
             for name in sorted(needs.passed)
@@ -206,7 +215,7 @@ def expand_launch_script(
             found = reader.build() if reader.has_found() else None
         if found is not None:
             found = replace(
-                _add_needs(found, needs, text),
+                _add_needs(found, needs, text, len(parameters)),
                 assumed_files=tuple(map(marks.render, rewritten.assumed_files)),
                 loop=marks.render(trace.loop),
             )
@@ -270,15 +279,8 @@ def read_text(path: Path) -> str:
         ConfigError: It cannot be read, or has characters with a meaning of their own here.
     """
     try:
-        status = path.stat()
-        # Reading a pipe or a device may never end.
-        if not stat.S_ISREG(status.st_mode) or status.st_size > BYTES_LIMIT:
-            raise ConfigError(
-                f"{path} cannot be read as a script: it must be a regular file of at most "
-                f"{BYTES_LIMIT:,} bytes."
-            )
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as failure:
+        text = load_text(path, BYTES_LIMIT)
+    except OSError as failure:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
     for character in MARK_CHARACTERS:
         if character in text:

@@ -5,18 +5,18 @@ of each key. Keys of DeepSpeed are read by `deepspeed_json`. What depends on the
 is computed later, in `compat_neox_derived`, because flags may replace the sizes.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron.base.close_names import find_close_names
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import read_argv
-from megatron.config.yaml_file import compose, get_line, get_plain_value, read_items
+from megatron.config.yaml_file import compose, get_line, read_items
 from megatron.extras.translators.compat_neox import NEOX, NEOX_KEYS
 from megatron.extras.translators.compat_row import Row
 from megatron.extras.translators.deepspeed_json import merge_content
@@ -33,6 +33,7 @@ from megatron.extras.translators.deepspeed_keys import (
     read_positive,
     read_text,
 )
+from megatron.extras.translators.plain_yaml import get_plain_value
 
 _IDENTIFY = frozenset(
     {
@@ -144,8 +145,8 @@ def _merge_files(paths: Sequence[str], errors: list[str]) -> dict[str, _Key]:
     keys: dict[str, _Key] = {}
     for path in paths:
         try:
-            root, broken = compose(Path(path).read_text(encoding="utf-8"), path)
-        except (OSError, UnicodeDecodeError) as error:
+            root, broken = compose(load_text(path, SETTINGS_BYTES), path)
+        except OSError as error:
             root, broken = None, f"--config {path} cannot be read: {error}."
         if broken is not None:
             errors.append(broken)
@@ -212,7 +213,7 @@ def _read_rows(line: CommandLine, keys: Mapping[str, _Key]) -> None:
     for name, key in keys.items():
         row = _find_row(name, key.texts)
         if row is None:
-            close = difflib.get_close_matches(name, _list_names(), n=1)
+            close = find_close_names(name, _list_names())
             hint = "remove it"
             if close:
                 hint = f"perhaps you meant {close[0].replace('-', '_')}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, describe_os_error
+from megatron.base.outside_file import load_json
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
@@ -34,7 +35,7 @@ def read_report(path: str) -> dict[str, Any]:
         ConfigError: The file cannot be read, or is not a report of megatron-verify.
     """
     try:
-        report = json.loads(Path(path).read_text())
+        report = load_json(path)
     except OSError as error:
         raise ConfigError(f"--verification: {describe_os_error(error)}.") from None
     except ValueError:

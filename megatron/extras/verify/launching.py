@@ -22,11 +22,22 @@ from megatron.extras.verify.recording import RankRecord, Train, load_records, ru
 from megatron.extras.verify.reduction import replace_values
 
 LIMIT_SECONDS = 120.0
-"""Longest time of a launch. A rank that waits for a message that never comes would not end."""
+"""Longest time of a launch whose processes have a core each. A rank that waits for a message that
+never comes would not end. A launch takes some seconds."""
 
 
 class LaunchError(Exception):
     """A rank has failed. The text has the rank and its error."""
+
+
+class LaunchTimeoutError(LaunchError):
+    """Ranks have not ended in time. They may be slow, or wait for each other."""
+
+
+def choose_limit(world_size: int) -> float:
+    """Return the seconds that a launch may take on this machine, with its cores and its load."""
+    busy = world_size + os.getloadavg()[0]
+    return LIMIT_SECONDS * max(1.0, busy / len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,8 @@ class Launcher:
 
     train: Train
     folder: Path
+    limit: float | None = None
+    """Seconds of a launch. None: what `choose_limit` returns."""
 
     def __post_init__(self) -> None:
         """Create the folder."""
@@ -42,7 +55,7 @@ class Launcher:
 
     def launch(
         self, config: Config, world_size: int, name: str, last: int, run: str
-    ) -> tuple[Sequence[RankRecord], str | None]:
+    ) -> tuple[Sequence[RankRecord], LaunchError | None]:
         """Train a configuration up to an iteration.
 
         Args:
@@ -65,7 +78,7 @@ class Launcher:
         try:
             self.run_world(world_size, name, partial(run_recorded, self.train, argv, path))
         except LaunchError as failure:
-            error = str(failure)
+            error = failure
         return load_records(path, world_size), error
 
     def run_world(self, world_size: int, name: str, work: Callable[[int], None]) -> None:
@@ -74,8 +87,10 @@ class Launcher:
         What the ranks print is in the folder NAME.output.
 
         Raises:
-            LaunchError: A rank has failed, or has not ended in time.
+            LaunchError: A rank has failed.
+            LaunchTimeoutError: A rank has not ended in time.
         """
+        limit = self.limit or choose_limit(world_size)
         output = self.folder / f"{name}.output"
         # The log of a rank helps to explain its error.
         output.mkdir()
@@ -91,14 +106,18 @@ class Launcher:
             sender.close()
             running[receiver] = rank, process
         processes = [process for _, process in running.values()]
-        end = time.monotonic() + LIMIT_SECONDS
+        end = time.monotonic() + limit
         try:
             while running:
                 ready = wait(list(running), timeout=max(0.0, end - time.monotonic()))
                 # A rank that hangs is reported as an error.
                 if not ready:
                     ranks = sorted(rank for rank, _ in running.values())
-                    raise LaunchError(f"{name}: ranks {ranks} still run after {LIMIT_SECONDS:g} s")
+                    raise LaunchTimeoutError(
+                        f"{name}: ranks {ranks} still run after {limit:g} s. The machine may be "
+                        f"slow, or they wait for each other. --time-limit {4 * limit:g} allows "
+                        "more time"
+                    )
                 for pipe in ready:
                     assert isinstance(pipe, Connection), "only pipes are waited for"
                     rank, _ = running.pop(pipe)

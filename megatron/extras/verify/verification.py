@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from megatron.extras.verify.comparison import (
     compare_records,
     find_first_failure,
 )
-from megatron.extras.verify.launching import Launcher, LaunchError
+from megatron.extras.verify.launching import Launcher, LaunchError, LaunchTimeoutError
 from megatron.extras.verify.recording import RankRecord, Train
 from megatron.extras.verify.reduction import (
     COMPARED,
@@ -70,6 +71,13 @@ class VerifiedRun:
     note: str | None = None
     """A small difference that another seed did not show."""
     seconds: float = 0.0
+    out_of_time: bool = False
+    """Whether a launch has not ended in time."""
+
+    def add_error(self, error: LaunchError) -> None:
+        """Add the error that ended a launch."""
+        self.errors.append(str(error))
+        self.out_of_time |= isinstance(error, LaunchTimeoutError)
 
     @property
     def failed(self) -> str | None:
@@ -77,23 +85,32 @@ class VerifiedRun:
         first = find_first_failure(self.rows)
         if first is not None:
             return first.comparison
+        if self.out_of_time:
+            return "a launch had too little time (--time-limit)"
         if self.errors:
             return "a launch ended with an error"
         return next((row.comparison for row in self.rows if not row.passed), None)
 
 
-def verify(plan: Plan, train: Train, log: Callable[[str], None] = lambda line: None) -> VerifiedRun:
+def verify(
+    plan: Plan,
+    train: Train,
+    log: Callable[[str], None] = lambda line: None,
+    limit: float | None = None,
+) -> VerifiedRun:
     """Verify a plan without errors.
 
     Args:
         plan: The plan of the run.
         train: Runs a training command line on a rank.
         log: Prints what is done next.
+        limit: Seconds of a launch. None: see `choose_limit`.
 
     Raises:
         ConfigError: See `reduce_plan`.
     """
     began = time.monotonic()
+    prepare = partial(Launcher, train, limit=limit)
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder = Path(name)
         reduction = reduce_plan(plan, folder)
@@ -101,24 +118,28 @@ def verify(plan: Plan, train: Train, log: Callable[[str], None] = lambda line: N
         found = VerifiedRun(reduction, write_data(folder, plan.config.data))
         try:
             log(f"a copy on {copy.world_size} processes against one process, in fp32")
-            _verify_in_fp32(copy, Launcher(train, folder / "first"), found)
+            _verify_in_fp32(copy, prepare(folder / "first"), found)
             first = find_first_failure(found.rows)
             if first is not None and first.error < _SMALL:
                 log("a small difference, so the comparison is repeated")
-                found = _repeat(copy, train, folder, found, first)
+                found = _repeat(copy, prepare, folder, found, first)
             own = use_own_precision(reduction, plan.config)
             if own is not None and found.failed is None:
                 log("the copy in the run's own precision against two runs of one process")
-                launcher = Launcher(train, folder / "own")
+                launcher = prepare(folder / "own")
                 found.rows += _compare_in_own_precision(copy, own, launcher)
         except LaunchError as error:
-            found.errors.append(str(error))
+            found.add_error(error)
     found.seconds = time.monotonic() - began
     return found
 
 
 def _repeat(
-    copy: Plan, train: Train, folder: Path, found: VerifiedRun, first: ComparedValue
+    copy: Plan,
+    prepare: Callable[[Path], Launcher],
+    folder: Path,
+    found: VerifiedRun,
+    first: ComparedValue,
 ) -> VerifiedRun:
     """Verify again after a small difference, with the same seed and with another one.
 
@@ -130,7 +151,7 @@ def _repeat(
         LaunchError: The reference has failed.
     """
     same = VerifiedRun(found.reduction, found.data)
-    _verify_in_fp32(copy, Launcher(train, folder / "again"), same)
+    _verify_in_fp32(copy, prepare(folder / "again"), same)
     if same.failed is None:
         # Such an error may be a race, for example memory that is read before it is written.
         same.errors.append(f"a repetition with the same seed did not show this: {first}")
@@ -138,7 +159,7 @@ def _repeat(
     other = VerifiedRun(found.reduction, found.data, note=f"only with the run's seed: {first}")
     seed = {"batch.seed": copy.config.batch.seed + 1}
     again = resolve(replace_values(copy.config, seed), copy.world_size)
-    _verify_in_fp32(again, Launcher(train, folder / "other seed"), other)
+    _verify_in_fp32(again, prepare(folder / "other seed"), other)
     return found if other.failed is not None else other
 
 
@@ -158,9 +179,11 @@ def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:
         expected = list(range(_SAVED * number - 1, last + 1))
         if error is None and any([s.iteration for s in r.steps] != expected for r in ranks):
             # Steps that are not recorded are not compared.
-            error = f"{name} has not trained iterations {expected[0]} to {last} on all ranks"
+            error = LaunchError(
+                f"{name} has not trained iterations {expected[0]} to {last} on all ranks"
+            )
         if error is not None:
-            found.errors.append(error)
+            found.add_error(error)
             break
     # After an error, the steps before it are compared.
     found.rows = compare_records(copy, reference, launches)
@@ -181,7 +204,7 @@ def _run_reference(copy: Plan, launcher: Launcher) -> ReferenceRun:
     name = "the process that reads the samples"
     ranks, error = launcher.launch(config, 1, name, COMPARED, "samples")
     if error is not None:
-        raise LaunchError(error)
+        raise error
     read = [m for step in ranks[0].steps for m in step.microbatches]
     samples = torch.cat([torch.cat((m.tokens, m.labels[:, -1:]), dim=1) for m in read])
     path = launcher.folder / "reference.pt"
@@ -236,7 +259,7 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
     ):
         ranks, error = launcher.launch(settings, size, name, COMPARED, f"run of {name}")
         if error is not None:
-            raise LaunchError(error)
+            raise error
         records.append(ranks)
     # The three runs start from the same weights and read the same samples.
     copy, single, large = records

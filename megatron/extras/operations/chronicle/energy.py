@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.base.outside_file import iterate_lines
+
 
 @dataclass(frozen=True)
 class EnergyUse:
@@ -53,16 +55,16 @@ def _iterate_rows(path: Path) -> Iterator[tuple[float, str, float, float]]:
     """Yield (time, launch, kWh, kg) of each complete row."""
     if not path.is_file():
         return
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        for row in csv.DictReader(file):
-            try:
-                # codecarbon writes the host's local time without a zone.
-                time = datetime.fromisoformat(row["timestamp"]).timestamp()
-                energy = float(row["energy_consumed"])
-                carbon = float(row["emissions"])
-                launch = str(row["run_id"])
-            except (KeyError, TypeError, ValueError, csv.Error):
-                # A killed launch or a full disk may have torn the row.
-                continue
-            if np.isfinite(energy) and np.isfinite(carbon):
-                yield time, launch, energy, carbon
+    lines = (line.decode("utf-8", "replace") for line in iterate_lines(path))
+    for row in csv.DictReader(lines):
+        try:
+            # codecarbon writes the host's local time without a zone.
+            time = datetime.fromisoformat(row["timestamp"]).timestamp()
+            energy = float(row["energy_consumed"])
+            carbon = float(row["emissions"])
+            launch = str(row["run_id"])
+        except (KeyError, TypeError, ValueError, csv.Error):
+            # A killed launch or a full disk may have torn the row.
+            continue
+        if np.isfinite(energy) and np.isfinite(carbon):
+            yield time, launch, energy, carbon

@@ -4,7 +4,6 @@ The log and `interventions.jsonl` both record a spike of the loss. A rollback by
 in the chronicle too, as a stop and a start within one launch. Here each of them is one event.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.base.outside_file import parse_json
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.history import RunHistory
 from megatron.extras.operations.chronicle.records import Event
@@ -298,8 +298,8 @@ def read_setting(value: object) -> str | None:
         return None
     text = str(value)
     try:
-        decoded = json.loads(text)
-    except (ValueError, RecursionError):
+        decoded = parse_json(text)
+    except ValueError:
         return make_plain(text)
     if isinstance(decoded, str):
         return make_plain(decoded)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import iterate_lines
 from megatron.extras.operations.chronicle.energy import EnergyUse, read_energy
 from megatron.extras.operations.chronicle.records import (
     Event,
@@ -144,38 +145,37 @@ class _MetricsReader:
         present: list[int] = []
         first_evaluation = len(self.evaluations)
         last = 0
-        with open(path, "rb") as file:
-            # A launch that still runs appends to the file, and counts its own rows.
-            lines = _take_bytes(file, end)
-            for record in iterate_objects(path, lines, self.damaged):
-                iteration = record.get("iteration")
-                moment = parse_time(record.get("time"))
-                kind = record.get("kind")
-                # A torn line gives an empty object, which has neither.
-                if type(iteration) is not int or moment is None:
-                    continue
-                if kind == "validation":
-                    loss = _read_number(record.get("lm_loss"))
-                    name = str(record.get("name"))
-                    self.evaluations.append(
-                        EvaluationPoint(name, iteration, loss, moment.timestamp(), not is_removed)
-                    )
-                    continue
-                if kind not in ("start", "train"):
-                    continue
-                # A start at an iteration, or an iteration that comes again, undoes all later ones.
-                if kind == "start":
-                    keep = iteration
-                else:
-                    keep = iteration - 1
-                if keep < last:
-                    self._undo(keep, present, first_evaluation)
-                if kind == "start":
-                    self.loop_starts.append(moment.timestamp())
-                else:
-                    present.append(len(self.kept))
-                    self._append(record, moment.timestamp(), kept=not is_removed)
-                last = iteration
+        # A launch that still runs appends to the file, and counts its own rows.
+        lines = _take_bytes(iterate_lines(path), end)
+        for record in iterate_objects(path, lines, self.damaged):
+            iteration = record.get("iteration")
+            moment = parse_time(record.get("time"))
+            kind = record.get("kind")
+            # A torn line gives an empty object, which has neither.
+            if type(iteration) is not int or moment is None:
+                continue
+            if kind == "validation":
+                loss = _read_number(record.get("lm_loss"))
+                name = str(record.get("name"))
+                self.evaluations.append(
+                    EvaluationPoint(name, iteration, loss, moment.timestamp(), not is_removed)
+                )
+                continue
+            if kind not in ("start", "train"):
+                continue
+            # A start at an iteration, or an iteration that comes again, undoes all later ones.
+            if kind == "start":
+                keep = iteration
+            else:
+                keep = iteration - 1
+            if keep < last:
+                self._undo(keep, present, first_evaluation)
+            if kind == "start":
+                self.loop_starts.append(moment.timestamp())
+            else:
+                present.append(len(self.kept))
+                self._append(record, moment.timestamp(), kept=not is_removed)
+            last = iteration
 
     def _append(self, record: dict[str, Any], time: float, *, kept: bool) -> None:
         for name in FIELDS:
@@ -341,10 +341,9 @@ def _find_metrics_file(folder: Path, events: list[Event]) -> Path:
 def _iterate_interventions(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
-    with open(path, "rb") as file:
-        for record in iterate_objects(path, file, damaged):
-            if record:
-                yield record
+    for record in iterate_objects(path, iterate_lines(path), damaged):
+        if record:
+            yield record
 
 
 def _list_removed_parts(folder: Path, record: dict[str, Any], kind: str) -> Iterator[Path]:

@@ -62,6 +62,10 @@ _LEGEND = (
         "dropped step: its loss, without an update",
     ),
 )
+_COMMON_NAMES = frozenset(
+    ("checkpoint", "checkpoints", "ckpt", "ckpts", "model", "models", "output", "outputs", "save")
+)
+"""Names of --save folders that many runs share."""
 
 
 def write_page(histories: Sequence[RunHistory], path: Path) -> None:
@@ -100,9 +104,7 @@ def build_page(histories: Sequence[RunHistory]) -> str:
                 for history, name, (events, left_out) in zip(histories, names, shown, strict=True)
             ),
         ]
-    title = html.escape(
-        f"Report of {', '.join(make_plain(each.folder.name) for each in histories)}"
-    )
+    title = html.escape(f"Report of {', '.join(names)}")
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -119,14 +121,24 @@ def build_page(histories: Sequence[RunHistory]) -> str:
 
 
 def _name_runs(histories: Sequence[RunHistory]) -> list[str]:
-    """Return the name of each folder, with as many folders above it as make the names differ."""
-    parts = [history.folder.absolute().parts for history in histories]
+    """Return the name of each run, with as many folders above it as make the names differ."""
+    folders = [history.folder.absolute().parts for history in histories]
+    parts = list(map(_leave_out_common_names, folders))
+    if len(set(parts)) < len(set(folders)):
+        parts = folders
     longest = max(map(len, parts), default=1)
     for count in range(1, longest + 1):
         names = [make_plain("/".join(each[-count:])) for each in parts]
         if len(set(names)) == len(set(parts)):
             break
     return names
+
+
+def _leave_out_common_names(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the parts of a --save folder up to the one that names the run."""
+    while len(parts) > 2 and parts[-1].lower() in _COMMON_NAMES:
+        parts = parts[:-1]
+    return parts
 
 
 def _format_data(drawn: charts.Charts) -> str:

@@ -1,12 +1,13 @@
 """The events of a run, read from its chronicle. `megatron.observe.chronicle` writes them."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from megatron.base.outside_file import iterate_lines, parse_json
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ def read_events(path: Path, damaged: list[str] | None = None) -> list[Event]:
     """
     if not path.is_file():
         return []
-    with open(path, "rb") as file:
-        found = [parse_event(record) for record in iterate_objects(path, file, damaged)]
+    objects = iterate_objects(path, iterate_lines(path), damaged)
+    found = [parse_event(record) for record in objects]
     return [event for event in found if event is not None]
 
 
@@ -69,10 +70,10 @@ def parse_object(line: bytes) -> dict[str, Any]:
     try:
         # The check of each number is slow, and few lines have so many digits in a row.
         if _LONG_NUMBER.search(line):
-            record = json.loads(line, parse_int=_parse_int)
+            record = parse_json(line, parse_int=_parse_int)
         else:
-            record = json.loads(line)
-    except (ValueError, OverflowError, RecursionError):
+            record = parse_json(line)
+    except (ValueError, OverflowError):
         return {}
     if isinstance(record, dict):
         return record

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from megatron.base.errors import OperationsError
+from megatron.extras.stream.answers import AnswerTooLongError, HubBound
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -130,7 +131,10 @@ class Hub:
         self._endpoint = huggingface_hub.constants.ENDPOINT
         self.host = _host(self._endpoint)
         # `_translate_errors` reads `_client_error`, so this comes before its first use.
-        self._client_error = _set_client_timeout(default_client_factory, timeout_seconds)
+        self._bound = HubBound()
+        self._client_error = _set_client_limits(
+            default_client_factory, timeout_seconds, self._bound
+        )
         _forward_warnings(log)
         # Progress bars would fill the log of a cron job with thousands of control characters.
         if not sys.stderr.isatty():
@@ -287,8 +291,11 @@ class Hub:
         """
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+        self._bound.start_call()
         try:
             yield
+        except AnswerTooLongError as error:
+            raise OperationsError(f"{self.repo} on {self.host} cannot be read: {error}") from error
         except (OSError, RuntimeError, ValueError, self._client_error) as error:
             cause = _find_root_cause(
                 error, (HfHubHTTPError, self._client_error, OfflineModeIsEnabled, OSError)
@@ -393,11 +400,13 @@ def _host(endpoint: str) -> str:
     return parts.netloc
 
 
-def _set_client_timeout(factory: Callable[[], Any], timeout_seconds: float) -> type[Exception]:
-    """Give every request of the client a time limit.
+def _set_client_limits(
+    factory: Callable[[], Any], timeout_seconds: float, bound: HubBound
+) -> type[Exception]:
+    """Give every request of the client a time limit, and every answer a bound.
 
-    Some of the client's calls set no limit, and would wait permanently for a silent Hub. So a hook
-    sets the limit on each request.
+    Some of the client's calls set no limit, and would wait permanently for a silent Hub. So hooks
+    set the limits on each request and each answer.
 
     Returns:
         The base class of the transport's errors.
@@ -408,16 +417,23 @@ def _set_client_timeout(factory: Callable[[], Any], timeout_seconds: float) -> t
         request.extensions["timeout"] = dict.fromkeys(
             ("connect", "read", "write", "pool"), timeout_seconds
         )
+        request.headers["accept-encoding"] = "identity"
 
     def make_client() -> Any:
         made = factory()
-        made.event_hooks = {**made.event_hooks, "request": [*made.event_hooks["request"], limit]}
+        made.event_hooks = {
+            "request": [*made.event_hooks["request"], limit],
+            "response": [
+                *made.event_hooks["response"],
+                lambda response: bound.bound(response, library.SyncByteStream),
+            ],
+        }
         return made
 
-    set_client_factory(make_client)
     # The transport is httpx, and httpx2 since huggingface_hub 2. So its name is read from a class
     # that the client itself imports.
     library = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
+    set_client_factory(make_client)
     error: type[Exception] = library.TransportError
     return error
 

@@ -7,16 +7,14 @@ of the real path is opened separately, from its parent's descriptor, and must no
 Hard links to files outside cannot be detected.
 """
 
+import errno
 import os
-import stat
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags to open the file itself.
+from megatron.base.outside_file import open_regular
 
-With O_NONBLOCK, a FIFO that replaced the file does not make the call wait for a writer."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class OutsideError(OSError):
@@ -58,22 +56,10 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
             below = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = below
-        # Opening a device can have effects, for example rewind a tape. So check before.
-        _refuse_special(os.stat(relative.name, dir_fd=descriptor, follow_symlinks=False))
-        opened = os.open(relative.name, _FILE, dir_fd=descriptor)
+        return open_regular(relative.name, flags=os.O_NOFOLLOW, dir_fd=descriptor)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EISDIR):
+            raise OutsideError(0, "is not a regular file") from error
+        raise
     finally:
         os.close(descriptor)
-    file = open(opened, "rb")  # noqa: SIM115 (the caller closes it)
-    # The name may have been replaced between the check and the call of open. Check the descriptor.
-    try:
-        _refuse_special(os.fstat(opened))
-    except OutsideError:
-        file.close()
-        raise
-    return file
-
-
-def _refuse_special(status: os.stat_result) -> None:
-    """Raise OutsideError for a device, a FIFO, a socket, a link or a folder."""
-    if not stat.S_ISREG(status.st_mode):
-        raise OutsideError(0, "is not a regular file")

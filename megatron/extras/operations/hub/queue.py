@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron.base.durable import replace_file
+from megatron.base.outside_file import INDEX_BYTES, load_json
 from megatron.extras.operations.hub.inside import OutsideError, open_inside, real_name
 
 PART_BYTES = 1 << 20
@@ -136,7 +137,7 @@ def read_state(path: Path, repository: str, log: Callable[[str], None]) -> SyncS
         log: Receives a line if the state cannot be used.
     """
     try:
-        record = json.loads(path.read_bytes())
+        record = load_json(path, INDEX_BYTES)
         if record.pop("format") == _FORMAT and record["repository"] == repository:
             files = {
                 name: LocalFile(
@@ -152,7 +153,7 @@ def read_state(path: Path, repository: str, log: Callable[[str], None]) -> SyncS
         )
     except FileNotFoundError:
         pass
-    except (ValueError, KeyError, TypeError, AttributeError) as damage:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as damage:
         log(f"{path} is damaged ({damage}); every file is compared with {repository} again")
     return SyncState(repository=repository)
 

@@ -33,9 +33,11 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron.base.durable import append_lines, replace_file
+from megatron.base import exit_codes
+from megatron.base.durable import append_lines, replace_file, without_links
 from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
+from megatron.base.outside_file import load_json
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.observe.chronicle import CHRONICLE, append_event
 from megatron.rules.finding import Finding, error
@@ -125,8 +127,10 @@ class Delivery:
         for trouble in troubles:
             print_to_stderr(f"error: {make_plain(trouble)}")
         if troubles:
-            return 2
-        return 1 if alert else 0
+            return exit_codes.USER_ERROR
+        if alert:
+            return exit_codes.FOUND
+        return exit_codes.SUCCESS
 
 
 def deliver(
@@ -290,7 +294,7 @@ def read_record(path: Path) -> Any:
             record.
     """
     try:
-        return json.loads(path.read_bytes())
+        return load_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -382,7 +386,9 @@ def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
     """
     lock: IO[str] | None = None
     try:
-        lock = open(memory.with_name(f".{memory.name}.lock"), "a")  # noqa: SIM115
+        lock = open(  # noqa: SIM115
+            memory.with_name(f".{memory.name}.lock"), "a", opener=without_links
+        )
         deadline = time.monotonic() + _LOCK_SECONDS
         # A blocking `flock` has no time limit, so the lock is polled.
         while try_lock(lock.fileno(), Path(lock.name)) is LockResult.TAKEN:

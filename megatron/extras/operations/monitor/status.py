@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import CheckpointError, DataError, OperationsError
+from megatron.base.outside_file import open_regular
 from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.extras.operations.chronicle.goodput import compute_goodput, format_goodput
@@ -335,7 +336,7 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
         OSError: The log cannot be read.
     """
     try:
-        file = open(log, "rb")  # noqa: SIM115
+        file = open_regular(log)
     except FileNotFoundError:
         return LogTail([], 0, False, None, None, 0)
     with file:

@@ -17,7 +17,6 @@ Rules:
 
 import csv
 import filecmp
-import json
 import os
 import re
 import shutil
@@ -31,6 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.base.durable import sync_folder, without_links
 from megatron.base.errors import OperationsError
+from megatron.base.outside_file import (
+    INDEX_BYTES,
+    iterate_lines,
+    load_bytes,
+    open_regular,
+    parse_json,
+)
 from megatron.observe.log_line import parse_log_line, parse_validation_log_line
 from megatron.observe.report import Axes
 
@@ -95,10 +101,9 @@ def _read_stamp(path: Path) -> tuple[int, int]:
 def _iterate_lines(path: Path) -> Iterator[tuple[Span, bytes]]:
     """Yield the byte range and the content of each line."""
     begin = 0
-    with open(path, "rb") as file:
-        for line in file:
-            yield (begin, begin + len(line)), line
-            begin += len(line)
+    for line in iterate_lines(path):
+        yield (begin, begin + len(line)), line
+        begin += len(line)
 
 
 def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -143,7 +148,7 @@ def _find_lines_cut(
 def _parse_metrics_record(line: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics. Return None if it holds no record with an iteration."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     # The line is torn, or it is not text. UnicodeDecodeError is a ValueError.
     except ValueError:
         return None
@@ -320,7 +325,7 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
     from tensorboard.compat.proto.event_pb2 import Event
 
     stamp = _read_stamp(path)
-    data = path.read_bytes()
+    data = load_bytes(path, INDEX_BYTES)
     records, unreadable = _find_records(data)
     steps = _EventSteps(at)
     head = (0, 0)
@@ -577,7 +582,7 @@ def replace_by(
 
 def _copy(source: Path, spans: Sequence[Span], target: Any) -> None:
     """Copy ranges of a file to an open file."""
-    with open(source, "rb") as file:
+    with open_regular(source) as file:
         for begin, end in spans:
             file.seek(begin)
             left = end - begin

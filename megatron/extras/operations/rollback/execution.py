@@ -19,12 +19,14 @@ from pathlib import Path
 
 from megatron.base.durable import replace_file, sync_folder, write_file
 from megatron.base.errors import CheckpointError, OperationsError
+from megatron.base.outside_file import load_bytes, load_text
 from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
     find_stored_folder,
     parse_iteration,
     point_to,
+    read_pointer_text,
 )
 from megatron.checkpoint.lease import STALE_SECONDS, Lease, get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.lineage import write_lineage
@@ -41,7 +43,6 @@ from megatron.extras.operations.rollback.rollback_plan import (
     gather_facts,
     list_later_entries,
     make_plan,
-    read_pointer_text,
     read_target,
 )
 
@@ -197,13 +198,13 @@ def find_unfinished(root: Path) -> RollbackPlan | None:
         OperationsError: The plan is damaged or missing.
     """
     pointer = root / LATEST
-    match = _UNFINISHED.fullmatch(read_pointer_text(pointer))
+    match = _UNFINISHED.fullmatch(read_pointer_text(pointer) or "")
     if match is None:
         return None
     # `latest` is written before the folder gets its final name, so the plan may be in either one.
     for folder in (root / ROLLED_BACK / match[1], root / ROLLED_BACK / _PREPARING):
         try:
-            plan = RollbackPlan.parse_json((folder / PLAN).read_text())
+            plan = RollbackPlan.parse_json(load_text(folder / PLAN))
         except FileNotFoundError:
             continue
         except (ValueError, TypeError, KeyError) as damage:
@@ -354,7 +355,7 @@ def _begin(root: Path, plan: RollbackPlan, lease: Lease) -> None:
     """Write the plan, and then the text in `latest` that names it and prevents every start."""
     preparing = root / ROLLED_BACK / _PREPARING
     folder = root / ROLLED_BACK / plan.name
-    named = _UNFINISHED.fullmatch(read_pointer_text(root / LATEST))
+    named = _UNFINISHED.fullmatch(read_pointer_text(root / LATEST) or "")
     # A rollback that is continued has its plan already.
     if named is None or named[1] != plan.name:
         preparing.mkdir(parents=True, exist_ok=True)
@@ -464,7 +465,7 @@ def _format_chronicle_entry(plan: RollbackPlan) -> str:
 def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
     """Append an entry to a file once, on a line of its own."""
     if path.exists():
-        before = path.read_bytes()
+        before = load_bytes(path)
     else:
         before = b""
     # This step may be repeated. The entry holds the time of the plan, so it is unique.

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, OperationsError
+from megatron.base.outside_file import parse_json
 from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
     find_stored_folder,
     list_saved_iterations,
     read_pointer,
+    read_pointer_text,
 )
 from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.manifest import (
@@ -176,7 +178,7 @@ class RollbackPlan:
             ValueError, TypeError, KeyError: The text is no plan, or the plan would write outside of
                 the rollback's folder.
         """
-        record = json.loads(text)
+        record = parse_json(text)
         plan = cls(**{**record, "files": [FileCut(**entry) for entry in record["files"]]})
         # A plan is read back from the disk. A damaged one must not move files to another folder.
         for name in (plan.name, *(file.part for file in plan.files)):
@@ -392,13 +394,6 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
         notes=found.notes,
     )
     return plan, cuts
-
-
-def read_pointer_text(path: Path) -> str:
-    """Return the text of a pointer, or an empty text without a pointer."""
-    if path.is_file():
-        return path.read_text(errors="replace").strip()
-    return ""
 
 
 def _read_present(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron.base.durable import append_lines
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import load_text, parse_json
 from megatron.checkpoint.folder import read_pointed_iteration
 
 FILE = "attempts.jsonl"
@@ -154,7 +155,7 @@ def _read(run: Path) -> Iterator[PastAttempt]:
     Lines that a full disk or a kill cut off are skipped.
     """
     try:
-        lines = (run / FILE).read_text(errors="replace").splitlines()
+        lines = load_text(run / FILE, decoding="replace").splitlines()
     except FileNotFoundError:
         return
     # The time of the start joins the two lines of an attempt.
@@ -162,7 +163,7 @@ def _read(run: Path) -> Iterator[PastAttempt]:
     outcomes: dict[float, str] = {}
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if "began" in record:
                 attempt = Attempt(**record["began"])
                 # A text in place of a number would only fail when attempts are counted.

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.base.outside_file import load_json
 from megatron.rules.finding import Finding, error
 
 OWN_PARTS = ("memory", "product", "disk")
@@ -106,7 +107,7 @@ def write(folder: Path, report: NodeReport) -> None:
 def read(folder: Path) -> list[NodeReport]:
     """Return the reports in a folder in the order of ranks."""
     # The names have leading zeros, so their order is that of the ranks.
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    records = [load_json(path) for path in sorted(folder.glob("*.json"))]
     # JSON has no tuples, and a list would compare as different.
     return [NodeReport(**{**record, "failures": tuple(record["failures"])}) for record in records]
 

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
+from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport
 from megatron.base.errors import HungRanksError
+from megatron.base.outside_file import open_regular
 from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.allocation import Allocation
 from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.reported_errors import hosts_at_fault, read_reports
 from megatron.extras.operations.slurm.srun_step import Signals, log, run_step
 from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
 from megatron.observe.log_line import format_training_complete_line
@@ -292,7 +294,7 @@ class TrainingStarts:
 
 def _read_log_end(path: Path, where: int) -> str:
     """Return the end of what was written to the log after byte `where`."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(max(where, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         # The first byte may be in the middle of a character, hence errors="replace".
         return file.read().decode(errors="replace")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from megatron.base import exit_codes
 from megatron.extras.operations.slurm.node_report import NodeLimits
 
 
@@ -37,14 +38,14 @@ IN_ORDER = frozenset(
 )
 """Recorded outcomes that do not count as failed starts."""
 EXIT_CODES = {
-    TaskOutcome.LEFT: 0,
-    TaskOutcome.COMPLETE: 0,
-    TaskOutcome.KILL_SWITCH: 0,
-    TaskOutcome.ENDED_BY_SLURM: 1,
-    TaskOutcome.CRASHED: 1,
-    TaskOutcome.BAD_NODES: 1,
-    TaskOutcome.NEEDS_PEOPLE: 2,
-    TaskOutcome.CRASH_LOOP: 3,
+    TaskOutcome.LEFT: exit_codes.SUCCESS,
+    TaskOutcome.COMPLETE: exit_codes.SUCCESS,
+    TaskOutcome.KILL_SWITCH: exit_codes.SUCCESS,
+    TaskOutcome.ENDED_BY_SLURM: exit_codes.FOUND,
+    TaskOutcome.CRASHED: exit_codes.FOUND,
+    TaskOutcome.BAD_NODES: exit_codes.FOUND,
+    TaskOutcome.NEEDS_PEOPLE: exit_codes.USER_ERROR,
+    TaskOutcome.CRASH_LOOP: exit_codes.NOT_DONE,
 }
 """Outcome -> exit code of the batch script."""
 

@@ -26,6 +26,8 @@ _ROUNDED_AT_ONCE = 3
 _COPIED = 2
 """Bytes that copy an element in float8. A product needs both operands in the order of their inner
 dimension, so some are transposed."""
+_MASTER = 4
+"""Bytes of a weight's master."""
 _SCALE_BYTES = 4
 """Bytes of a largest value."""
 _WEIGHT_KERNELS = 4
@@ -98,7 +100,11 @@ def list_float8_linears(shape: ModelShape, tensor: int) -> list[Linear]:
 
 
 def count_rounding(
-    linears: Sequence[Linear], tokens: int, float8: Float8, microbatches: int, slices: int = 1
+    linears: Sequence[Linear],
+    tokens: int,
+    float8: Float8,
+    microbatches: int,
+    layout: RankLayout,
 ) -> tuple[Rounding, Rounding]:
     """Return what the forward and the backward pass of a layer round.
 
@@ -107,12 +113,20 @@ def count_rounding(
         tokens: Tokens of a microbatch on this rank, after a gather.
         float8: How float8 is used.
         microbatches: Microbatches of a step.
-        slices: Ranks with sequence parallelism, which have slices of the tokens.
+        layout: The layout.
     """
     forward = Rounding()
     backward = Rounding()
-    if not float8.gathers_rounded:
-        slices = 1
+    if float8.one_pass:
+        for each in linears:
+            once = _count_one_pass(each, tokens, float8, microbatches, layout)
+            forward += once[0]
+            backward += once[1]
+        return forward, backward
+    # Ranks with sequence parallelism have slices of the tokens.
+    slices = 1
+    if float8.gathers_rounded and layout.sequence_parallel:
+        slices = layout.tensor
     for each in linears:
         # What is gathered is rounded in slices: inputs of column-parallel layers, and gradients of
         # the outputs of row-parallel ones.
@@ -122,6 +136,42 @@ def count_rounding(
         forward += _count_forward(each, inputs, float8, microbatches)
         backward += _count_backward(each, inputs, gradients, float8)
     return forward, backward
+
+
+def _count_one_pass(
+    linear: Linear, tokens: int, float8: Float8, microbatches: int, layout: RankLayout
+) -> tuple[Rounding, Rounding]:
+    """Return what the kernels of this trainer move in both passes."""
+    entries = len(linear.columns)
+    inputs = tokens * linear.inner
+    gradients = tokens * sum(linear.columns)
+    # Rows that are complete on a rank are read once, also for their largest value.
+    shared = layout.tensor > 1
+    forward = float(_ROUNDED_AT_ONCE * inputs)
+    backward = float(_ROUNDED_AT_ONCE * gradients)
+    if not float8.rowwise or (shared and linear.row_parallel):
+        forward += _LARGEST * inputs
+    if not float8.rowwise or (shared and not linear.row_parallel):
+        backward += _LARGEST * gradients
+    if not float8.rowwise:
+        backward += gradients
+        # A slice of an input that is gathered again is rounded again, in the other order.
+        if linear.row_parallel or not layout.sequence_parallel:
+            forward += inputs
+        else:
+            backward += _ROUNDED_AT_ONCE * inputs
+    sharded = layout.data * layout.context > 1
+    if sharded and layout.zero_stage == 3:
+        # Each pass writes the order that it needs.
+        forward += _ROUNDED_AT_ONCE * linear.weights
+        backward += _ROUNDED_AT_ONCE * linear.weights
+    else:
+        # Once a step in both orders, from copies in 16 bits or from masters in fp32. It is counted
+        # here, because a recomputation does not repeat it.
+        read = _LARGEST if sharded else _MASTER
+        backward += (read + 2) * linear.weights / microbatches
+    small = 0 if float8.rowwise else float8.scale_kernels
+    return Rounding(forward, small), Rounding(backward, small * entries)
 
 
 def _count_forward(linear: Linear, tokens: int, float8: Float8, microbatches: int) -> Rounding:
@@ -174,7 +224,7 @@ def count_step_rounding(linears: Sequence[Linear], layers: int, shards: int) -> 
     """
     elements = layers * sum(each.weights for each in linears)
     weights = layers * sum(len(each.columns) for each in linears)
-    return Rounding(4 * elements / shards, _WEIGHT_KERNELS * weights)
+    return Rounding(_MASTER * elements / shards, _WEIGHT_KERNELS * weights)
 
 
 def count_weight_scales(linears: Sequence[Linear], layers: int, float8: Float8) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text
 from megatron.config.yaml_file import compose, get_line, read_items
 from megatron.extras.planner.cost.communication import Network
 
@@ -178,20 +179,11 @@ def load_hardware(name: str) -> Hardware:
         )
     try:
         # A checkpoint, say, would take minutes to read.
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(
-                f"--hardware {name}: the file has more than {_MOST_BYTES:,} bytes; give a YAML "
-                "file of a hardware (docs/planner.md)."
-            )
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"--hardware {name}: the file is not UTF-8 text; give a YAML file of a hardware "
-            "(docs/planner.md)."
-        ) from None
+        text = load_text(path, _MOST_BYTES).removeprefix("\ufeff")
     except OSError as failure:
         raise ConfigError(
-            f"--hardware {name}: {failure.strerror}; give a file that can be read."
+            f"--hardware {name}: {failure.strerror}; give a YAML file of a hardware "
+            "(docs/planner.md)."
         ) from None
     return _parse(text, path.stem)
 

@@ -257,8 +257,9 @@ class LayerTimes:
         float8 = self._software.float8
         if float8 is None:
             return Passes(Seconds(), Seconds())
-        slices = self._layout.tensor if self._layout.sequence_parallel else 1
-        rounded = count_rounding(self._in_float8, self._tokens, float8, self._microbatches, slices)
+        rounded = count_rounding(
+            self._in_float8, self._tokens, float8, self._microbatches, self._layout
+        )
         sent = list_scale_messages(self._shape, self._layout, float8, self._tokens)
         forward, backward = (
             Seconds(
@@ -267,6 +268,11 @@ class LayerTimes:
             )
             for each, messages in zip(rounded, sent, strict=True)
         )
+        if float8.one_pass and not float8.rowwise and self._software.fused_gradients:
+            # A product writes 16 bits, and another kernel adds them. `gradient_bytes` is for a
+            # product that adds by itself, which moves 4 bytes less.
+            added = 4 * sum(each.weights for each in self._in_float8)
+            backward += Seconds(rounding=estimate_memory_seconds(added, self._hardware))
         return Passes(forward, backward)
 
     def _time_scales(self, messages: Iterable[ScaleMessage]) -> float:

@@ -127,6 +127,10 @@ class Float8:
     gathers_rounded: bool = False
     """Whether ranks with sequence parallelism round their slices before they gather them, and keep
     what they gathered for the backward pass."""
+    one_pass: bool = False
+    """Whether the kernels of this trainer round. They write both orders of a matrix at once. `cost.
+    float8` then takes from the layout when weights are rounded and which inputs are kept, and
+    `fused`, `weights`, `keeps_rounded` and `gathers_rounded` have no effect."""
     shares_scales: bool = True
     """Whether ranks exchange the largest values of tensors that they share."""
 

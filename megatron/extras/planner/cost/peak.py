@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 
+from megatron.extras.planner.cost.float8 import list_float8_linears
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
 from megatron.extras.planner.cost.parameter_traffic import (
     count_head_parameters,
@@ -108,6 +109,7 @@ class _RankPeak:
         self._visits = schedule.count_in_flight(rank)
         self._passes = schedule.microbatches * len(stages)
         """Backward passes of the step."""
+        self._forwards_first = schedule.name in ("GPipe", "looped BFS")
         self._value = 2 if software.half else 4
         self._half = software.half
         self._fsdp = uses_fsdp(layout)
@@ -175,8 +177,7 @@ class _RankPeak:
             size += self._tensors.embedding
         if stage.last:
             # Its backward pass follows at once, unless all forward passes come first.
-            first = self._schedule.name in ("GPipe", "looped BFS")
-            return size + (self._tensors.loss_kept if first else 0.0)
+            return size + (self._tensors.loss_kept if self._forwards_first else 0.0)
         # torch's schedule holds the output until its gradient arrives.
         return size + self._tensors.stream
 
@@ -262,7 +263,8 @@ class _RankPeak:
             # FSDP2 frees what it gathered into when it gathers the next time.
             last = self._count_head(each.stage) or self._of_layer
             point = replace(point, buffers=point.buffers + self._value * last)
-        yield replace(point, activations=kept, working=self._tensors.loss_forward)
+        if not (self._forwards_first and each.accumulated):
+            yield replace(point, activations=kept, working=self._tensors.loss_forward)
         yield replace(point, activations=kept, working=self._tensors.loss_backward)
 
     def _list_layer(self, each: _Pass, done: int, kept: float) -> Iterator[StepPoint]:
@@ -349,6 +351,7 @@ class _RankPeak:
             finished += self._count_head(each.stage)
         gradients: float = 4 * (parameters if each.accumulated else finished)
         if not self._fsdp:
+            # Both orders of a weight in float8 have the bytes of a copy in 16 bits.
             return StepPoint(2 * parameters if self._half else 0, gradients)
         if self._reduces_each:
             gradients /= self._s
@@ -362,7 +365,16 @@ class _RankPeak:
             return StepPoint(0.0, gradients, buffers=self._value * outside)
         # The last backward pass drops the weights of a layer or head that it has finished.
         dropped = finished if each.number == self._passes else 0
-        return StepPoint(self._value * (parameters - dropped), gradients)
+        weights = self._value * (parameters - dropped) + 2 * self._count_rounded_weights()
+        return StepPoint(weights, gradients)
+
+    def _count_rounded_weights(self) -> int:
+        """Return the weights that are kept in float8, in both orders, beside those in 16 bits."""
+        if self._float8 is None:
+            return 0
+        linears = list_float8_linears(self._shape, self._layout.tensor)
+        layers = sum(self._float8.covers(layer) for stage in self._stages for layer in stage.layers)
+        return layers * sum(each.weights for each in linears)
 
     def _reduce_root(self) -> StepPoint:
         """Return the end of a step that reduces the gradients of FSDP2's root.

@@ -118,6 +118,8 @@ def measure_tensors(
         micro_batch=layout.micro_batch,
         recompute="selective" if layout.recompute == "selective" else "none",
         sequence_parallel=layout.sequence_parallel,
+        data=min(2, layout.data),
+        zero_stage=layout.zero_stage,
         partition_inputs=layout.partition_inputs,
         host_inputs=layout.host_inputs,
     )
@@ -194,7 +196,9 @@ class _Tensors:
         self._fused = software.fused_gradients
         self._in_float8 = software.float8 is not None
         self._rowwise = software.float8 is not None and software.float8.rowwise
-        self._fused_rounding = software.float8 is not None and software.float8.fused
+        self._tensorwise = self._in_float8 and not self._rowwise
+        self._rounds_gathered = layout.zero_stage == 3 and layout.data * layout.context > 1
+        """Whether weights are rounded for each pass, because they are gathered for it."""
         self._fused_loss = software.fused_loss
         self._fused_gate = software.fused_gate
         self._compiled = software.compiled
@@ -259,11 +263,22 @@ class _Tensors:
     def layer(self) -> float:
         """What a layer keeps: two norms, attention, MLP and two dropouts."""
         # The input of the layer and the sum after attention, and what the norms make of them.
-        streams = 2 * self.x + 2 * self._n + 2 * self._statistics
+        streams = 2 * self.x + 2 * self._entered + 2 * self._statistics
         if self._config.parallel_residual:
             # Both norms read the input of the layer.
             streams -= self.x
-        return streams + self._attention + self._mlp + 2 * self._mask
+        inner = self._mlp - self._f + self._keep_input(self._f)
+        return streams + self._attention + inner + 2 * self._mask
+
+    def _keep_input(self, size: float) -> float:
+        """Return what a product keeps of an input in 16 bits. One scale keeps it in float8."""
+        return size / self.value if self._tensorwise else size
+
+    @cached_property
+    def _entered(self) -> float:
+        """What the products keep of the input of a column-parallel layer."""
+        # A slice is gathered again, and then rounded again.
+        return self._n if self._sequence_parallel else self._keep_input(self._n)
 
     @cached_property
     def _projected(self) -> float:
@@ -347,9 +362,12 @@ class _Tensors:
         # flash kernel writes the order of the queries, which is the one that the product reads.
         if self._context > 1 and not self._selective:
             # The results of the parts, or of some heads, are joined to a new tensor.
-            return 2 * self._q
+            return self._q + self._keep_input(self._q)
         if self._kernel == "efficient" and self._samples > 1 and not self._selective:
-            return 2 * self._q
+            return self._q + self._keep_input(self._q)
+        if self._tensorwise:
+            # The kernel keeps its own result, unless it is computed again.
+            return self._keep_input(self._q) + (0.0 if self._selective else self._q)
         return self._q
 
     @cached_property
@@ -468,6 +486,9 @@ class _Tensors:
         """
         # Otherwise a gradient in half precision is converted before it is added to a sum in fp32.
         converted = 2 * size if self._half else 0.0
+        if fused and self._tensorwise:
+            # Another kernel adds the product.
+            return (size + converted if self.holds else size), size
         if fused:
             return (converted, 0.0) if self.holds else (0.0, 0.0)
         if not self.holds:
@@ -481,8 +502,8 @@ class _Tensors:
         """
         yield self.layer + self.x, 0.0
         if self._in_float8:
-            # Before that, the layer's last product rounds its input.
-            rounded = self._rounding[0] * self._f / self.value
+            # Before that, the layer's last product rounds its input, which is still there.
+            rounded = self._f / self.value + (self._f if self._tensorwise else 0.0)
             yield rounded, rounded
         yield from self._list_mlp_steps()
         yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
@@ -503,9 +524,9 @@ class _Tensors:
         yield self._gathered, 0.0
         yield from self._list_rounded_gradients([self.whole], self._f)
         yield self._f, 0.0
-        yield from self._list_rounded_inputs([self.whole], self._f)
-        left = self._count_rounded([self.whole], self._f)
-        yield down[0], self._f + down[1] + dropped + self._gathered + left
+        left = self._count_rounded([self.whole])
+        kept = self._keep_input(self._f)
+        yield down[0], kept + down[1] + dropped + self._gathered + left
         if gated:
             fused = self._fused_gate or self._compiled
             # Gradients of both factors. Then the one of the gate passes its activation function,
@@ -529,11 +550,10 @@ class _Tensors:
         dropped = self._dropped
         weight = self._compute_weight(self._weights[1], fused=self._fused)
         yield dropped + self._gathered, self._mask
-        copies = self._context_copies - self._q
+        copies = max(0.0, self._context_copies - self._q)
         yield from self._list_rounded_gradients([self.whole], self._q)
         yield self._q, 0.0
-        yield from self._list_rounded_inputs([self.whole], self._q)
-        left = self._count_rounded([self.whole], self._q)
+        left = self._count_rounded([self.whole])
         yield weight[0], weight[1] + dropped + self._gathered + copies + left
 
     def _list_core_steps(self) -> Iterable[tuple[float, float]]:
@@ -552,7 +572,11 @@ class _Tensors:
         if self._context > 1:
             # Gradients of what was received, before they are sent.
             yield self._received, self._received
-        yield projected, self._projected + self._core + 2 * self._q + again
+        results = 2 * self._q
+        if self._tensorwise and self._selective:
+            # The product keeps its input, but not the result of attention.
+            results = self._q + self._keep_input(self._q)
+        yield projected, self._projected + self._core + results + again
         # The gradients of queries, keys and values are joined to that of the projection. This takes
         # at most two more tensors of its size: the gradients before the rotation, and the result.
         # A kernel writes the result only.
@@ -575,20 +599,15 @@ class _Tensors:
         yield matrices * self.whole, (matrices - 1) * self.whole
         if self._sequence_parallel:
             yield self._n, self.whole
-        yield from self._list_rounded_inputs(gradients, self.whole)
+        again = 0.0
+        if self._tensorwise and self._sequence_parallel:
+            again = self.whole / self.value
+        yield again, 0.0
         allocated, freed = weights
-        freed += self._count_rounded(gradients, self.whole)
-        yield allocated, freed + sum(gradients) + self._gathered + self._n
+        freed += self._count_rounded(gradients) + again
+        yield allocated, freed + sum(gradients) + self._gathered + self._entered
 
     # -- float8 -----------------------------------------------------------------------------------
-
-    @cached_property
-    def _rounding(self) -> tuple[int, int]:
-        """The bytes that an element needs while it is rounded, and those that are then freed."""
-        if self._fused_rounding:
-            return 1, 0
-        # A product of two bytes in bf16. Otherwise a copy in fp32 and a product.
-        return (8, 7) if self._fp16 else (3, 2)
 
     def _count_matrix(self, gradient: float, inner: float) -> float:
         """Return the elements of a matrix, from the bytes of its output and of its input."""
@@ -599,8 +618,6 @@ class _Tensors:
     ) -> Iterable[tuple[float, float]]:
         """Yield the steps up to the products for the input's gradient.
 
-        The product copies its second operand, to transpose it.
-
         Args:
             gradients: Bytes of the gradient of the result of each product.
             inner: Bytes of their input in 16 bits.
@@ -609,45 +626,24 @@ class _Tensors:
         if not self._in_float8:
             yield gathered, 0.0
             return
-        allocated, freed = self._rounding
-        for size in gradients:
-            yield allocated * size / self.value, freed * size / self.value
+        yield self._count_rounded(gradients), 0.0
         yield gathered, 0.0
         # The results of earlier products are there, which the caller counts afterwards.
         done = 0.0
+        before = 0.0
         for size in gradients:
-            matrix = self._count_matrix(size, inner)
-            yield done + allocated * matrix, freed * matrix
-            yield matrix, 0.0
-            yield inner, 2 * matrix + inner + done
+            matrix = self._count_matrix(size, inner) if self._rounds_gathered else 0.0
+            yield done + before + matrix, before
+            yield inner, matrix + inner + done
             done += inner
+            before = matrix
 
-    def _list_rounded_inputs(
-        self, gradients: list[float], inner: float
-    ) -> Iterable[tuple[float, float]]:
-        """Yield the steps up to the products for the weights' gradients.
-
-        The arguments are those of `_list_rounded_gradients`.
-        """
-        if not self._in_float8 or self._rowwise:
-            return
-        allocated, freed = self._rounding
-        yield allocated * inner / self.value, freed * inner / self.value
-        for size in gradients:
-            # Both operands are transposed.
-            operands = (size + inner) / self.value
-            yield operands, 0.0
-            yield self.value * self._count_matrix(size, inner), 0.0
-            yield 0.0, operands + self.value * self._count_matrix(size, inner)
-
-    def _count_rounded(self, gradients: list[float], inner: float) -> float:
-        """Return the bytes in float8 that exist until the end of the products."""
+    def _count_rounded(self, gradients: list[float]) -> float:
+        """Return the bytes of rounded gradients, which exist until the end of the products."""
         if not self._in_float8:
             return 0.0
-        rounded = sum(gradients)
-        if not self._rowwise:
-            rounded += inner
-        return rounded / self.value
+        orders = 2 if self._tensorwise else 1
+        return orders * sum(gradients) / self.value
 
     # -- embedding and loss -----------------------------------------------------------------------
 
@@ -670,10 +666,12 @@ class _Tensors:
         chunk = 4 * min(rows, self._tokens) * columns
         # The product of a chunk, with its fp32 logits or with those of the chunk before.
         computed = 1.5 * chunk
+        # Products of odd widths have a padded copy of the matrix.
+        copied = self.value * self.output_matrix if self._half and columns % 8 else 0
         if not self._half or self._fused_loss:
             # In fp32 and for kernels they are in the place of their gradient.
             computed = last = 0
-        return held + max(computed, last + self.output_gradient)
+        return held + max(computed + copied, last + self.output_gradient)
 
     @cached_property
     def loss_backward(self) -> float:

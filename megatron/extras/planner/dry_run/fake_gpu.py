@@ -74,8 +74,8 @@ _KEEP_ANSWER = {
 }
 """Operators whose result is true if all arguments are, and false if none is."""
 _OWN_OPERATORS: dict[Any, Callable[..., Any]] = {
-    torch.ops.megatron.linears.default: entered_linear.run_forward,
-    torch.ops.megatron.linears_backward.default: entered_linear.run_backward,
+    torch.ops.megatron.padded_linears.default: entered_linear.run_forward,
+    torch.ops.megatron.padded_linears_backward.default: entered_linear.run_backward,
 }
 """Operators of compiled graphs that consist of several of torch's."""
 _FACTORS = {"mm": 0, "_scaled_mm": 0, "addmm": 1}

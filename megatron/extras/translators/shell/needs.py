@@ -45,13 +45,13 @@ class Needs:
     """The variables and arguments that a script uses and does not set itself.
 
     `passed` has the variables that only become part of words. The control flow depends on those in
-    `tested`. `arguments` has the line of the first use of each argument, by its number. It is empty
-    if the script counts or shifts its arguments.
+    `tested`. `arguments` has the numbers of the arguments. It is empty if the script counts or
+    shifts its arguments.
     """
 
     passed: set[str] = field(default_factory=set)
     tested: set[str] = field(default_factory=set)
-    arguments: dict[int, int] = field(default_factory=dict)
+    arguments: set[int] = field(default_factory=set)
 
 
 def mark_placeholders(text: str, mark: Callable[[str], str]) -> str:
@@ -59,26 +59,33 @@ def mark_placeholders(text: str, mark: Callable[[str], str]) -> str:
     return _PLACEHOLDER.sub(lambda found: mark(found[0]), text)
 
 
-def find_needs(block: Block, text: str, given: Collection[str]) -> Needs:
+def find_needs(block: Block, given: Collection[str]) -> Needs:
     """Return what the script with the commands `block` needs besides the variables in `given`."""
     uses = _Uses()
     uses.read(block)
     uses.follow_assignments()
     unset = uses.names - uses.assigned - uses.defaulted - set(given)
-    arguments: dict[int, int] = {}
+    arguments: set[int] = set()
     if not uses.all_arguments:
-        optional = uses.list_optional_arguments()
-        arguments = {n: find_line(text, n) for n in sorted(uses.arguments - optional)}
+        arguments = uses.arguments - uses.list_optional_arguments()
     return Needs(unset - uses.decided, unset & uses.decided, arguments)
 
 
-def find_line(text: str, argument: int) -> int:
-    """Return the line of the first use of an argument, or 0."""
-    pattern = re.compile(rf"\$\{{{argument}\}}" + (rf"|\${argument}" if argument < 10 else ""))
-    for number, line in enumerate(text.splitlines(), start=1):
-        if pattern.search(re.sub(r"(^|\s)#.*", "", line)):
-            return number
-    return 0
+def describe_argument(text: str, argument: int) -> str:
+    """Return the variable that gets an argument, and the line of its first use.
+
+    Examples are "NODES ($3, line 4)", and "$3 (line 4)" without a variable.
+    """
+    written = f"${{{argument}}}"
+    use = rf"\$\{{{argument}[:}}]"
+    if argument < 10:
+        written = f"${argument}"
+        use = rf"(?:{use}|\${argument})"
+    lines = [re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines()]
+    first = next((n for n, line in enumerate(lines, start=1) if re.search(use, line)), 0)
+    if assigned := re.search(rf"\b(\w+)=[\"']?{use}", "\n".join(lines)):
+        return f"{assigned[1]} ({written}, line {first})"
+    return f"{written} (line {first})"
 
 
 class _Uses:

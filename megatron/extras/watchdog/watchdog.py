@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron.base import exit_codes
 from megatron.base.durable import replace_file
-from megatron.base.errors import LOST_EXIT_CODE, HungRanksError, LostRanksError
+from megatron.base.errors import HungRanksError, LostRanksError
 from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_progress import RankProgress, Stopwatch
@@ -60,6 +61,11 @@ FOLDER = "hangs"
 
 class Watchdog(RollCall):
     """A context manager around the run that ends it when a phase exceeds its limit."""
+
+    _REPORTED = (
+        "the run hangs or a collective has failed; another rank reports which ranks the others "
+        "wait for"
+    )
 
     def __init__(
         self,
@@ -155,7 +161,7 @@ class Watchdog(RollCall):
             follow.join(3 * self._window)
             # The process of the store has ended, and with it the verdict.
             self._report(HungRanksError(self._describe_exit()), self._describe_exit())
-            os._exit(LOST_EXIT_CODE)
+            os._exit(exit_codes.FOUND)
         # A silent store has not asked for the name.
         name = self._call_name or self._describe_call()
         verdict = self._verdict or self._describe_hang(found)
@@ -170,7 +176,7 @@ class Watchdog(RollCall):
         Raises:
             RuntimeError: The store has ended.
         """
-        verdict = self._describe_exit()
+        verdict = None
         try:
             # Without a valid name, this rank uses one of its own.
             self._write_files(read_call_name(store, CALLED) or self._describe_call())
@@ -179,7 +185,8 @@ class Watchdog(RollCall):
                 verdict = read_text(store, FINISHED)
         finally:
             # The caller has printed the verdict. The launcher reads it from any rank's file.
-            self._report(HungRanksError(verdict), self._describe_exit())
+            message = self._describe_exit()
+            self._report(HungRanksError(verdict or message), message)
             self._end()
 
     def _build_out_of_step_error(self, error: OutOfStepError) -> LostRanksError:
@@ -193,7 +200,8 @@ class Watchdog(RollCall):
         self._write_files(self._call_name)
         if self._rank == 0:
             self._write_verdict(text)
-        self._report(HungRanksError(text), text if self._rank == 0 else self._describe_exit())
+        others = f"{self._names[self._rank]} exits, because {self._REPORTED}"
+        self._report(HungRanksError(text), text if self._rank == 0 else others)
         self._end()
 
     def _build_error(self, error: BaseException) -> LostRanksError:
@@ -208,7 +216,7 @@ class Watchdog(RollCall):
         """End this process. Rank 0 stays until the others have read the verdict in its store."""
         if self._rank == 0 and len(self._names) > 1 and store_is_rank_zeros():
             time.sleep(_LINGER_SECONDS)
-        os._exit(LOST_EXIT_CODE)
+        os._exit(exit_codes.FOUND)
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -268,12 +276,6 @@ class Watchdog(RollCall):
         self._write_files(self._call_name or self._describe_call())
         self._write_verdict(text)
         return text
-
-    def _describe_exit(self) -> str:
-        return (
-            f"{self._names[self._rank]} exits, because the run hangs or a collective has failed; "
-            "another rank reports which ranks the others wait for"
-        )
 
     def _describe_missing(self, rank: int) -> str:
         text = super()._describe_missing(rank)

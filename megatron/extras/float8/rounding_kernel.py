@@ -1,0 +1,220 @@
+"""The Triton kernels of `rounding.py`.
+
+The last dimension of all tensors has stride 1.
+
+Casts of GPUs cut off large values, while PyTorch's give infinities or nan. `_convert` does what
+PyTorch does. The scale is computed from the exponent of the largest value. It equals torchao's
+for each largest value that is exact in bf16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 8192
+"""Values that a program reads to find the largest one."""
+_ROWS = 128
+"""Rows of a tile. A transposed row of a tile has so many bytes, a cache line."""
+_COLUMNS = 64
+"""Columns of a tile."""
+
+
+@triton.jit
+def _read_magnitude(x):
+    """Return the absolute values as whole numbers in the same order. nan becomes infinity."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(bits, 0x7F800000)
+
+
+@triton.jit
+def _compute_scale(magnitude, is_e4m3: tl.constexpr):
+    """Return the scale for a largest value, and its inverse, both in fp32.
+
+    Both formats have 1.75 * 2^n as their largest value. So the scale is 2^(n - exponent), or half
+    of it if the mantissa is above 1.75.
+    """
+    # torchao takes 1e-12 for smaller values.
+    bits = tl.maximum(magnitude, 0x2B8CBCCC)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    n = 8 if is_e4m3 else 15
+    scale = ((254 + n - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - n) << 23).to(tl.float32, bitcast=True)
+    finite = magnitude < 0x7F800000
+    return tl.where(finite, scale, 0.0), tl.where(finite, inverse, float("inf"))
+
+
+@triton.jit
+def _convert(x, is_e4m3: tl.constexpr):
+    """Return fp32 values in float8, as bytes."""
+    size = tl.abs(x)
+    sign = ((x.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+    if is_e4m3:
+        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        # 464 lies between 448 and the code of nan.
+        return tl.where(size > 464.0, sign | 0x7F, bits)
+    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    # 61,440 lies between 57,344 and the code of infinity.
+    return tl.where(size >= 61440.0, sign | 0x7C, bits)
+
+
+@triton.jit
+def _find_largest(x, largest, size, block: tl.constexpr):
+    """Raise `largest` to the largest absolute value of a block. Both are whole numbers."""
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    values = tl.load(x + index, mask=index < size, other=0.0)
+    tl.atomic_max(largest, tl.max(_read_magnitude(values), 0))
+
+
+@triton.jit
+def _find_largest_of_rows(x, largest, stride, columns, block: tl.constexpr):
+    """Write the largest absolute value of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    top = 0
+    for start in range(0, columns, block):
+        column = start + tl.arange(0, block)
+        values = tl.load(x + row * stride + column, mask=column < columns, other=0.0)
+        top = tl.maximum(top, tl.max(_read_magnitude(values), 0))
+    tl.store(largest + row, top.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _round_row(x, values, inverse, stride, columns, is_e4m3: tl.constexpr, block: tl.constexpr):
+    """Find the largest value of a row, and round the row. It is read once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < columns
+    v = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale, inverted = _compute_scale(tl.max(_read_magnitude(v), 0), is_e4m3)
+    tl.store(values + row * columns + column, _convert(v * scale, is_e4m3), mask=inside)
+    tl.store(inverse + row, inverted)
+
+
+@triton.jit
+def _round_tile(
+    x,
+    largest,
+    whole,
+    values,
+    inverse,
+    transposed,
+    inverse_of_whole,
+    stride,
+    rows,
+    columns,
+    by_row: tl.constexpr,
+    with_values: tl.constexpr,
+    with_transposed: tl.constexpr,
+    is_e4m3: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+):
+    """Round a tile, and write it in both orders or in one.
+
+    The values in the order of rows have the scales of `largest`, one for each row or only one. The
+    transposed ones have that of `whole`.
+    """
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = tl.program_id(1).to(tl.int64) * block_columns + tl.arange(0, block_columns)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    v = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    # A weight in fp32 is first rounded to bf16, as the copy that is multiplied without float8.
+    v = v.to(tl.bfloat16).to(tl.float32)
+    number = tl.load(whole).to(tl.int32, bitcast=True)
+    scale, inverted = _compute_scale(number, is_e4m3)
+    rounded = _convert(v * scale, is_e4m3)
+    if with_transposed:
+        place = column[:, None] * rows + row[None, :]
+        tl.store(transposed + place, tl.trans(rounded), mask=tl.trans(inside))
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(inverse_of_whole, inverted)
+    if with_values:
+        if by_row:
+            own = tl.load(largest + row, mask=row < rows, other=0.0).to(tl.int32, bitcast=True)
+            scales, inverses = _compute_scale(own, is_e4m3)
+            rounded = _convert(v * scales[:, None], is_e4m3)
+            if tl.program_id(1) == 0:
+                tl.store(inverse + row, inverses, mask=row < rows)
+        elif tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(inverse, inverted)
+        tl.store(values + row[:, None] * columns + column[None, :], rounded, mask=inside)
+
+
+def launch_largest(x: Tensor, largest: Tensor) -> None:
+    """Write the largest absolute values of a matrix [m, k].
+
+    Args:
+        x: In bf16 or fp32. It is contiguous if there is one value for all of it.
+        largest: A scalar that is zero, or [m, 1]. It is in fp32.
+    """
+    rows, columns = x.shape
+    if largest.dim():
+        block = min(triton.next_power_of_2(columns), _BLOCK)
+        _find_largest_of_rows[(rows,)](x, largest, x.stride(0), columns, block)
+        return
+    # Whole numbers have the same order as the positive floats with the same bits.
+    bits = largest.view(torch.int32)
+    _find_largest[(triton.cdiv(x.numel(), _BLOCK),)](x, bits, x.numel(), _BLOCK, num_warps=8)
+
+
+def launch_rows(x: Tensor, values: Tensor, inverse: Tensor) -> None:
+    """Round a matrix [m, k] in bf16 with a scale for each row, which comes from the complete row.
+
+    Args:
+        x: The matrix. A row is kept in registers.
+        values: [m, k] in float8.
+        inverse: [m, 1], the inverse scales in fp32.
+    """
+    rows, columns = x.shape
+    block = triton.next_power_of_2(columns)
+    _round_row[(rows,)](
+        x,
+        values.view(torch.uint8),
+        inverse,
+        x.stride(0),
+        columns,
+        values.dtype == torch.float8_e4m3fn,
+        block,
+        num_warps=min(16, max(1, block // 1024)),
+    )
+
+
+def launch_tiles(
+    x: Tensor,
+    largest: Tensor,
+    whole: Tensor,
+    by_rows: tuple[Tensor, Tensor] | None,
+    by_columns: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Round a matrix [m, k], and write it in the order of its rows, of its columns, or in both.
+
+    Args:
+        x: In bf16, or in fp32 to be rounded to bf16 first.
+        largest: The largest absolute values for the order of rows, a scalar or [m, 1] in fp32.
+        whole: That of the order of columns, a scalar in fp32.
+        by_rows: Values [m, k] in float8 and inverse scales in the shape of `largest`, or None.
+        by_columns: Values [k, m] in float8 and an inverse scale, or None.
+    """
+    rows, columns = x.shape
+    some, _ = by_rows or by_columns or (x, None)
+    values, inverse = by_rows or (x, whole)
+    transposed, inverse_of_whole = by_columns or (x, whole)
+    grid = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS)
+    _round_tile[grid](
+        x,
+        largest,
+        whole,
+        values.view(torch.uint8),
+        inverse,
+        transposed.view(torch.uint8),
+        inverse_of_whole,
+        x.stride(0),
+        rows,
+        columns,
+        largest.dim() > 0,
+        by_rows is not None,
+        by_columns is not None,
+        some.dtype == torch.float8_e4m3fn,
+        _ROWS,
+        _COLUMNS,
+    )

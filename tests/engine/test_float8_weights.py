@@ -1,0 +1,131 @@
+"""Weights are rounded once a step, and each change of the weights is in the next rounding."""
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+from process_pool import ProcessPool, succeed
+
+if TYPE_CHECKING:
+    from megatron.parallel.mesh import Mesh
+    from megatron.plan.run_plan import Plan
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 9 --lr 1e-2 --data-path none "
+    "--bf16 --hidden-dropout 0 --attention-dropout 0 --fp8-emulate "
+)
+TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
+ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
+FIRST_IN_BF16 = "--fp8-start-iteration 2"
+LAYOUTS = {
+    "one process": (1, TENSORWISE, [1, 2, 4, 6]),
+    "one process, first iteration in bf16": (1, f"{ROWWISE} {FIRST_IN_BF16}", [1, 2, 6]),
+    "ZeRO 1": (2, f"{ROWWISE} --zero-stage 1", [1, 2, 4, 6]),
+    "ZeRO 3": (2, f"{TENSORWISE} --zero-stage 3", []),
+    "shared groups": (
+        2,
+        f"{TENSORWISE} --num-query-groups 1 --tensor-model-parallel-size 2",
+        [1],
+    ),
+}
+"""Name -> ranks, flags, and the calls that get old weights: the first ones after an update, after a
+rollback, and after iterations in bf16."""
+HISTORY = (
+    "train 1",
+    "train 2",
+    "evaluate",
+    "train 3",
+    "rollback",
+    "evaluate",
+    "train 1",
+    "train 2",
+)
+CALLS = [each for each in HISTORY if each != "rollback"]
+
+
+def run_history(plan: "Plan", mesh: "Mesh", stale: int | None, always: bool) -> list[float]:
+    """Return the loss of each call of `CALLS`.
+
+    Args:
+        plan: The plan of the run.
+        mesh: This rank's mesh.
+        stale: The number of the call that uses the weights of the call before, or None.
+        always: Round weights again for each product, from their copies in bf16.
+    """
+    import torch
+
+    from megatron.data.batches import Microbatch
+    from megatron.extras.float8.engine import Float8Engine
+    from megatron.extras.float8.products import Float8Products
+
+    engine = Float8Engine(plan, mesh)
+    if always:
+        engine._replaced = []
+        for _, products in engine._products:
+            products.keeps_weights = False
+    generator = torch.Generator().manual_seed(1)
+    shape = (4, 1, 9)
+    tokens = torch.randint(64, shape, generator=generator)
+    batch = [Microbatch(each[:, :-1], each[:, 1:]) for each in tokens]
+    batch = batch[: 4 // mesh.grid.data]
+    first: list[Any] = []
+    losses: list[float] = []
+
+    def skip(*_: object) -> None:
+        """Change nothing."""
+
+    for event in HISTORY:
+        shards = [shard.tensor for shard in engine.shards(optimizer=True)]
+        if not first:
+            first = [tensor.clone() for tensor in shards]
+        if event == "rollback":
+            for tensor, saved in zip(shards, first, strict=True):
+                tensor.copy_(saved)
+            engine.finish_load({"optimizer_step": 0})
+            # The rollback of the loop goes back to the iteration of the checkpoint.
+            engine._iteration = 1
+            continue
+        with ExitStack() as stack:
+            if len(losses) == stale:
+                kept = {"round_weights": skip, "forget_weights": skip}
+                stack.enter_context(mock.patch.multiple(Float8Products, **kept))
+            if event == "evaluate":
+                losses.append(engine.eval_batch(batch))
+            else:
+                step = engine.train_batch(batch, iteration=int(event[-1]), lr=1e-2)
+                losses.append(step.loss)
+    return losses
+
+
+def run_histories(flags: str, stale: Sequence[int]) -> list[list[float]]:
+    """Return the losses without kept weights, with them, and with each planted error."""
+    from megatron.extras.translators.translator import load_config
+    from megatron.parallel.launcher import read_launcher_world
+    from megatron.plan.resolve import resolve
+    from megatron.run.start.join import join_ranks
+    from megatron.run.start.setup import build_timers, divide_ranks
+
+    world = read_launcher_world(None)
+    loaded = load_config([*FLAGS.split(), *flags.split()])
+    plan = resolve(loaded.config, world.size)
+    plan.raise_on_errors()
+    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    runs = [(None, True), (None, False), *((each, False) for each in stale)]
+    return [run_history(plan, mesh, *each) for each in runs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kept_weights_are_never_older_than_the_step(layout: str, pool: ProcessPool) -> None:
+    ranks, flags, stale = LAYOUTS[layout]
+    outcomes = pool.run(ranks, run_histories, flags, stale)
+    succeed(outcomes)
+    always, kept, *planted = outcomes[0].value
+    assert all(map(math.isfinite, always))
+    assert kept == always
+    for number, losses in zip(stale, planted, strict=True):
+        assert losses[:number] == kept[:number]
+        assert losses[number] != kept[number], CALLS[number]

@@ -1,0 +1,113 @@
+"""Comparisons of the kernels of residual additions and norms with PyTorch's operators.
+
+They run on any device that runs the kernels. PyTorch's operators compute in fp64, because those of
+a CPU add up gradients in 16 bits. The results are rounded where operators in 16 bits round.
+"""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.extras.kernels.residual_norm import add_and_normalise
+from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.parallel.mesh import TensorParallel
+
+NORMS = ("RMSNorm", "LayerNorm", "LayerNorm without bias")
+
+
+def make_norm(name: str, width: int) -> LayerNorm | RMSNorm:
+    """Return a norm of `NORMS` with random weights."""
+    norm: LayerNorm | RMSNorm
+    if name == "RMSNorm":
+        norm = RMSNorm(width, 1e-5, TensorParallel())
+    else:
+        norm = LayerNorm(width, 1e-5, TensorParallel(), bias=name == "LayerNorm")
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(1 + 0.3 * torch.randn(width, generator=generator))
+    return norm
+
+
+def count_units(found: Tensor, expected: Tensor, *operands: Tensor) -> float:
+    """Return the largest difference in units of the type of `found`.
+
+    A unit is 1e-6 of a value in fp32, and its last digit in 16 bits.
+
+    Args:
+        found: The result of a kernel.
+        expected: The result of PyTorch's operators, in fp64 or in the type of `found`.
+        operands: The summands of a sum. A small sum has the unit of its largest summand.
+    """
+    assert found.shape == expected.shape
+    size = torch.stack([each.double().abs().expand_as(found) for each in (expected, *operands)])
+    size = size.amax(0)
+    if found.dtype == torch.float32:
+        unit = 1e-6 * size.clamp(min=float(size.mean()))
+    else:
+        limits = torch.finfo(found.dtype)
+        unit = limits.eps * 2 ** size.clamp(min=limits.smallest_normal).log2().floor()
+    return float(((found.double() - expected.double()).abs() / unit).max())
+
+
+def compare_norm(
+    name: str,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    with_branch: bool,
+    programs: int | None = None,
+) -> dict[str, float]:
+    """Compare a norm of the residual stream and the addition beside it.
+
+    Args:
+        name: A norm of `NORMS`.
+        sizes: [s, b, h].
+        dtype: That of all tensors.
+        device: Where it is computed.
+        with_branch: Whether something is added before the norm.
+        programs: Those of the backward kernel. None: as in a run.
+    """
+    generator = torch.Generator().manual_seed(5)
+    s, b, h = sizes
+    # The memory of these tensors has another order.
+    x, branch, of_total, of_norm = (
+        torch.randn((b, s, h), generator=generator).to(device, dtype).transpose(0, 1)
+        for _ in range(4)
+    )
+    norm = make_norm(name, h).to(device, dtype)
+    inputs = [x.requires_grad_(), *norm.parameters()]
+    if with_branch:
+        inputs.append(branch.requires_grad_())
+    total, out = add_and_normalise(x, branch if with_branch else None, norm)
+    count = "megatron.extras.kernels.residual_norm_kernel.count_programs"
+    with nullcontext() if programs is None else mock.patch(count, return_value=programs):
+        grads = torch.autograd.grad([total, out], inputs, [of_total, of_norm])
+    assert torch.equal(total, x + branch if with_branch else x)
+    if with_branch:
+        assert torch.equal(grads[-1], grads[0])
+
+    weight, bias = norm.weight.detach().double(), torch.zeros((), device=device)
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        bias = norm.bias.detach().double()
+    leaves = [total.detach().double().requires_grad_(), weight.requires_grad_()]
+    if isinstance(norm, RMSNorm):
+        exact = F.rms_norm(leaves[0], weight.shape, weight, norm.eps)
+    else:
+        exact = F.layer_norm(leaves[0], weight.shape, weight, None, norm.eps)
+    narrow = torch.float64 if dtype == torch.float32 else dtype
+    through, of_weight = torch.autograd.grad(exact, leaves, of_norm.double())
+    through, exact = through.to(narrow), exact.detach()
+    units = {
+        "norm": count_units(out.detach(), (exact + bias).to(narrow), exact, bias),
+        "gradient": count_units(grads[0], through + of_total.to(narrow), through, of_total),
+        "weight": count_units(grads[1], of_weight.to(narrow)),
+    }
+    if bias.dim():
+        of_bias = of_norm.double().sum((0, 1)).to(narrow)
+        units["bias"] = count_units(grads[2], of_bias)
+    return units
