@@ -9,6 +9,7 @@ to 3, 8 and 64 ranks, and a few layouts. Presets without a vocabulary have that 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import tyro
 from results import add_row
@@ -24,6 +25,7 @@ from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 
+STAGES: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 DEVICES = ("rtx-4090", "a100-40g", "a100-80g", "h200")
 _LARGEST = 1.05
 """Configurations above this share of the largest device are left out."""
@@ -59,7 +61,7 @@ def iterate_plans(loaded: LoadedConfig) -> Iterator[Plan]:
                 if tensor * pipeline > world:
                     continue
                 data = world // tensor // pipeline
-                for stage in (0, 1, 2, 3)[: 4 if data > 1 else 1]:
+                for stage in STAGES if data > 1 else STAGES[:1]:
                     parallel = replace(
                         config.parallel,
                         zero_stage=stage,

@@ -366,9 +366,10 @@ def list_unused_speed(
         kernels = replace(config.kernels, attention_backend=order)
         changes.append(("leave out --attention-backend", replace(config, kernels=kernels)))
     if not prediction.job.software.half:
-        flag = "--bf16" if hardware.has_bf16 else "--fp16"
-        precision = replace(config.precision, **{flag[2:]: True})
-        changes.append((f"give {flag}", replace(config, precision=precision)))
+        bf16 = hardware.has_bf16
+        precision = replace(config.precision, bf16=bf16, fp16=not bf16)
+        advice = "give --bf16" if bf16 else "give --fp16"
+        changes.append((advice, replace(config, precision=precision)))
     for name in ("checkpoint_activations", "recompute_attention_core"):
         if getattr(config.recompute, name):
             advice = f"leave out --{name.replace('_', '-')}"

@@ -282,8 +282,8 @@ def test_a_compiled_run_moves_fewer_bytes():
         replace(each, config=replace(each.config, kernels=replace(without, use_torch_compile=on)))
         for each, on in ((plan, False), (compiled, True))
     )
-    plain, fused = (predict_plan(each, A100).rank_seconds[0] for each in (plain, compiled))
-    assert fused.pointwise < 0.8 * plain.pointwise
+    before, after = (predict_plan(each, A100).rank_seconds[0] for each in (plain, compiled))
+    assert after.pointwise < 0.8 * before.pointwise
     assert not predict_plan(plan, load_hardware("v100-32g")).job.software.flash
 
 

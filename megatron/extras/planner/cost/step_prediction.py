@@ -247,7 +247,7 @@ class StepPrediction:
         parameters = max(flops.count_stage_parameters(self.job.shape, layout.tensor, layers))
         if layout.zero_stage >= 1:
             parameters = -(-parameters // layout.shard_size)
-        traffic = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
+        traffic: float = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
         optimizer = self.job.software.optimizer
         dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
         traffic += _ROUNDED_BYTES * dtypes.count("bf16")
