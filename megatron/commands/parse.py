@@ -86,7 +86,7 @@ def _strip(hint: Any) -> Any:
 def _configure(hint: Any, **settings: Any) -> Any:
     """Return a type with settings of its flag. Its other annotations are kept."""
     known: list[Any] = list(getattr(hint, "__metadata__", ()))
-    plain = tyro.conf.arg()
+    plain: Any = tyro.conf.arg()
     configured = [isinstance(each, type(plain)) for each in known]
     if True in configured:
         number = configured.index(True)

@@ -14,10 +14,12 @@ import pytest
 from data.row_files import make_documents, write_dataset, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_corpus import GPT2
 
 from megatron.base.errors import DataError
 from megatron.data.documents import DocumentRules
 from megatron.data.source import BatchSlice
+from megatron.extras.stream.build import _StreamOpener
 from megatron.extras.stream.filters import Filters
 from megatron.extras.stream.listing import list_dataset
 from megatron.extras.stream.open_shard import OpenShard
@@ -26,6 +28,7 @@ from megatron.extras.stream.shard_order import MixturePhase
 from megatron.extras.stream.source import StreamSource
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.parallel.ranks import Ranks
+from megatron.tokenizer import build_tokenizer
 
 SHARDS = 12
 LENGTH = 32
@@ -293,6 +296,24 @@ def test_texts_are_tokenized_when_they_are_needed(tmp_path: Path):
     tokenized.clear()
     assert reader.read_sample(1).tokens.tolist() == documents[300][2:4]
     assert len(tokenized) <= 16
+
+
+def test_null_texts_and_special_tokens_in_texts_are_counted(tmp_path: Path):
+    write_rows(tmp_path / "a.jsonl", "text", ["a <|endoftext|>", None, "b<|endoftext|>", ""])
+    listing = list_dataset(str(tmp_path), "jsonl", "text", None)
+    tokenizer = build_tokenizer(GPT2)
+    opener = _StreamOpener(None, {}, tokenizer)  # type: ignore[arg-type]
+    dataset = StreamedDataset("web", listing, (0, 4), 7, 1, Specials(), opener._encode, None)
+    nulls, spelled = opener._check_texts(dataset)
+    assert nulls.startswith(
+        "data set web, its first 4 rows: 1 have no text (null, or a blank line)"
+    )
+    assert "its first 4 rows: texts spell 2 special tokens, and each is ordinary text" in spelled
+    # An empty text is a text.
+    write_rows(tmp_path / "b" / "a.jsonl", "text", ["a", "", "b"])
+    listing = list_dataset(str(tmp_path / "b"), "jsonl", "text", None)
+    dataset = StreamedDataset("web", listing, (0, 3), 7, 1, Specials(), opener._encode, None)
+    assert opener._check_texts(dataset) == []
 
 
 def test_weights_and_data_sets_change_from_the_position_on(corpus: Path):

@@ -100,7 +100,7 @@ def test_what_is_assumed_stands_beside_the_result(capsys, tmp_path: Path) -> Non
         ("--lr-decay-tokens 12800", "0.00055 at the last iteration; ", 5.5e-4),
         # The decay begins after 10 iterations of 64 tokens, 640 tokens, and has 5,760 of 12,160.
         (
-            "--lr-decay-tokens 12800 --lr-warmup-samples 38 --lr-decay-style linear",
+            "--lr-decay-tokens 12800 --lr-warmup-tokens 600 --lr-decay-style linear",
             "0.000574 at the last iteration; ",
             1e-4 + 9e-4 * (1 - 5760 / 12160),
         ),
