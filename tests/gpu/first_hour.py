@@ -27,7 +27,7 @@ PEER_SCRIPT = ROOT / ".peers/train_gpt_simple.py"
 """A copy of modded-nanogpt's program. Git ignores the folder."""
 PEER_STAND_IN = ROOT / "tests/gpu/peer_stand_in.py"
 WHEELS = ROOT / ".wheels"
-"""Packages that the machine may lack. Git ignores the folder. `docs/gpu_untested.md` says how to
+"""Packages that the machine may lack. Git ignores the folder. `docs/gpus.md` says how to
 make it."""
 PYTHON = sys.executable
 SINGLE_RUNS = "runs_out or generated or trace or snapshot or continues_on"

@@ -16,7 +16,7 @@
 # them. Everything else goes to a temporary folder.
 #
 # The Python of the active environment is used. It needs torch with CUDA, and the packages that
-# docs/gpu_untested.md lists. --tiny checks this script on a CPU.
+# docs/gpus.md lists. --tiny checks this script on a CPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 for argument in "$@"; do

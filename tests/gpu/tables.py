@@ -1,11 +1,11 @@
 """Make Markdown tables of the reports of `first_hour.py`.
 
     python tests/gpu/tables.py gpu-report              print the tables
-    python tests/gpu/tables.py gpu-report --write      put them into the pages of docs/
+    python tests/gpu/tables.py gpu-report --write      put them into docs/gpu_results.md
 
-FOLDER may have the reports of several parts, and of parts that were killed. The rows that the pages
-show are in `tests/fixtures/gpu`. In the pages, what is between the lines `<!-- gpu results -->` and
-`<!-- end of gpu results -->` is replaced.
+FOLDER may have the reports of several parts, and of parts that were killed. The rows that the page
+shows are in `tests/fixtures/gpu`. In docs/gpu_results.md, what is between the lines
+`<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
 """
 
 import argparse
@@ -269,20 +269,17 @@ TITLES = {
     "one gpu": "Runs on the GPU against the CPU: largest relative differences",
     "losses": "Several ranks against one process: largest relative difference of a loss",
 }
-PAGES = {
-    "benchmarks.md": [name for name in MAKERS if name not in ("outcomes", "one gpu", "losses")],
-    "gpu_untested.md": ["machine", "outcomes", "one gpu", "losses"],
-}
-"""Page -> the tables between its two lines `gpu results`."""
+PAGE = "gpu_results.md"
+"""The page that has the tables between its two lines `gpu results`."""
 
 
-def make_page(parts: Sequence[Part], tables: Sequence[str]) -> str:
-    """Return the tables of a page, without those that have no rows."""
+def make_page(parts: Sequence[Part]) -> str:
+    """Return all tables that have rows."""
     blocks = []
-    for name in tables:
-        text = MAKERS[name](parts, name)
+    for name, make in MAKERS.items():
+        text = make(parts, name)
         if text:
-            blocks.append(f"### {TITLES[name]}\n\n{text}")
+            blocks.append(f"## {TITLES[name]}\n\n{text}")
     return "\n\n".join(blocks)
 
 
@@ -292,13 +289,13 @@ def write_page(path: Path, text: str) -> None:
     Raises:
         ReportError: The page lacks the two lines.
     """
-    pattern = re.compile(r"(<!-- gpu results -->\n).*(\n<!-- end of gpu results -->)", re.DOTALL)
+    pattern = re.compile(r"(<!-- gpu results -->\n).*(<!-- end of gpu results -->)", re.DOTALL)
     page = path.read_text(encoding="utf-8")
     if len(pattern.findall(page)) != 1:
         raise ReportError(f"{path} lacks the lines 'gpu results' and 'end of gpu results'")
     path.write_text(
         # A function, because the text may have backslashes.
-        pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page),
+        pattern.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page),
         encoding="utf-8",
     )
 
@@ -307,8 +304,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print or write the tables, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder of --report")
-    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page")
     arguments = parser.parse_args(argv)
     try:
         paths = sorted(arguments.folder.glob("*.json"))
@@ -317,12 +314,11 @@ def main(argv: list[str] | None = None) -> int:
         parts = [read_part(path) for path in paths]
         if arguments.write and any(part.tiny for part in parts):
             raise ReportError("numbers of --tiny mean nothing; they are not written to the pages")
-        for name, tables in PAGES.items():
-            text = make_page(parts, tables)
-            if arguments.write:
-                write_page(arguments.docs / name, text)
-            else:
-                print(f"## docs/{name}\n\n{text}\n")
+        text = make_page(parts)
+        if arguments.write:
+            write_page(arguments.docs / PAGE, text)
+        else:
+            print(text)
     except KeyError as error:
         print(f"error: a row of {arguments.folder} has no {error}", file=sys.stderr)
         return 1

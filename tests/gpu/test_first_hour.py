@@ -420,21 +420,20 @@ def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: P
     (tmp_path / "part2.json").write_text(json.dumps(report))
     docs = tmp_path / "docs"
     docs.mkdir()
-    for page in ("benchmarks.md", "gpu_untested.md"):
-        shutil.copy(ROOT / "docs" / page, docs)
+    shutil.copy(ROOT / "docs/gpu_results.md", docs)
     tables = modules["tables"]
     arguments = [str(tmp_path), "--write", "--docs", str(docs)]
     assert tables.main(arguments) == 0
-    page = (docs / "benchmarks.md").read_text()
+    page = (docs / "gpu_results.md").read_text()
     row = "| part2 | 125m | gpt2 | bf16 | 4 | trainer | 5000 | 100.0 / 200.0 / 500.0 | 2500 | 1.5 |"
     assert f"{row} 3 |" in page
     assert "| part2 | 125m | gpt2 | bf16 | 4 | hf | - | - | - | out of memory | - |" in page
     assert "| llama2-7b | eager | 8 | 11000 | 0.5 | 9 | 130 | 136 | 131 | h200 +5.0 % |" in page
     assert "CUDA out of memory / x" in page
-    assert "| gpt2 | 1.50e-06 | 2.00e-05 |  |" in (docs / "gpu_untested.md").read_text()
+    assert "| gpt2 | 1.50e-06 | 2.00e-05 |  |" in page
     # Writing twice gives the same page.
     assert tables.main(arguments) == 0
-    assert (docs / "benchmarks.md").read_text() == page
+    assert (docs / "gpu_results.md").read_text() == page
 
 
 RECORDED = ROOT / "tests/fixtures/gpu/2026-11-27-h200"
@@ -444,10 +443,9 @@ def test_the_pages_show_the_recorded_run(modules: dict[str, Any]) -> None:
     tables = modules["tables"]
     parts = [tables.read_part(path) for path in sorted(RECORDED.glob("*.json"))]
     assert [part.name for part in parts] == ["main", "shake", "trace"]
-    for page, names in tables.PAGES.items():
-        text = tables.make_page(parts, names)
-        assert text
-        assert text in (ROOT / "docs" / page).read_text()
+    text = tables.make_page(parts)
+    assert text
+    assert text in (ROOT / "docs" / tables.PAGE).read_text()
     # A few numbers of the programs' own output.
     text = tables.make_page(parts, [*tables.MAKERS])
     for cells in (

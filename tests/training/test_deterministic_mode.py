@@ -1,4 +1,4 @@
-"""Tests of --deterministic-mode. What it changes on a GPU is listed in docs/gpu_untested.md."""
+"""Tests of --deterministic-mode. What it changes on a GPU is listed in docs/gpus.md."""
 
 import os
 from unittest import mock
