@@ -4,9 +4,10 @@
 
 The script is not part of this repository (https://github.com/KellerJordan/modded-nanogpt, in the
 folder records/track_3_optimization). It runs on one GPU as torchrun would start it, on random ids,
-and would train for thousands of steps. So it is ended after `--seconds`. The first steps wait for
-the compiler, and are left out of the median. The script prints the time before the GPU has finished
-a step. The GPU's queue is shorter than a step, so differences between steps are right.
+and would train for thousands of steps. So it is ended after `--enough` steps, or after `--seconds`.
+The first steps wait for the compiler, and are left out of the median. The script does not wait for
+the GPU before it prints a time. The queue of a GPU is limited, so the median of the differences
+between steps is that of the GPU's steps.
 """
 
 import hashlib
@@ -35,6 +36,7 @@ _FIRST_STEPS = 4
 """Steps that are not counted. They wait for the compiler."""
 _LINE = re.compile(r"^step:(\d+)/\d+ train_time:([\d.]+)(ms|s)\b", re.MULTILINE)
 """The line of a step. That of an evaluation has the loss in between."""
+_POLL_SECONDS = 0.2
 _TAIL = 1500
 """Characters of the script's output that are printed if it fails."""
 
@@ -47,6 +49,8 @@ class Arguments:
     """The copy of the script."""
     seconds: float = 45
     """Time after which the script is ended."""
+    enough: int = 25
+    """Timed steps after which the script is ended."""
     tokens: int = 524_288
     """Tokens of one of its steps."""
     steps: int = 200
@@ -80,23 +84,26 @@ def run_script(arguments: Arguments, folder: Path) -> tuple[str, int | None]:
         "PYTHONUNBUFFERED": "1",
     }
     log = folder / "output.txt"
-    code = None
     with open(log, "wb") as output:
         # It has the process group of this program, so whoever ends the group ends it too.
         process = subprocess.Popen(
             [sys.executable, str(arguments.script.resolve())], cwd=folder,
             env={**os.environ, **launcher}, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        try:
-            code = process.wait(arguments.seconds)
-        except subprocess.TimeoutExpired:
+        end = time.monotonic() + arguments.seconds
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            if len(read_step_seconds(log.read_text("utf-8", "replace"))) >= arguments.enough:
+                break
+        code = process.poll()
+        if code is None:
             process.terminate()
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    return log.read_text(encoding="utf-8", errors="replace"), code
+    return log.read_text("utf-8", "replace"), code
 
 
 def read_step_seconds(printed: str) -> list[float]:

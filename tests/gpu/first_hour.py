@@ -206,7 +206,7 @@ def build_tiny_part(number: int, folder: Path) -> list[Step]:
                 "--size smallest --shape llama --rounds 1 --steps 1 --contestants trainer hf",
                 "",
             ),
-            build_peer(60, 5, PEER_STAND_IN, "--tokens 64"),
+            build_peer(60, 40, PEER_STAND_IN, "--tokens 64 --enough 5"),
             build_kernels(60, "copy model --quick", ""),
         ]
     elif number == 2:

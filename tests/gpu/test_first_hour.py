@@ -365,13 +365,13 @@ def run_peer(
 def test_a_peers_script_is_timed_and_ended(
     modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"--script {FOLDER}/peer_stand_in.py --seconds 1.2 --tokens 64"
+    words = f"--script {FOLDER}/peer_stand_in.py --seconds 60 --enough 5 --tokens 64"
     code, (row,) = run_peer(modules, monkeypatch, words, tmp_path / "rows.jsonl")
     assert code == 0
     # The first steps are left out. With them, the median would be the same, and the maximum not.
     assert row["ms"] == pytest.approx(50)
     assert row["high_ms"] < 60
-    assert row["steps"] >= 5
+    assert 5 <= row["steps"] < 100
     assert row["tokens_per_second"] == pytest.approx(64 / 0.05)
     assert not [p for p in psutil.Process().children() if "peer_stand_in" in " ".join(p.cmdline())]
     page = modules["tables"].make_page(
