@@ -82,7 +82,7 @@ def test_files_that_never_end(tmp_path: Path) -> None:
     (tmp_path / "zero.sh").symlink_to("/dev/zero")
     (tmp_path / "large.sh").write_text("#\n" * 3_000_000)
     for name in ("pipe.sh", "zero.sh", "large.sh"):
-        with pytest.raises(ConfigError, match="it is not a regular file|it has more than"):
+        with pytest.raises(ConfigError, match=r"it is not a regular file|it has more than"):
             read_launch_script(tmp_path / name)
 
 
