@@ -7,6 +7,7 @@ xxHash (https://xxhash.com) detects flipped bits and truncation at the speed of 
 protection against an attacker. None is needed, because nothing in a checkpoint can run code.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,14 +83,22 @@ def digest_of_text(text: str) -> str:
     return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
 
-def digest_of_file(path: Path) -> FileDigest:
+def digest_of_file(path: Path, *, from_disk: bool = False) -> FileDigest:
     """Read a file completely, and return its digests.
+
+    Args:
+        path: The file.
+        from_disk: Drop its pages from the page cache first, so that the bytes come from the disk. A
+            file that was just written would otherwise be compared with the copy in memory. The
+            kernel keeps pages that are not written yet, so the file must have been synced.
 
     Raises:
         OSError: If it cannot be read.
     """
     digester = Digester()
     with open_regular(path) as file:
+        if from_disk:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while data := file.read(BLOCK):
             digester.update(data)
     return digester.digest()

@@ -10,20 +10,13 @@ Invariant: no name or number of a file is used before it was checked.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, DamagedError
-from megatron.base.outside_file import (
-    INDEX_BYTES,
-    SETTINGS_BYTES,
-    load_bytes,
-    open_regular,
-    parse_json,
-)
+from megatron.base.outside_file import INDEX_BYTES, SETTINGS_BYTES, load_bytes, parse_json
 from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
 
 FORMAT = 4
@@ -282,22 +275,11 @@ def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
     """
     # The size first, because it costs nothing and gives a clearer message.
     check_size(folder, name, size)
-    _drop_page_cache(folder / name)
-    found = digest_of_file(folder / name).xxh128
+    found = digest_of_file(folder / name, from_disk=True).xxh128
     if found != xxh128:
         raise DamagedError(
             f"{name} is not what was written: its digest is {found}, not {xxh128}", name
         )
-
-
-def _drop_page_cache(path: Path) -> None:
-    """Drop a file's pages from the page cache, so that the next read comes from the disk.
-
-    Without this, a file that was just written would be compared with the copy in memory. The kernel
-    keeps pages that are not written yet, so the file must have been synced.
-    """
-    with open_regular(path) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def check_size(folder: Path, name: str, size: int) -> None:
