@@ -4,6 +4,7 @@ They are not read. A `*.tiktoken` lacks the pattern that divides a text and the 
 its ids cannot be known from the file alone. `transformers` converts them to a tokenizer.json.
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -20,16 +21,14 @@ _TIKTOKEN = (
 
 
 def describe_tiktoken(name: str | Path | None) -> str | None:
-    """Return how to convert a file of tiktoken, or one in a folder. None if there is none.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return how to convert a file of tiktoken, or one in a folder. None if there is none."""
     named = Path(name or os.devnull)
     # A pipe with such a name would be waited for.
     files = filter(Path.is_file, [named, *named.glob("*.tiktoken"), *named.glob("tekken*.json")])
     for path in files:
-        with open_regular(path) as opened:
+        found = None
+        # The caller reports a file that cannot be read.
+        with contextlib.suppress(OSError), open_regular(path) as opened:
             found = _BEGIN.match(opened.read(1 << 16))
         if found is not None:
             call = (_TEKKEN if found["tekken"] else _TIKTOKEN).format(str(path))

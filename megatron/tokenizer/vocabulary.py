@@ -190,7 +190,7 @@ def _assume_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
             f"{absent}: assuming its published vocabulary of {published}; give --vocab-size N for "
             "another size."
         )
-    # A model with a wrong vocabulary may have a third less parameters.
+    # A model with a wrong vocabulary may have a third fewer parameters.
     raise ConfigError(describe_absence(config))
 
 
