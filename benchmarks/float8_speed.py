@@ -206,4 +206,6 @@ def build_products(recipe: Recipe, weights: Sequence[torch.Tensor]) -> Products:
         )
         for weight in weights
     )
-    return Float8Products(recipe, scales, (), ())
+    # A run rounds weights once a step, and keeps rounded inputs. This is a later microbatch.
+    keeps_input = not recipe.rowwise
+    return Float8Products(recipe, scales, (), (), keeps_weights=True, keeps_input=keeps_input)

@@ -49,6 +49,9 @@ from megatron.parallel.mesh import ParallelGroup, TensorParallel
 from megatron.parallel.products import GradientProducts, number_products
 from megatron.parallel.weight_gradient import add_to_gradient
 
+_ORDERS: dict[bool, Order] = {False: "rows", True: "both"}
+"""Whether the product for a weight's gradient reads a matrix -> the orders of its values."""
+
 
 @dataclass(frozen=True)
 class SharedPair:
@@ -151,7 +154,7 @@ class Float8Products:
         """Compute the outputs. See `Products.multiply`."""
         rows = x.reshape(-1, x.shape[-1])
         largest = self._find_largest([rows], self.input_groups)
-        order: Order = "both" if self.keeps_input else "rows"
+        order = _ORDERS[self.keeps_input]
         (rounded,) = self._round_all([rows], largest, FORWARD, order)
         self._count("input", [rows], [rounded])
         outs = []
@@ -167,7 +170,9 @@ class Float8Products:
             by_columns = rounded.t().store_by_rows().t()
             return outs, [rounded.inverse, by_columns.view(x.shape)]
         # With `rowwise`, weights' gradients are computed from inputs that are not rounded.
-        return outs, [] if self.recipe.rowwise else [*largest]
+        if self.recipe.rowwise:
+            return outs, []
+        return outs, [*largest]
 
     def begin_backward(
         self, rows: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]
@@ -178,7 +183,7 @@ class Float8Products:
         dtype = getattr(torch, GRADIENTS[self.recipe.format])
         largest = self._find_largest(rows, self.gradient_groups)
         # The product for the weight's gradient needs the order of columns.
-        order: Order = "rows" if self.recipe.rowwise else "both"
+        order = _ORDERS[not self.recipe.rowwise]
         rounded = self._round_all(rows, largest, dtype, order)
         self._count("gradient", rows, rounded)
         return _Gradients(self, rows, rounded, weights, kept)
@@ -194,7 +199,9 @@ class Float8Products:
         if rowwise and all(group.size == 1 for group in groups):
             return ()
         found = [find_largest(each, by_row=rowwise) for each in matrices]
-        largest = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+        largest = found[0].unsqueeze(0)
+        if len(found) > 1:
+            largest = torch.stack(found)
         for group in groups:
             all_reduce(largest, group, dist.ReduceOp.MAX)
         return largest.unbind()
@@ -266,9 +273,10 @@ class _Gradients:
     def _round_input(self, x: Tensor) -> Rounded:
         if not self._products.keeps_input:
             return round_to_float8(x, self._kept[0], FORWARD, "columns")
-        # In emulation, the order of its values determines that of the sums.
-        emulated = self._products.recipe.emulated
-        return Rounded(x.contiguous() if emulated else x, self._kept[0])
+        if self._products.recipe.emulated:
+            # The order of the values determines that of the sums.
+            x = x.contiguous()
+        return Rounded(x, self._kept[0])
 
     def add_to_gradient(self, weight: Tensor, number: int, x: Tensor) -> None:
         """Add a weight's gradient to its `grad`. See `GradientProducts.add_to_gradient`."""

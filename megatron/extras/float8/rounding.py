@@ -82,14 +82,12 @@ def _round_tiles(
     from megatron.extras.float8.rounding_kernel import launch_tiles
 
     made = _make_tiles(x, largest, dtype, rows, columns)
-    by_rows = (made[0], made[1]) if rows else None
-    by_columns = (made[-2], made[-1]) if columns else None
-    launch_tiles(x, largest, whole, by_rows, by_columns)
+    launch_tiles(x, largest, whole, made[:2] * rows, made[-2:] * columns)
     return made
 
 
 def _shape_scales(x: Tensor, by_row: bool) -> tuple[int, ...]:
-    return (x.shape[0], 1) if by_row else ()
+    return (x.shape[0], 1) * by_row
 
 
 def _make_rounded(x: Tensor, by_row: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -103,8 +101,12 @@ def _make_rounded(x: Tensor, by_row: bool, dtype: torch.dtype) -> list[Tensor]:
 def _make_tiles(
     x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> list[Tensor]:
-    made = _make_rounded(x, largest.dim() > 0, dtype) if rows else []
-    return [*made, *_make_rounded(x.t(), False, dtype)] if columns else made
+    made = []
+    if rows:
+        made += _make_rounded(x, largest.dim() > 0, dtype)
+    if columns:
+        made += _make_rounded(x.t(), False, dtype)
+    return made
 
 
 @_find_largest.register_fake
@@ -134,7 +136,9 @@ def _has_kernels(x: Tensor) -> bool:
 
 def _align(x: Tensor) -> Tensor:
     """Return a matrix whose rows are adjacent, as the kernels need them."""
-    return x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
+    if x.stride(-1) != 1:
+        return x.detach().contiguous()
+    return x.detach()
 
 
 def find_largest(x: Tensor, *, by_row: bool) -> Tensor:
@@ -144,7 +148,10 @@ def find_largest(x: Tensor, *, by_row: bool) -> Tensor:
     do not agree on the maximum of a nan and a number.
     """
     if _has_kernels(x):
-        return _find_largest(_align(x) if by_row else x.detach().contiguous(), by_row)
+        if not by_row:
+            # The kernel reads a block of memory.
+            x = x.contiguous()
+        return _find_largest(_align(x), by_row)
     largest = torch.linalg.vector_norm(x, math.inf, dim=_DIMENSIONS[by_row], keepdim=by_row)
     return largest.float().nan_to_num(nan=math.inf, posinf=math.inf)
 
@@ -174,7 +181,9 @@ def _join(made: list[Tensor], order: Order) -> Rounded:
     """Return the matrix that `_round_tiles` has written."""
     if order == "columns":
         return Rounded(made[0].t(), made[1])
-    return Rounded(made[0], made[1], made[2].t() if order == "both" else None)
+    if order == "both":
+        return Rounded(made[0], made[1], made[2].t())
+    return Rounded(made[0], made[1])
 
 
 def round_complete_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
@@ -199,7 +208,9 @@ def round_weight(
     if dtype != torch.bfloat16 or not _has_kernels(x):
         x = x.to(dtype)
         forward = round_to_float8(x, largest, FORWARD)
-        return forward, round_to_float8(x, whole, FORWARD) if by_row else forward
+        if not by_row:
+            return forward, forward
+        return forward, round_to_float8(x, whole, FORWARD)
     made = _round_tiles(_align(x), largest, whole, FORWARD, True, True)
     return Rounded(made[0], made[1]), Rounded(made[2].t(), made[3])
 

@@ -7,6 +7,8 @@ PyTorch does. The scale is computed from the exponent of the largest value. It e
 for each largest value that is exact in bf16.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -183,8 +185,8 @@ def launch_tiles(
     x: Tensor,
     largest: Tensor,
     whole: Tensor,
-    by_rows: tuple[Tensor, Tensor] | None,
-    by_columns: tuple[Tensor, Tensor] | None,
+    by_rows: Sequence[Tensor],
+    by_columns: Sequence[Tensor],
 ) -> None:
     """Round a matrix [m, k], and write it in the order of its rows, of its columns, or in both.
 
@@ -192,11 +194,11 @@ def launch_tiles(
         x: In bf16, or in fp32 to be rounded to bf16 first.
         largest: The largest absolute values for the order of rows, a scalar or [m, 1] in fp32.
         whole: That of the order of columns, a scalar in fp32.
-        by_rows: Values [m, k] in float8 and inverse scales in the shape of `largest`, or None.
-        by_columns: Values [k, m] in float8 and an inverse scale, or None.
+        by_rows: Values [m, k] in float8 and inverse scales in the shape of `largest`, or nothing.
+        by_columns: Values [k, m] in float8 and an inverse scale, or nothing.
     """
     rows, columns = x.shape
-    some, _ = by_rows or by_columns or (x, None)
+    some, _ = by_rows or by_columns
     values, inverse = by_rows or (x, whole)
     transposed, inverse_of_whole = by_columns or (x, whole)
     grid = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS)
@@ -212,8 +214,8 @@ def launch_tiles(
         rows,
         columns,
         largest.dim() > 0,
-        by_rows is not None,
-        by_columns is not None,
+        len(by_rows) > 0,
+        len(by_columns) > 0,
         some.dtype == torch.float8_e4m3fn,
         _ROWS,
         _COLUMNS,

@@ -28,6 +28,8 @@ _COPIED = 2
 dimension, so some are transposed."""
 _MASTER = 4
 """Bytes of a weight's master."""
+_COPY = 2
+"""Bytes of a gathered weight in 16 bits."""
 _SCALE_BYTES = 4
 """Bytes of a largest value."""
 _WEIGHT_KERNELS = 4
@@ -168,9 +170,9 @@ def _count_one_pass(
     else:
         # Once a step in both orders, from copies in 16 bits or from masters in fp32. It is counted
         # here, because a recomputation does not repeat it.
-        read = _LARGEST if sharded else _MASTER
+        read = {True: _COPY, False: _MASTER}[sharded]
         backward += (read + 2) * linear.weights / microbatches
-    small = 0 if float8.rowwise else float8.scale_kernels
+    small = float8.scale_kernels * (not float8.rowwise)
     return Rounding(forward, small), Rounding(backward, small * entries)
 
 

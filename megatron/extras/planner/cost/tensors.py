@@ -278,7 +278,9 @@ class _Tensors:
     def _entered(self) -> float:
         """What the products keep of the input of a column-parallel layer."""
         # A slice is gathered again, and then rounded again.
-        return self._n if self._sequence_parallel else self._keep_input(self._n)
+        if self._sequence_parallel:
+            return self._n
+        return self._keep_input(self._n)
 
     @cached_property
     def _projected(self) -> float:
@@ -367,7 +369,7 @@ class _Tensors:
             return self._q + self._keep_input(self._q)
         if self._tensorwise:
             # The kernel keeps its own result, unless it is computed again.
-            return self._keep_input(self._q) + (0.0 if self._selective else self._q)
+            return self._keep_input(self._q) + self._q * (not self._selective)
         return self._q
 
     @cached_property
@@ -503,7 +505,9 @@ class _Tensors:
         yield self.layer + self.x, 0.0
         if self._in_float8:
             # Before that, the layer's last product rounds its input, which is still there.
-            rounded = self._f / self.value + (self._f if self._tensorwise else 0.0)
+            rounded = self._f / self.value
+            if self._tensorwise:
+                rounded += self._f
             yield rounded, rounded
         yield from self._list_mlp_steps()
         yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
@@ -572,7 +576,7 @@ class _Tensors:
         if self._context > 1:
             # Gradients of what was received, before they are sent.
             yield self._received, self._received
-        results = 2 * self._q
+        results: float = 2 * self._q
         if self._tensorwise and self._selective:
             # The product keeps its input, but not the result of attention.
             results = self._q + self._keep_input(self._q)
@@ -642,7 +646,7 @@ class _Tensors:
         """Return the bytes of rounded gradients, which exist until the end of the products."""
         if not self._in_float8:
             return 0.0
-        orders = 2 if self._tensorwise else 1
+        orders = 1 + self._tensorwise
         return orders * sum(gradients) / self.value
 
     # -- embedding and loss -----------------------------------------------------------------------
