@@ -51,7 +51,7 @@ def sum_copies(step: StepTrace, file: str, *, blocking: bool) -> int:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--attention-backend auto",
+        pytest.param("--attention-backend auto", marks=pytest.mark.full),
         "--attention-backend by-gpu",
         pytest.param("--use-torch-compile", marks=pytest.mark.full),
     ],
