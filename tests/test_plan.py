@@ -331,6 +331,27 @@ def test_large_embedding_reduces_the_layers_of_the_outer_stages():
     assert max(plan.stage_parameters) < 1.2 * min(plan.stage_parameters)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "samples", "megatron"),
+    [
+        ({"step_batch_size_schedule": ("0:4", "100samples:8", "300samples:16")}, 1000, 94),
+        ({"step_batch_size_schedule": ("0:4", "100samples:8", "300samples:16")}, 1004, None),
+        ({"rampup_batch_size": (4, 4, 400), "global_batch_size": 8}, 100, 26),
+        ({"rampup_batch_size": (4, 4, 400), "global_batch_size": 8}, 1001, None),
+    ],
+)
+def test_another_number_of_iterations_in_megatron_lm_is_named(
+    sizes: dict, samples: int, megatron: int | None
+):
+    """`megatron` is the result of its `update_train_iters`, if it is another one."""
+    length = {"train_iters": None, "train_samples": samples, "micro_batch_size": 1}
+    batch = {"global_batch_size": None, **length, **sizes}
+    found = warnings_of(1, batch=batch, optimizer={"lr_warmup_iters": 0})
+    assert ("Megatron-LM makes" in found) == (megatron is not None)
+    if megatron is not None:
+        assert f"gives {megatron - 1} iterations. Megatron-LM makes {megatron}," in found
+
+
 def test_shapes_that_are_likely_a_mistake_are_warnings():
     assert resolve(BASE, 1).warnings == ()
     assert "head size 32" in warnings_of(1, model={"num_attention_heads": 8})

@@ -168,7 +168,7 @@ class Checkpoint:
         """
         settings = []
         if model is not None:
-            settings = _compare_models(self.read_config().model, model, finetune)
+            settings = compare_models(self.read_config().model, model, finetune)
         tensors = _compare_tensors(shards, index)
         if not settings and not tensors:
             return
@@ -202,7 +202,7 @@ def _compare_tensors(shards: Sequence[TensorShard], index: TensorIndex) -> list[
     return list(differing.values())
 
 
-def _compare_models(saved: ModelConfig, asked: ModelConfig, finetune: bool = False) -> list[str]:
+def compare_models(saved: ModelConfig, asked: ModelConfig, finetune: bool = False) -> list[str]:
     """Return a line for each field of the architecture that differs and must not change."""
     differences = []
     for field in dataclasses.fields(ModelConfig):

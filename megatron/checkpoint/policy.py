@@ -16,6 +16,8 @@ class SavePolicy:
         self._failures = 0
         self._retry_at: int | None = None
         """First iteration after which a failed save is tried again. None if none has failed."""
+        self._passed = 0
+        """The last iteration that was recorded."""
         self._keep_next = False
         self._ending = False
 
@@ -49,10 +51,17 @@ class SavePolicy:
         """Return when the failed save is tried again, for messages."""
         if self._ending:
             return "immediately"
-        return f"after iteration {self._retry_at}"
+        # A save that is due anyway may come before --save-retry-interval is over.
+        following = self._passed + 1
+        due = [max(self._retry_at or 0, following), *self._config.save_at]
+        if self._config.save_interval:
+            due.append(following + -following % self._config.save_interval)
+        first = min(iteration for iteration in due if iteration >= following)
+        return f"after iteration {first}, unless a time or the end of the run comes first"
 
     def record_iterations(self, before: int, after: int) -> None:
         """Record a step or jump, which may pass an iteration whose checkpoint is kept."""
+        self._passed = after
         if self._passes_named(before, after) or _passes_multiple(
             self._config.keep_every, before, after
         ):
@@ -79,6 +88,7 @@ class SavePolicy:
                 then kept instead.
         """
         self._failures += 1
+        self._passed = max(self._passed, iteration)
         self._retry_at = iteration + self._config.save_retry_interval
         # Another such iteration may have been passed since the save began.
         self._keep_next = self._keep_next or keep

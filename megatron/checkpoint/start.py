@@ -5,8 +5,9 @@ which are those that it came through (see `lineage.py`). Nothing on the disk cha
 holds the lease of the folder.
 """
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,35 @@ def restore_checkpoint(record: dict[str, Any] | None) -> Checkpoint | None:
         return None
     folder = Path(record["folder"])
     return Checkpoint(folder, manifest_of_text(record["manifest"], folder), record["config_yaml"])
+
+
+def choose_own_run(config: CheckpointConfig) -> CheckpointConfig:
+    """Return the flags that resume the run in --save, if it was started from --load.
+
+    The same command line then starts and resumes a run. If --save has no checkpoint yet, or one of
+    a run with another beginning, --load remains the folder to start from.
+
+    Raises:
+        CheckpointError: See `find_start`.
+    """
+    if config.pretrained_checkpoint is not None:
+        base = config.pretrained_checkpoint
+        config = replace(config, load=base, finetune=True, pretrained_checkpoint=None)
+    is_own = config.load is None or config.save is None or config.resumes_itself
+    if is_own or config.allow_fresh_start or not list_saved_iterations(Path(str(config.save))):
+        return config
+    own = replace(
+        config,
+        load=config.save,
+        # These flags are about the checkpoint that the run began from.
+        load_iteration=None,
+        load_optim=config.load_optim or config.save_optim,
+        finetune=False,
+    )
+    found = find_start(own).checkpoint
+    if found is None or found.state.get("base") != os.path.realpath(str(config.load)):
+        return config
+    return own
 
 
 def find_start(
@@ -387,6 +417,8 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
             leave_out = ""
         if config.resumes_itself:
             why = "--finetune would start at iteration 0 and overwrite its checkpoints"
+        elif config.load is not None:
+            why = f"it did not begin from --load {config.load}"
         else:
             why = "--load does not lead there"
         raise CheckpointError(

@@ -53,12 +53,14 @@ def main(argv: list[str] | None = None) -> None:
         _train(words)
     except MegatronError as error:
         leave_with_error(error)
-    except KeyboardInterrupt:
-        # Ctrl-C before training, which installs a handler of its own. A traceback would look like a
-        # crash. The process does not wait for other ranks, because they may be in a collective.
+    except KeyboardInterrupt as stop:
+        # A signal before training. A traceback would look like a crash. The process does not wait
+        # for other ranks, because they may be in a collective.
         print_to_stderr("interrupted before training started; nothing was saved")
         sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)
+        # Only Ctrl-C has no arguments.
+        is_key = signal.SIGINT in (stop.args or [signal.SIGINT])
+        os._exit(128 + signal.SIGINT if is_key else 0)
 
 
 def _train(argv: list[str]) -> None:

@@ -14,7 +14,11 @@ class CheckpointConfig:
     save: str | None = None
     """Folder that checkpoints are written to."""
     load: str | None = None
-    """Folder that the run resumes from. It is usually the same as --save."""
+    """Folder that the run resumes from. It is usually the same as --save. If it is another one, the
+    same command line also resumes the run: it goes on in --save if that began from this folder."""
+    pretrained_checkpoint: str | None = None
+    """Folder of another run whose weights the run in --save begins with. It is another spelling of
+    --load with --finetune, for Megatron-LM's command lines, where --load is the same as --save."""
     save_interval: int | None = None
     """Iterations between saves."""
     save_interval_time: str | None = None

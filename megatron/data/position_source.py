@@ -139,6 +139,17 @@ class PositionSource(abc.ABC):
         """Skip samples without reading them."""
         self._consumed += samples
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the next batch is probably in memory."""
+        return self._prefetcher.has_next
+
+    def read_ahead(self, batch_size: int, seq_length: int | None = None) -> None:
+        """Read the next batch into memory. See `Source.read_ahead`."""
+        self.prepare()
+        request = _Request(self._consumed, batch_size, seq_length or self._seq_length)
+        self._prefetcher.read(request)
+
     def read_batch(self, batch_size: int, seq_length: int | None = None) -> list[Microbatch]:
         """Return this rank's microbatches of the next global batch. See `Source.read_batch`.
 

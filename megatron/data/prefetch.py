@@ -9,7 +9,7 @@ anyway.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -49,6 +49,20 @@ class Prefetcher(Generic[Request, Result]):
             return self._read(request)
         return waiting.result()
 
+    @property
+    def has_next(self) -> bool:
+        """Whether the first batch that was guessed is read."""
+        return bool(self._ahead) and self._ahead[0][1].done()
+
+    def read(self, request: Request) -> None:
+        """Read a request, unless it is being read ahead, and wait for it. `take` returns it.
+
+        No other method may be called meanwhile, except `close`.
+        """
+        if not self.is_ahead(request):
+            self._look_ahead([request])
+        wait([self._ahead[0][1]])
+
     def is_ahead(self, request: Request) -> bool:
         """Return whether a request is the next one that is being read ahead."""
         return bool(self._ahead) and self._ahead[0][0] == request
@@ -75,6 +89,6 @@ class Prefetcher(Generic[Request, Result]):
         for guess in guesses:
             if guess not in under_way:
                 self._pool = self._pool or ThreadPoolExecutor(
-                    self.threads, thread_name_prefix="data"
+                    max(1, self.threads), thread_name_prefix="data"
                 )
                 self._ahead.append((guess, self._pool.submit(self._read, guess)))

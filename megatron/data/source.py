@@ -75,6 +75,16 @@ class Source(Protocol):
     def advance(self, samples: int) -> None:
         """Skip samples without reading them."""
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the next batch is probably in memory, so that `read_batch` returns at once."""
+
+    def read_ahead(self, batch_size: int, seq_length: int | None = None) -> None:
+        """Read the next batch into memory, in any thread. The position does not move.
+
+        An error of the read is raised by `read_batch`. See there for the arguments.
+        """
+
     def read_batch(self, batch_size: int, seq_length: int | None = None) -> list[Microbatch]:
         """Return this rank's microbatches of the next global batch, in order.
 

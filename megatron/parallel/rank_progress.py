@@ -39,21 +39,48 @@ class Phase:
 _START = Phase("the start of the run")
 
 
+class StopRequested(KeyboardInterrupt):
+    """All ranks stop waiting for each other, because one of them has received a signal to stop.
+
+    The argument is the signal of this rank, or 0. `except Exception` does not catch this exception.
+    """
+
+
 class RankProgress:
-    """The phase of this rank. Only the main thread changes it."""
+    """The phase of this rank, and whether it must stop. Only the main thread changes it."""
 
     def __init__(self) -> None:
         """Begin with the start of the run."""
         self.phase = _START
         self.iteration = 0
-        """The last iteration that was started. It names the folder of the files about a hang."""
+        """The last iteration that was started. It names the folder of the files about a hang.
+
+        It is 0 until the first one of a launch."""
         self.sequence = 0
         """Number of changes of the phase. It stays the same while the main thread hangs."""
         self._seen: set[str] = set()
+        self.stop_signal = 0
+        """The signal to stop that this rank has received, or 0."""
+        self.may_stop = True
+        """Whether a signal ends the waits of `Ranks`. It is True during the start."""
+        self.stopped = False
+        """Whether a signal has ended what was done in `allow_stop`."""
+
+    @contextmanager
+    def allow_stop(self) -> Iterator[None]:
+        """Let a signal end what all ranks do in this context. They go on after it."""
+        self.may_stop = True
+        try:
+            yield
+        except StopRequested:
+            self.stopped = True
+        finally:
+            self.may_stop = False
 
     def begin_start(self) -> None:
         """Begin the start of the run again, after a rollback inside the job."""
         self._seen.clear()
+        self.may_stop = True
         self._change(_START)
 
     def begin_step(self, kind: str, number: int) -> None:

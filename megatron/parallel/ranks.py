@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.base.errors import CheckpointError, HungRanksError, MegatronError, make_error
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
-from megatron.parallel.rank_progress import Phase, RankProgress
+from megatron.parallel.rank_progress import Phase, RankProgress, StopRequested
 from megatron.parallel.rank_state import FILE_THREAD
 from megatron.parallel.roll_call import RollCall
 from megatron.parallel.time_limit import TimeLimit
@@ -110,10 +110,8 @@ class Ranks:
 
         Raises:
             CheckpointError: See `wait_for`.
+            StopRequested: See `check_stop`.
         """
-        # A single process waits for no other rank.
-        if self.size == 1:
-            return act()
         own = Work(act, in_thread=True)
         self.wait_for(own, what, log, until_failure=True)
         if own.error is not None:
@@ -166,6 +164,7 @@ class Ranks:
         log: Callable[[str], None] = lambda line: None,
         *,
         until_failure: bool = False,
+        is_repeated: bool = False,
     ) -> None:
         """Wait until the work of all ranks is done, in rounds of short collectives.
 
@@ -177,13 +176,22 @@ class Ranks:
             what: The work in words, such as "saving iteration 3", for messages.
             log: Called with a message if it takes long.
             until_failure: Return as soon as this rank's own work has failed.
+            is_repeated: See `Phase`.
 
         Raises:
             CheckpointError: On every rank, if a rank needs longer than PATIENCE_SECONDS. The
                 message names it.
         """
-        with self.progress.enter(Phase(what, in_threads=True)):
+        with self.progress.enter(Phase(what, is_repeated, in_threads=True)):
             self._wait_in_rounds(work, what, log, until_failure=until_failure)
+
+    def check_stop(self) -> None:
+        """Stop on all ranks if one of them has received a signal. All ranks call it together.
+
+        Raises:
+            StopRequested: On every rank.
+        """
+        self._ask(True, 0.0)
 
     def _wait_in_rounds(
         self, work: Work[Any], what: str, log: Callable[[str], None], *, until_failure: bool
@@ -216,20 +224,22 @@ class Ranks:
             log(f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the run waits")
 
     def _ask(self, done: bool, seconds: float) -> tuple[list[int], float]:
-        """Return the ranks that are not done, and the seconds that rank 0 has waited."""
-        if self.size == 1:
-            return ([] if done else [0]), seconds
-        # float64 holds the seconds and the flag in one message.
-        everyone = [torch.empty(2, dtype=torch.float64) for _ in range(self.size)]
-        dist.all_gather(
-            everyone, torch.tensor([float(done), seconds], dtype=torch.float64), group=self.group
-        )
-        busy = [
-            rank
-            for rank, (finished, _) in enumerate(torch.stack(everyone).tolist())
-            if not finished
-        ]
-        return busy, float(everyone[0][1])
+        """Return the ranks that are not done, and the seconds that rank 0 has waited.
+
+        Raises:
+            StopRequested: See `check_stop`.
+        """
+        stops = self.progress.may_stop and self.progress.stop_signal > 0
+        # float64 holds the seconds and the flags in one message.
+        own = torch.tensor([float(done), seconds, float(stops)], dtype=torch.float64)
+        everyone = [own]
+        if self.size > 1:
+            everyone = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(everyone, own, group=self.group)
+        finished, waited, stopping = torch.stack(everyone).T.tolist()
+        if any(stopping):
+            raise StopRequested(self.progress.stop_signal)
+        return [rank for rank, done in enumerate(finished) if not done], waited[0]
 
 
 def build_roll_call(

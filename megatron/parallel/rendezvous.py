@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
@@ -95,9 +96,12 @@ def start_process_group(
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # `device_id` is left out on purpose. With it, all messages between pipeline stages would share
     # one communicator of NCCL, and messages to different ranks would wait for each other.
+    # Keys that only the ranks of this job know. A process of another job that reaches the port, or
+    # an earlier start of this one, then writes other keys.
+    own = dist.PrefixStore(read_text(store, "arrived/0"), store)
     with _explain_gloo(backend):
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
+            backend, store=own, rank=rank, world_size=world_size, timeout=limit.collective
         )
 
 
@@ -169,7 +173,7 @@ def _meet(rank: int, world_size: int, limit: timedelta, gpu: str) -> dist.Store:
     if gpu and store.add(f"gpu/{gpu}", 1) > 1:
         store.set(_SHARED_GPU, f"ranks on {os.uname().nodename} share a GPU")
     keys = [f"arrived/{other}" for other in range(world_size)]
-    store.set(keys[rank], "1")
+    store.set(keys[rank], uuid.uuid4().hex)
     try:
         store.wait(keys, limit)
     except dist.DistError as error:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.base.errors import LOST_EXIT_CODE, LayoutError, LostRanksError
 from megatron.base.plain_text import print_to_stderr
 from megatron.parallel.hang_verdict import describe_places
+from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_state import find_location, locate_thread
 from megatron.parallel.store_values import parse_answer
@@ -52,6 +53,9 @@ def store_is_rank_zeros() -> bool:
 
 class RollCall:
     """A context manager around the run that answers for this rank and asks the others."""
+
+    _REPORTED = "a collective has failed; another rank reports which ranks are missing"
+    """Why a rank exits that has answered another one."""
 
     def __init__(
         self, store: dist.Store, rank: int, names: Sequence[str], limit: TimeLimit
@@ -150,9 +154,6 @@ class RollCall:
         # store and has ended, `found` is empty, and `first` still has its default True.
         if not self._answered.is_set() and found.first:
             return LostRanksError(self._describe(found, error))
-        # The store ends with rank 0, and the caller still needs it.
-        if self._rank == 0 and store_is_rank_zeros():
-            self._wait_until({FINISHED}, 2 * self._window)
         return LostRanksError(self._describe_exit())
 
     # -- through the store ------------------------------------------------------------------------
@@ -242,18 +243,32 @@ class RollCall:
         """Return what the ranks that have answered must know about the result."""
         return "1"
 
-    def _wait_until(self, keys: set[str], seconds: float, store: dist.Store | None = None) -> None:
-        """Wait until the store has all keys, at most for `seconds`."""
+    def _wait_until(self, keys: set[str], seconds: float, store: dist.Store | None = None) -> bool:
+        """Wait until the store has all keys, at most for `seconds`. Return whether it has them."""
         end = time.monotonic() + seconds
-        while not (store or self._store).check(list(keys)) and time.monotonic() < end:
+        while not (found := (store or self._store).check(list(keys))) and time.monotonic() < end:
             time.sleep(0.05)
+        return found
 
     # -- messages ---------------------------------------------------------------------------------
 
     def _describe_exit(self) -> str:
+        """Wait until another rank has read the answers, and return why this one exits."""
+        finished: list[bool] = []
+        # Rank 0 may keep the store, which the other rank still needs.
+        seconds = 2 * self._window
+        call_in_thread(lambda: finished.append(self._wait_until({FINISHED}, seconds))).join(
+            seconds + self._window
+        )
+        head = f"{self._names[self._rank]} exits, because"
+        if finished != [False]:
+            return f"{head} {self._REPORTED}"
+        host, port = read_meeting_point()
         return (
-            f"{self._names[self._rank]} exits, because a collective has failed; "
-            "another rank reports which ranks are missing"
+            f"{head} the store at {host}:{port} says that a rank has called the roll, but no rank "
+            "has called it or reports a reason. Either that rank has ended meanwhile, or another "
+            "process has written into the store: find out which other jobs and users can reach "
+            f"port {port} of {host}, and start the run again with the same command"
         )
 
     def _describe(self, found: "Found", error: BaseException) -> str:

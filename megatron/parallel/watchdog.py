@@ -61,6 +61,11 @@ FOLDER = "hangs"
 class Watchdog(RollCall):
     """A context manager around the run that ends it when a phase exceeds its limit."""
 
+    _REPORTED = (
+        "the run hangs or a collective has failed; another rank reports which ranks the others "
+        "wait for"
+    )
+
     def __init__(
         self,
         store: dist.Store,
@@ -170,7 +175,7 @@ class Watchdog(RollCall):
         Raises:
             RuntimeError: The store has ended.
         """
-        verdict = self._describe_exit()
+        verdict = None
         try:
             # Without a valid name, this rank uses one of its own.
             self._write_files(read_call_name(store, CALLED) or self._describe_call())
@@ -179,7 +184,8 @@ class Watchdog(RollCall):
                 verdict = read_text(store, FINISHED)
         finally:
             # The caller has printed the verdict. The launcher reads it from any rank's file.
-            self._report(HungRanksError(verdict), self._describe_exit())
+            message = self._describe_exit()
+            self._report(HungRanksError(verdict or message), message)
             self._end()
 
     def _build_out_of_step_error(self, error: OutOfStepError) -> LostRanksError:
@@ -193,7 +199,8 @@ class Watchdog(RollCall):
         self._write_files(self._call_name)
         if self._rank == 0:
             self._write_verdict(text)
-        self._report(HungRanksError(text), text if self._rank == 0 else self._describe_exit())
+        others = f"{self._names[self._rank]} exits, because {self._REPORTED}"
+        self._report(HungRanksError(text), text if self._rank == 0 else others)
         self._end()
 
     def _build_error(self, error: BaseException) -> LostRanksError:
@@ -268,12 +275,6 @@ class Watchdog(RollCall):
         self._write_files(self._call_name or self._describe_call())
         self._write_verdict(text)
         return text
-
-    def _describe_exit(self) -> str:
-        return (
-            f"{self._names[self._rank]} exits, because the run hangs or a collective has failed; "
-            "another rank reports which ranks the others wait for"
-        )
 
     def _describe_missing(self, rank: int) -> str:
         text = super()._describe_missing(rank)

@@ -7,10 +7,12 @@ from megatron.rules.contexts import PlanContext
 from megatron.rules.finding import Finding, error, warning
 from megatron.schedule.batch_size import (
     ConstantBatchSize,
+    RampupBatchSize,
     StepBatchSize,
     bare_thresholds_as_samples,
     step_entries,
 )
+from megatron.schedule.position import Steps
 
 
 def warn_about_bare_thresholds(context: PlanContext) -> Iterator[Finding]:
@@ -47,6 +49,27 @@ def check_first_batch(context: PlanContext) -> Iterator[Finding]:
         yield error(
             f"{context.describe('batch.train_samples')} is less than one batch; give at least "
             f"{context.plan.batch_size.get_size(0, 0)}, the first batch size."
+        )
+
+
+def warn_about_last_batch(context: PlanContext) -> Iterator[Finding]:
+    """Warn if Megatron-LM makes one iteration more for --train-samples with several batch sizes.
+
+    Its `update_train_iters` counts while samples are left, and in a ramp-up also when none is left.
+    """
+    schedule = context.plan.batch_size
+    samples = context.config.batch.train_samples
+    if samples is None or isinstance(schedule, ConstantBatchSize):
+        return
+    last = schedule.ramp_samples if isinstance(schedule, RampupBatchSize) else samples - 1
+    count = context.plan.train_iters
+    end = Steps(schedule, context.config.model.seq_length).find_iteration(context.start, count)
+    if end.samples <= last:
+        size = schedule.get_size(end.samples, end.tokens)
+        yield warning(
+            f"{context.describe('batch.train_samples')} gives {count:,} iterations. Megatron-LM "
+            f"makes {count + 1:,}, with a last batch that goes beyond it. Here each batch must be "
+            f"complete; --train-samples {end.samples + size} gives {count + 1:,} too."
         )
 
 

@@ -111,12 +111,19 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     needs(
         *(_SAVE, ": without it nothing would be saved", "checkpoint.save_at"),
         *("checkpoint.async_save", _KEEP_LATEST, "checkpoint.hf_export_interval"),
+        "checkpoint.pretrained_checkpoint",
     ),
     needs(_KEEP_LATEST, ": without it all checkpoints are kept", "checkpoint.keep_every"),
     # These flags have a meaning only for a checkpoint that is loaded.
     needs(
         *("checkpoint.load", ", the folder of the checkpoint", "checkpoint.finetune"),
         *("checkpoint.require_load", "checkpoint.load_iteration", "batch.eval_only"),
+    ),
+    Forbids(
+        lambda config: config.checkpoint.load is not None and not config.checkpoint.resumes_itself,
+        error,
+        "needs --load to be the folder of --save, where the run goes on, or to be left out",
+        ("checkpoint.pretrained_checkpoint",),
     ),
     needs("batch.eval_tasks", ", the names of the tasks", *_list_fields("batch.eval_tasks_")),
     # --eval-only evaluates the tasks once.
@@ -299,6 +306,7 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     if_given(batch.check_final_step, "batch.step_batch_size_schedule"),
     batch.check_batch_sizes,
     if_given(batch.check_first_batch, "batch.train_samples"),
+    if_given(batch.warn_about_last_batch, "batch.train_samples"),
     if_given(training.warn_about_skipped_end, "batch.skip_train_iteration_range"),
     if_given(curriculum.check_curriculum, "curriculum.curriculum_schedule_type"),
     if_given(curriculum.check_cut_sequences, "curriculum.curriculum_schedule_type"),

@@ -14,12 +14,21 @@ CLOSING_SECONDS = 30.0
 """Longest time that a process waits for its files and threads at its end."""
 
 
-def close_within_limit(closing: ExitStack) -> bool:
+STOPPED_SECONDS = 3.0
+"""The same after a signal to stop, because a launcher kills the process soon."""
+
+
+def close_within_limit(closing: ExitStack, *, stopped: bool = False) -> bool:
     """Close everything that was registered in `closing`.
 
+    Args:
+        closing: What must be closed.
+        stopped: Whether the run was stopped by a signal.
+
     Returns:
-        Whether everything was closed within CLOSING_SECONDS. If not, a warning was printed, and the
-        caller must end the process with `os._exit`, because a normal exit would wait for threads.
+        Whether everything was closed within CLOSING_SECONDS or STOPPED_SECONDS. If not, a warning
+        was printed, and the caller must end the process with `os._exit`, because a normal exit
+        would wait for threads.
 
     Raises:
         Exception: Whatever the closing raised.
@@ -36,10 +45,11 @@ def close_within_limit(closing: ExitStack) -> bool:
     # The interpreter waits at its end for every thread that is no daemon.
     thread = threading.Thread(target=close, name="closing", daemon=True)
     thread.start()
-    thread.join(CLOSING_SECONDS)
+    seconds = STOPPED_SECONDS if stopped else CLOSING_SECONDS
+    thread.join(seconds)
     if thread.is_alive():
         print_to_stderr(
-            f"warning: the files of this run could not be closed in {CLOSING_SECONDS:g} s. The "
+            f"warning: the files of this run could not be closed in {seconds:g} s. The "
             "process ends without closing them. Check the file systems of --save, --data-path and "
             "--tensorboard-dir"
         )

@@ -13,7 +13,7 @@ from megatron.model.tally import Tally
 from megatron.observe.report import EvaluationResult
 from megatron.observe.timers import EVALUATE
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ranks import build_ranks
+from megatron.parallel.ranks import Work, build_ranks
 from megatron.run.run import Run
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.token_bytes import count_token_bytes
@@ -79,9 +79,28 @@ def evaluate_only(run: Run) -> None:
     evaluate_tasks(run)
 
 
+def wait_for_batch(run: Run, source: Source, *sizes: int) -> None:
+    """Wait until all ranks have read the next batch of a source.
+
+    Args:
+        run: The run.
+        source: The source.
+        sizes: The arguments of `read_ahead`.
+
+    Raises:
+        StopRequested: A rank has received a signal.
+    """
+    reading = Work(lambda: source.read_ahead(*sizes), in_thread=True)
+    what = f"reading a batch of {source.name}"
+    repeated = run.mesh.progress.phase.is_repeated
+    ranks = build_ranks(run.mesh)
+    ranks.wait_for(reading, what, run.reporter.log, until_failure=True, is_repeated=repeated)
+
+
 def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, EvaluationResult]:
     iterations = run.plan.config.batch.eval_iters
     batch_size = run.plan.batch_size.final
+    run.valid_data = {name: source.state() for name, source in run.sources.valid.items()}
     # Found at the first evaluation, because a run may have none.
     if run.token_bytes is None:
         run.token_bytes = _find_token_bytes(run)
@@ -116,6 +135,7 @@ def _evaluate_set(
     text_bytes = 0
     for number in range(1, iterations + 1):
         run.mesh.progress.begin_step("evaluation batch", number)
+        wait_for_batch(run, source, batch_size)
         microbatches = source.read_batch(batch_size)
         losses += run.engine.eval_batch(microbatches, tally)
         if len(token_bytes):

@@ -1,5 +1,7 @@
 """The decisions of all ranks together once an iteration: to stop, and to continue a save.
 
+A signal also ends an evaluation or a wait, and the start of a run (`Ranks.check_stop`).
+
 Most decisions need no message of their own, because each rank's vote is summed with the loss of the
 step. There is one more message after an evaluation or a save, because these take long. There is
 also one if rank 0 decides about the next step, and if the ranks compare how fast they compute.
@@ -31,8 +33,9 @@ from megatron.observe.log_line import (
     format_exit_iteration_line,
     format_kill_switch_line,
 )
-from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import OutOfStepError
+from megatron.parallel.rank_progress import StopRequested
+from megatron.parallel.ranks import Ranks
 
 _REPEATED_SECONDS = 10.0
 """The same signal within this time counts as one. A later one ends the process.
@@ -79,10 +82,17 @@ class StopReason(IntEnum):
     """The spike guard goes back to an earlier checkpoint, and the same processes continue there."""
 
 
+_SLOW_SECONDS = 20.0
+"""Seconds of a step after which little of a launcher's 30 s is left for the save."""
 _SIGNAL_VOTE = float(1 << 8)
 """The vote of a rank that has received a signal.
 
 It is larger than any reason of rank 0, whose vote is the number of its reason.
+"""
+_READING_VOTE = float(1 << 24)
+"""The vote of a rank that has not read its next batch, in the sum of the ranks that save.
+
+It is larger than the number of ranks.
 """
 _ITERATION_VOTE = float(1 << 29)
 """Each rank adds this times its iteration modulo 16 to its vote.
@@ -96,29 +106,32 @@ class Exits:
     """Decides when the run stops, and handles the signals that stop it."""
 
     def __init__(
-        self, config: BatchConfig, mesh: Mesh, log: Callable[[str], None], *, saves: bool
+        self, config: BatchConfig, ranks: Ranks, log: Callable[[str], None], *, saves: bool
     ) -> None:
         """Start the clock of the run.
 
         Args:
             config: The flags that stop a run.
-            mesh: The ranks of the run.
+            ranks: The ranks of the run.
             log: Prints a warning.
             saves: Whether the run has a folder to save to. Only messages depend on it.
         """
         self._config = config
-        self._mesh = mesh
+        self._ranks = ranks
         self._log = log
         self._saves = saves
         self._start = time.monotonic()
-        self._signal = 0
+        self._progress = ranks.progress
         self._signalled_at = 0.0
+        self._slow_steps = 0
         self._switch_error: str | None = None
         """Why the last search for the kill switch failed. None if it did not fail."""
         self._votes: float | None = None
         """The sum of all ranks' votes in the last step. None if they did not vote."""
         self._stage_is_done = False
         """Whether no rank worked on a stage of a save when the ranks last voted or decided."""
+        self.has_batch = False
+        """Whether all ranks had read the next batch of training then."""
 
     def catch_signals(self) -> None:
         """Let the signals of `_STOP_SIGNALS` stop the run after its iteration."""
@@ -138,16 +151,21 @@ class Exits:
             one_signal = _REPEATED_KEY_SECONDS
         else:
             one_signal = _REPEATED_SECONDS
-        if self._signal and time.monotonic() - self._signalled_at > one_signal:
+        if self._progress.stop_signal and time.monotonic() - self._signalled_at > one_signal:
             # A later signal gets its default action. It must end a process that hangs and never
             # reaches its next iteration.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if not self._signal:
-            self._signal = number
-            self._signalled_at = time.monotonic()
-            if number == signal.SIGINT and self._mesh.rank == 0:
-                self._confirm_key()
+        if self._progress.stop_signal:
+            return
+        self._progress.stop_signal = number
+        self._signalled_at = time.monotonic()
+        if self._progress.iteration == 0:
+            # Nothing was trained yet, and a single process does not wait for others.
+            if self._ranks.size == 1:
+                raise StopRequested(number)
+        elif number == signal.SIGINT and self._ranks.rank == 0:
+            self._confirm_key()
 
     def _confirm_key(self) -> None:
         """Confirm Ctrl-C with a message, because the current iteration may take long."""
@@ -160,7 +178,20 @@ class Exits:
         with contextlib.suppress(OSError):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
 
-    def vote(self, before: int, after: int, *, works_on_save: bool) -> tuple[float, float]:
+    def warn_about_slow_step(self, iteration: int, seconds: float) -> None:
+        """Warn if a launcher may end the ranks before a step and the save after it are complete.
+
+        There are at most two warnings, because the first step may have compiled the model.
+        """
+        if seconds > _SLOW_SECONDS and self._slow_steps < 2:
+            self._slow_steps += 1
+            self._log(
+                f"warning: iteration {iteration} took {seconds:.0f} s. A run saves and ends after "
+                "the step of a signal to stop, but torchrun kills it 30 s after the signal "
+                "(--shutdown-timeout), as Slurm does (KillWait). Raise that limit"
+            )
+
+    def vote(self, before: int, after: int, waits: Sequence[bool]) -> tuple[float, float]:
         """Return this rank's votes on a step from iteration `before` to `after`.
 
         The sums of all votes go to `count_votes`.
@@ -168,11 +199,13 @@ class Exits:
         Args:
             before: The iteration before the step.
             after: The iteration after it.
-            works_on_save: See `Saver.is_working`.
+            waits: Whether this rank works on a stage of a save, and whether it lacks the next
+                batch.
         """
         reason = self._find_own_reason(before, after)
         vote = _SIGNAL_VOTE if reason == StopReason.SIGNAL else float(reason)
-        return _ITERATION_VOTE * (after % _ITERATIONS) + vote, float(works_on_save)
+        working, reading = waits
+        return _ITERATION_VOTE * (after % _ITERATIONS) + vote, working + _READING_VOTE * reading
 
     def count_votes(self, votes: Sequence[float] | None, after: int) -> None:
         """Remember the sums of the votes for `decide` and `take_stage_is_done`.
@@ -185,16 +218,22 @@ class Exits:
             OutOfStepError: A rank has voted on another step, because it has left out a message.
         """
         self._votes = None
+        self.has_batch = False
         if votes is None:
             return
-        stop, working = votes
-        self._stage_is_done = working == 0
+        stop, waits = votes
+        reading, working = divmod(waits, _READING_VOTE)
+        self._count_waits((working, reading))
         # A single rank has nobody to compare with.
-        if self._mesh.grid.world_size == 1:
+        if self._ranks.size == 1:
             return
         iterations, self._votes = divmod(stop, _ITERATION_VOTE)
-        if iterations != self._mesh.grid.world_size * (after % _ITERATIONS):
+        if iterations != self._ranks.size * (after % _ITERATIONS):
             raise OutOfStepError({})
+
+    def _count_waits(self, waits: Sequence[float]) -> None:
+        """Remember the sums or the maxima of all ranks' `waits`."""
+        self._stage_is_done, self.has_batch = (not number for number in waits)
 
     def take_stage_is_done(self) -> bool:
         """Return whether all ranks had finished the stage of a save that is in progress.
@@ -213,7 +252,7 @@ class Exits:
         of_each_rank: float | None = None,
         *,
         ask_again: bool = False,
-        works_on_save: bool,
+        waits: Sequence[bool],
     ) -> tuple[StopReason, list[float], list[float]]:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 
@@ -227,7 +266,8 @@ class Exits:
                 none.
             ask_again: Whether much time has passed since the votes. A reason that came up since
                 then must not wait for another step.
-            works_on_save: See `Saver.is_working`.
+            waits: Whether this rank works on a stage of a save, and whether it lacks the next
+                batch.
 
         Returns:
             The reason, rank 0's `numbers`, and the numbers of all ranks.
@@ -240,38 +280,38 @@ class Exits:
         self._votes = None
         shared = [] if of_each_rank is None else [of_each_rank]
         # A single rank needs no message.
-        if self._mesh.grid.world_size == 1:
-            self._stage_is_done = not works_on_save
+        if self._ranks.size == 1:
+            self._count_waits(waits)
             return self._find_own_reason(before, after), list(numbers), shared
         if votes is not None and not numbers and not shared and not ask_again:
             return _read_votes(votes), [], []
         own_reason = self._find_own_reason(before, after)
-        if self._mesh.rank != 0:
+        if self._ranks.rank != 0:
             # The maximum is then rank 0's number, bit for bit.
             numbers = [-math.inf] * len(numbers)
         if of_each_rank is not None:
             # Each rank has a place of its own, and the maximum leaves its number as it is.
-            shared = [-math.inf] * self._mesh.grid.world_size
-            shared[self._mesh.rank] = of_each_rank
+            shared = [-math.inf] * self._ranks.size
+            shared[self._ranks.rank] = of_each_rank
         # The tensor is on the CPU and the control group uses gloo. The decision therefore does not
         # wait for work that is queued on the device.
         # If a rank has left out a collective, gloo mixes two messages. Maximum and minimum of the
         # iteration show that this has not happened.
         check = [float(after), -float(after)]
-        own = [float(own_reason), float(works_on_save), *check, *numbers, *shared]
+        own = [float(own_reason), *map(float, waits), *check, *numbers, *shared]
         agreed = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        reason, working, largest, smallest, *others = agreed.tolist()
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._ranks.group)
+        reason, working, reading, largest, smallest, *others = agreed.tolist()
         if [largest, smallest] != check:
             raise OutOfStepError({})
-        self._stage_is_done = working == 0
+        self._count_waits((working, reading))
         return StopReason(int(reason)), others[: len(numbers)], others[len(numbers) :]
 
     def _find_own_reason(self, before: int, after: int) -> StopReason:
         """Return the reason that this rank sees by itself."""
-        if self._signal:
+        if self._progress.stop_signal:
             return StopReason.SIGNAL
-        if self._mesh.rank == 0:
+        if self._ranks.rank == 0:
             return self._rank_zero_reason(before, after)
         return StopReason.NONE
 

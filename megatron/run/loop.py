@@ -18,7 +18,12 @@ from megatron.observe.timers import DATA_WAIT, SAVE
 from megatron.parallel.rank_progress import Phase
 from megatron.parallel.ranks import build_ranks
 from megatron.plan.run_plan import Plan
-from megatron.run.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
+from megatron.run.evaluate import (
+    evaluate_tasks,
+    evaluate_test,
+    evaluate_validation,
+    wait_for_batch,
+)
 from megatron.run.exits import StopReason
 from megatron.run.forecast import report_end, report_forecast
 from megatron.run.report import StepRecord
@@ -61,12 +66,17 @@ def train(run: Run) -> StopReason:
             run.reporter.log(f"{error}\nthe run ends when the save in progress is complete")
             run.saver.complete()
         raise
+    completes = is_finished(run.plan, state) and not state.pending
     if stop == StopReason.NONE:
-        complete(run, first)
-    else:
-        run.reporter.log(run.exits.format_stop_line(stop, state.iteration))
-        if is_finished(run.plan, state):
-            run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
+        with run.mesh.progress.allow_stop():
+            complete(run, first)
+            return stop
+        # A signal has interrupted an evaluation. The next start repeats it.
+        stop = StopReason.SIGNAL
+        completes = False
+    run.reporter.log(run.exits.format_stop_line(stop, state.iteration))
+    if completes:
+        run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
     return stop
 
 
@@ -96,7 +106,7 @@ def complete(run: Run, first: int) -> None:
     evaluate_tasks(run)
     if run.exporter is not None:
         with run.mesh.progress.enter(Phase("the export", is_limited=False)):
-            run.exporter.finish()
+            run.exporter.finish(lambda: run.mesh.progress.stop_signal > 0)
     run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
     report_end(run)
 
@@ -118,15 +128,20 @@ def train_until_stop(run: Run) -> StopReason:
     run.clock.start()
     run.step_clock.start()
     run.reporter.start(state.iteration)
+    if not is_finished(plan, state):
+        complete_pending(run)
     while stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
         run.mesh.progress.iteration = before + 1
         run.mesh.progress.begin_step("training iteration", before + 1)
-        announce_phase(run)
-        extend_data(run)
         # A skipped range counts as one step of the loop, but passes several iterations. Everything
         # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
+        with run.mesh.progress.allow_stop():
+            wait_for_data(run, skips=skipped is not None)
+        if run.mesh.progress.stopped:
+            return StopReason.SIGNAL
+        announce_phase(run)
         if skipped is not None:
             with run.step_clock.pause():
                 skip_range(run, skipped)
@@ -148,17 +163,8 @@ def train_until_stop(run: Run) -> StopReason:
         ):
             with run.step_clock.pause():
                 check_invariants(run)
-        if skipped is None and (
-            is_due(run.clock.eval_interval, before, state.iteration)
-            or run.clock.next_step.evaluation_is_due
-        ):
-            with run.step_clock.pause():
-                evaluate_validation(run)
-        if skipped is None and is_due(
-            plan.config.batch.eval_tasks_interval, before, state.iteration
-        ):
-            with run.step_clock.pause():
-                evaluate_tasks(run)
+        if skipped is None:
+            evaluate_when_due(run, before)
         # A reason to stop does not prevent the save. `train` saves the last iteration if it was
         # not due here.
         save_when_due(run, before)
@@ -188,7 +194,7 @@ def decide(run: Run, before: int) -> StopReason:
         proposed,
         own_time,
         ask_again=run.step_clock.has_paused,
-        works_on_save=works_on_save(run),
+        waits=list_waits(run),
     )
     run.clock.accept(decided)
     if run.stragglers is not None:
@@ -196,24 +202,60 @@ def decide(run: Run, before: int) -> StopReason:
     return stop
 
 
-def extend_data(run: Run) -> None:
-    """Extend the order of the training data if a run by time reaches its end.
+def evaluate_when_due(run: Run, before: int) -> None:
+    """Do the evaluations that are due. See `complete_pending`."""
+    state = run.state
+    is_due_by_time = run.clock.next_step.evaluation_is_due
+    if is_due_by_time or is_due(run.clock.eval_interval, before, state.iteration):
+        state.pending.append("validation")
+    if is_due(run.plan.config.batch.eval_tasks_interval, before, state.iteration):
+        state.pending.append("tasks")
+    complete_pending(run)
+
+
+def complete_pending(run: Run) -> None:
+    """Do the evaluations that the state names, until a signal interrupts one.
+
+    The state keeps that one and the later ones, so that the next start repeats them.
+
+    Raises:
+        TrainingError: See `evaluate_tasks`.
+    """
+    pending = run.state.pending
+    progress = run.mesh.progress
+    evaluations = {"validation": evaluate_validation, "tasks": evaluate_tasks}
+    while pending and not progress.stopped:
+        with run.step_clock.pause(), progress.allow_stop():
+            evaluations[pending[0]](run)
+            del pending[0]
+    if pending:
+        run.reporter.log(f"a signal interrupts the {pending[0]}, which the next start repeats")
+
+
+def wait_for_data(run: Run, *, skips: bool) -> None:
+    """Wait until all ranks have the data of the next step, unless it is a jump.
+
+    A step would wait as long, but could not stop. The order of the training data is extended first
+    if a run by time reaches its end.
 
     Raises:
         DataError: An index cannot be built.
+        StopRequested: A rank has received a signal.
     """
     state = run.state
     train = run.sources.train
     batch_size = run.plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
-    if train is None or not train.must_extend(batch_size):
-        return
-    # Building an index takes long. The ranks wait for each other outside of other collectives.
-    with run.step_clock.pause():
-        build_ranks(run.mesh).work(
-            lambda: train.extend(batch_size), "building the next data index", run.reporter.log
-        )
-    for note in run.sources.take_notes():
-        run.reporter.log(note)
+    if train is not None and train.must_extend(batch_size):
+        # Building an index takes long. The ranks wait for each other outside of other collectives.
+        with run.step_clock.pause():
+            build_ranks(run.mesh).work(
+                lambda: train.extend(batch_size), "building the next data index", run.reporter.log
+            )
+        for note in run.sources.take_notes():
+            run.reporter.log(note)
+    if train is not None and not skips and not run.exits.has_batch:
+        with run.timers(DATA_WAIT):
+            wait_for_batch(run, train, batch_size, run.plan.get_seq_length(state.iteration + 1))
 
 
 def announce_phase(run: Run) -> None:
@@ -280,7 +322,7 @@ def train_iteration(run: Run) -> None:
                 plan.config.logging.log_layer_stats_interval, state.iteration, iteration
             ),
             accept=None if run.guard is None else run.guard.accept,
-            vote=lambda: run.exits.vote(iteration - 1, iteration, works_on_save=works_on_save(run)),
+            vote=lambda: run.exits.vote(iteration - 1, iteration, list_waits(run)),
         )
     run.exits.count_votes(result.votes, iteration)
     state.advance(batch_size, batch_size * seq_length)
@@ -292,6 +334,7 @@ def train_iteration(run: Run) -> None:
     # The time is that since the same line of the iteration before, see `StepClock`.
     seconds = run.step_clock.finish_iteration()
     run.clock.costs.record_step(seconds, batch_size * seq_length)
+    run.exits.warn_about_slow_step(iteration, seconds)
     report_forecast(run)
     run.reporter.report_step(
         state,
@@ -441,9 +484,10 @@ def save_when_due(run: Run, before: int) -> None:
         run.clock.end_save()
 
 
-def works_on_save(run: Run) -> bool:
-    """Return whether this rank works on a stage of a save."""
-    return run.saver is not None and run.saver.is_working
+def list_waits(run: Run) -> tuple[bool, bool]:
+    """Return whether this rank works on a stage of a save, and whether it lacks the next batch."""
+    works_on_save = run.saver is not None and run.saver.is_working
+    return works_on_save, run.sources.train is None or not run.sources.train.has_batch
 
 
 def save_at_end(run: Run) -> None:
@@ -504,6 +548,9 @@ def begin_save(run: Run, saver: Saver) -> None:
     # Weights that were trained on files that changed must not become a checkpoint.
     run.data_files.check()
     state.data = run.sources.state()
+    if "validation" in state.pending:
+        # An interrupted evaluation has moved the position of its data.
+        state.data["valid"] = run.valid_data
     report_filters(run)
     state.data_digests = run.data_files.record()
     if run.guard is not None:

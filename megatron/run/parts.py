@@ -48,8 +48,8 @@ class Exporter(Protocol):
     def poll(self) -> None:
         """Report exports that have ended, and start the next one."""
 
-    def finish(self) -> None:
-        """Wait for all exports at the end of the run."""
+    def finish(self, must_stop: Callable[[], bool]) -> None:
+        """Wait for all exports at the end of the run, or end them if `must_stop` returns True."""
 
     def stop(self) -> None:
         """End the exports immediately."""

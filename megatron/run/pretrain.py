@@ -45,14 +45,14 @@ def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None
     """
     closing = ExitStack()
     try:
-        pretrain(loaded, closing, parts, early)
-        leave(closing)
+        stopped = pretrain(loaded, closing, parts, early)
+        leave(closing, stopped=stopped)
     except MegatronError as error:
         leave_with_error(error, closing)
     except Exception as error:
         leave_after_crash(error, closing)
     except KeyboardInterrupt:
-        # Ctrl-C during the start or an evaluation. Later, `Exits` handles it.
+        # A signal during the start, or Ctrl-C during --eval-only. Later, `train` handles it.
         close_after_error(closing)
         raise
 
@@ -62,7 +62,7 @@ def pretrain(
     closing: ExitStack | None = None,
     parts: Parts = NO_PARTS,
     early: Plan | None = None,
-) -> None:
+) -> bool:
     """Run everything between the configuration and the end of training.
 
     Args:
@@ -71,15 +71,18 @@ def pretrain(
             everything is closed before this function returns.
         parts: The parts of the run besides the core.
         early: What `check_before_torch` returned, if it was called.
+
+    Returns:
+        Whether a signal has stopped the run.
     """
     if closing is None:
         with ExitStack() as own:
-            pretrain(loaded, own, parts, early)
-        return
+            return pretrain(loaded, own, parts, early)
     started = time.monotonic()
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
+    exits = build_exits(config, ranks)
     # A rank that is lost from here on is named. Without the roll call, the others would only report
     # that a collective has failed.
     saving = select_checkpoint_config(config).save
@@ -108,23 +111,23 @@ def pretrain(
         if roll_call is not None:
             roll_call.use_names(mesh.names)
         lease = closing.enter_context(hold_folder_lease(config, mesh))
-        exits = build_exits(config, mesh)
         # Each pass trains from a checkpoint or from scratch. Only a rollback of the spike guard
         # starts another pass.
         while True:
             opened = closing.enter_context(ExitStack())
             run = start_run(loaded, job, mesh, timers, lease, exits)
             run.tasks = tasks
-            opened.callback(run.reporter.close)
+            # A read that hangs must not keep the files from being closed, so the data come last.
             opened.callback(run.sources.close)
+            opened.callback(run.reporter.close)
             if run.exporter is not None:
                 opened.callback(run.exporter.stop)
             if config.batch.eval_only:
                 evaluate_only(run)
-                return
-            train_and_record(run, time.monotonic() - started, parts)
+            else:
+                train_and_record(run, time.monotonic() - started, parts)
             if run.rollback is None:
-                return
+                return ranks.progress.stopped or ranks.progress.stop_signal > 0
             started = time.monotonic()
             # The watchdog grants this start as much time as the first one.
             mesh.progress.begin_start()
@@ -139,9 +142,9 @@ def pretrain(
             job = agree_on_job(loaded, ranks, log, parts)
 
 
-def leave(closing: ExitStack) -> None:
-    """End a run that succeeded or was stopped, on all ranks together."""
-    closed = close_within_limit(closing)
+def leave(closing: ExitStack, *, stopped: bool = False) -> None:
+    """End a run that succeeded or was stopped, on all ranks together. See `close_within_limit`."""
+    closed = close_within_limit(closing, stopped=stopped)
     if dist.is_initialized():
         dist.destroy_process_group()
     if not closed:

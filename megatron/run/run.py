@@ -65,5 +65,7 @@ class Run:
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
     rollback: dict[str, Any] | None = None
     """The guard's rollback, after `train` has returned `StopReason.ROLLBACK`."""
+    valid_data: dict[str, Any] = field(default_factory=dict)
+    """The states of the validation sets before the last evaluation."""
     token_bytes: torch.Tensor | None = None
     """Bytes of each id, int64 [v], or nothing if they are not known. None before an evaluation."""

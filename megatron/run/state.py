@@ -22,6 +22,8 @@ _ADDED_LATER = {
     "spike_guard",
     "attention",
     "validated_at",
+    "base",
+    "pending",
 }
 """Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
 
@@ -76,6 +78,10 @@ class TrainState:
     attention: dict[str, Any] = field(default_factory=dict)
     """With --attention-backend by-gpu, the type of the GPUs and the kernels that were chosen for
     it. Otherwise it is left out of a checkpoint."""
+    base: str = ""
+    """The folder that the run was started from, if it is another one than that of --save."""
+    pending: list[str] = field(default_factory=list)
+    """What was due after this iteration, and is repeated because a signal has interrupted it."""
 
     def keep_guard_windows(self, windows: list[Any]) -> None:
         """Store the ranges that the rollbacks of the spike guard skip, if there are any."""
@@ -124,7 +130,7 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""
         values = asdict(self)
-        for name in ("spike_guard", "attention"):
+        for name in ("spike_guard", "attention", "base", "pending"):
             if not values[name]:
                 del values[name]
         return values

@@ -42,7 +42,7 @@ def test_a_failed_save_is_due_until_the_next_attempt() -> None:
     assert not policy.is_due(25, 26)
     assert policy.is_due(26, 27)
     assert policy.is_due(27, 28)
-    assert policy.describe_retry() == "after iteration 27"
+    assert policy.describe_retry().startswith("after iteration 27,")
     assert not policy.has_failed_too_often
     policy.record_attempt()
     assert not policy.is_due(27, 28)
@@ -52,3 +52,13 @@ def test_a_failed_save_is_due_until_the_next_attempt() -> None:
     assert policy.failures == 0
     policy.record_end_of_run()
     assert policy.describe_retry() == "immediately"
+
+
+def test_the_message_names_the_save_that_comes_first() -> None:
+    policy = SavePolicy(CheckpointConfig(save_interval=4, save_at=(9,)))
+    for failed, following in ((4, 8), (8, 9), (9, 12), (13, 16)):
+        policy.record_iterations(failed - 1, failed)
+        policy.record_failure(failed, keep=False)
+        assert f"after iteration {following}," in policy.describe_retry()
+        assert policy.is_due(following - 1, following)
+        assert not any(policy.is_due(at - 1, at) for at in range(failed + 1, following))

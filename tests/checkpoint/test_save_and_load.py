@@ -14,7 +14,7 @@ from safetensors import safe_open
 from megatron.base.errors import CheckpointError
 from megatron.checkpoint.digest import digest_of_file, digest_of_text
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
-from megatron.checkpoint.load import _compare_models, open_checkpoint
+from megatron.checkpoint.load import compare_models, open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.checkpoint.tensor_file import intersect, write_tensors
@@ -270,16 +270,16 @@ def test_settings_without_effect_are_not_compared(
 ) -> None:
     saved = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4, **changes)
     asked = dataclasses.replace(saved, bias_gelu_fusion=False, norm_bias=False)
-    assert [line.split()[0] for line in _compare_models(saved, asked)] == expected
+    assert [line.split()[0] for line in compare_models(saved, asked)] == expected
 
 
 def test_a_new_run_may_scale_the_rotary_frequencies_of_its_weights() -> None:
     saved = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
     saved = dataclasses.replace(saved, position_embedding_type="rotary")
     longer = dataclasses.replace(saved, rope_scaling="llama3", rotary_base=5e5, seq_length=16)
-    refused = [line.split()[0] for line in _compare_models(saved, longer)]
+    refused = [line.split()[0] for line in compare_models(saved, longer)]
     assert {"--rope-scaling", "--rotary-base"} <= set(refused)
-    assert not _compare_models(saved, longer, finetune=True)
+    assert not compare_models(saved, longer, finetune=True)
     deeper = dataclasses.replace(longer, num_layers=2)
-    (line,) = _compare_models(saved, deeper, finetune=True)
+    (line,) = compare_models(saved, deeper, finetune=True)
     assert line.startswith("--num-layers")

@@ -19,7 +19,7 @@ from megatron.base.errors import TrainingError
 from megatron.config.batch import BatchConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.ranks import Ranks
 from megatron.run.exits import Exits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,12 +96,26 @@ def test_a_signal_saves_and_ends_all_ranks(run: Runner, number: signal.Signals, 
         assert process.returncode == 0
 
 
+def test_a_slow_step_is_reported_with_the_limit_of_the_launcher(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exits = Exits(cast(BatchConfig, None), Ranks(), print, saves=True)
+    for iteration, seconds in ((1, 19.0), (2, 21.0), (3, 22.0), (4, 23.0)):
+        exits.warn_about_slow_step(iteration, seconds)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" s. ")[0] for line in lines] == [
+        "warning: iteration 2 took 21",
+        "warning: iteration 3 took 22",
+    ]
+    assert all("30 s after the signal" in line for line in lines)
+
+
 def test_signals_that_the_parent_ignores_stay_ignored() -> None:
     """nohup ignores SIGHUP, and a shell ignores SIGINT for jobs in the background."""
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
-        exits = Exits(cast(BatchConfig, None), cast(Mesh, None), print, saves=True)
+        exits = Exits(cast(BatchConfig, None), Ranks(), print, saves=True)
         exits.catch_signals()
         ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
         assert ignored == [signal.SIGINT, signal.SIGHUP]
@@ -113,9 +127,12 @@ def test_signals_that_the_parent_ignores_stay_ignored() -> None:
 def test_later_signal_ends_a_process_that_reaches_no_iteration() -> None:
     code = """
 import time
+from megatron.parallel.ranks import Ranks
 from megatron.run import exits
 exits._REPEATED_SECONDS = 0.5
-exits.Exits(None, None, print, saves=True).catch_signals()
+ranks = Ranks()
+ranks.progress.iteration = 1
+exits.Exits(None, ranks, print, saves=True).catch_signals()
 print("ready", flush=True)
 while True:
     time.sleep(0.01)

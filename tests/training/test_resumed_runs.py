@@ -1,6 +1,8 @@
 """Parts of a checkpoint that a launch loads, and parts that it replaces."""
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from training.runs import Runner
@@ -14,6 +16,33 @@ def test_finetune_loads_only_the_weights(run: Runner, other: Runner) -> None:
     assert entries[0]["consumed_samples"] == 4
     assert entries[0]["learning_rate"] == pytest.approx(1e-3)  # no schedule to agree with
     assert entries[0]["lm_loss"] < run.losses()[1] - 0.05  # trained weights on the first batch
+
+
+@pytest.mark.parametrize("flags", ["--finetune --load {}", "--pretrained-checkpoint {}"])
+def test_the_same_command_starts_and_resumes(
+    flags: str, run: Runner, other: Runner, tmp_path: Path
+) -> None:
+    run("--exit-interval 2")
+    assert "resumes" not in other(f"{flags.format(run.folder)} --exit-interval 4")
+    output = other(f"{flags.format(run.folder)} --exit-interval 6 --no-load-optim")
+    assert output.startswith(f"this run resumes at iteration 4 of {other.folder}\n")
+    assert sorted(other.losses()) == [1, 2, 3, 4, 5, 6]
+    copy = shutil.copytree(run.folder, tmp_path / "copy")
+    assert f"it did not begin from --load {copy}" in other.error(flags.format(copy))
+
+
+def test_a_branch_is_resumed_by_the_same_command(run: Runner, other: Runner) -> None:
+    run("--exit-interval 4")
+    for last in (6, 8):
+        other(f"--load {run.folder} --load-iteration 4 --exit-interval {last}")
+    assert sorted(other.losses()) == [5, 6, 7, 8]
+
+
+def test_another_schedule_and_another_shape_are_refused_together(run: Runner) -> None:
+    run("--exit-interval 2")
+    error = run.error("--lr 1e-3 --hidden-size 64 --vocab-size 6000 --normalization RMSNorm")
+    for line in ("--lr: 0.001 here", "--hidden-size is 32 in", "--normalization", "5000 ids in"):
+        assert line in error
 
 
 def test_a_finished_run_is_not_validated_again(run: Runner) -> None:

@@ -4,9 +4,11 @@ Rank 0 starts `megatron-convert-checkpoint` as a process of its own. Training ne
 except at the end of the run. A failure of an export is a warning.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from megatron.config.checkpoint import CheckpointConfig
 FOLDER = "hf"
 """Folder in --save that has the exported models."""
 LOG = "export.log"
+_LOOK_SECONDS = 0.5
+"""Seconds between two looks for a signal while the end of a run waits for an export."""
 _END_SECONDS = 3600.0
 """Longest time that the end of a run waits for an export."""
 _LOWER_PRIORITY = 10
@@ -87,18 +91,22 @@ class HFExporter:
             self._waiting = None
             self._start()
 
-    def finish(self) -> None:
-        """Wait for the exports that are due, at the end of a run."""
-        while True:
-            self.poll()
-            if self._process is None:
-                return
-            self._log(f"waiting for the export of iteration {self._iteration}")
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
+    def finish(self, must_stop: Callable[[], bool]) -> None:
+        """Wait for the exports that are due, at the end of a run. See `Exporter.finish`."""
+        announced = 0
+        end = time.monotonic() + _END_SECONDS
+        self.poll()
+        while self._process is not None:
+            if announced != self._iteration:
+                announced = self._iteration
+                end = time.monotonic() + _END_SECONDS
+                self._log(f"waiting for the export of iteration {announced}")
+            if must_stop() or time.monotonic() > end:
                 self.stop()
                 return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_SECONDS)
+            self.poll()
 
     def stop(self) -> None:
         """End an export in progress. A later export of the iteration replaces what it wrote."""

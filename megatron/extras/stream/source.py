@@ -171,6 +171,16 @@ class StreamSource:
     def extend(self, batch_size: int) -> None:
         """Do nothing, because streamed data never end."""
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the next batch is probably in memory."""
+        return self._prefetcher.has_next
+
+    def read_ahead(self, batch_size: int, seq_length: int | None = None) -> None:
+        """Read the next batch into memory. See `Source.read_ahead`."""
+        length = seq_length or self._seq_length
+        self._prefetcher.read(self._make_request(self._consumed, batch_size, length))
+
     def read_batch(self, batch_size: int, seq_length: int | None = None) -> list[Microbatch]:
         """Return this rank's microbatches of the next global batch. See `Source.read_batch`.
 

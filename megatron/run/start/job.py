@@ -5,6 +5,7 @@ and the other ranks build the same `Job` from that, without the command line and
 of the checkpoints.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.start import (
+    choose_own_run,
     describe_checkpoint,
     find_start,
     restore_checkpoint,
@@ -99,12 +101,24 @@ def agree_on_job(
     """
 
     def find() -> Job:
-        start = find_start(select_checkpoint_config(loaded.config))
-        return resolve_job(loaded, ranks.size, start.checkpoint, parts, early)
+        chosen = _choose_own_run(loaded)
+        start = find_start(chosen.config.checkpoint)
+        # The early plan is that of the given flags.
+        plan = early if chosen.config == loaded.config else None
+        return resolve_job(chosen, ranks.size, start.checkpoint, parts, plan)
 
     job = _share_job(find, ranks, log, parts)
     assert job is not None, "`find` always returns a job"
+    settings = job.plan.config.checkpoint
+    if job.checkpoint is not None and not settings.finetune:
+        log(f"this run resumes at iteration {job.checkpoint.iteration} of {settings.load}")
     return job
+
+
+def _choose_own_run(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the configuration with the result of `choose_own_run`."""
+    chosen = choose_own_run(select_checkpoint_config(loaded.config))
+    return replace(loaded, config=replace(loaded.config, checkpoint=chosen))
 
 
 def _share_job(
@@ -155,13 +169,12 @@ def confirm_job(
     """
 
     def confirm() -> Job | None:
-        start = take_start(
-            select_checkpoint_config(loaded.config), damage, holds_lease=holds_lease, log=log
-        )
+        chosen = _choose_own_run(loaded)
+        start = take_start(chosen.config.checkpoint, damage, holds_lease=holds_lease, log=log)
         # The usual case. The other ranks then keep their job, and no plan is sent.
         if start.checkpoint == job.checkpoint:
             return None
-        return resolve_job(loaded, ranks.size, start.checkpoint, job.parts)
+        return resolve_job(chosen, ranks.size, start.checkpoint, job.parts)
 
     return _share_job(confirm, ranks, log, job.parts) or job
 
@@ -196,16 +209,15 @@ def resolve_job(
     # Other programs may call `pretrain` without the checks before the import of torch.
     refuse_errors(check_parts(PartsContext(loaded.config, parts)))
     # Fine-tuning is a new run, which takes only the weights of the checkpoint.
+    # The plan depends on the position, because its end is counted from there.
+    state = build_starting_state(checkpoint, loaded.config)
     if checkpoint is None or loaded.config.checkpoint.finetune:
-        state = TrainState()
         plan = early or _resolve_plan(loaded, world_size, state, parts)
         if checkpoint is None:
             _refuse_missing_checkpoint(plan.config.checkpoint)
         _refuse_kill_switch(plan.config.batch)
         notes: list[str] = []
     else:
-        # The plan depends on the position, because its end is counted from there.
-        state = build_starting_state(checkpoint, loaded.config)
         plan, notes = _resolve_resume(loaded, world_size, checkpoint, state, parts)
     notes = [
         *loaded.warnings,
@@ -302,9 +314,14 @@ def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> Train
     Raises:
         CheckpointError: The checkpoint's state is incomplete.
     """
-    if checkpoint is None or config.checkpoint.finetune:
+    if checkpoint is None:
         return TrainState()
-    return TrainState.from_json(checkpoint.state)
+    state = TrainState()
+    if not config.checkpoint.finetune:
+        state = TrainState.from_json(checkpoint.state)
+    if not config.checkpoint.resumes_itself:
+        state.base = os.path.realpath(str(config.checkpoint.load))
+    return state
 
 
 def _warn_if_nothing_is_kept(config: Config) -> list[str]:

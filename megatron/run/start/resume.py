@@ -2,13 +2,13 @@
 
 from dataclasses import asdict, replace
 
-from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.load import Checkpoint, compare_models
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
 from megatron.plan.run_plan import Plan
 from megatron.rules.contexts import ResumeContext
-from megatron.rules.finding import apply_rules, list_warnings, refuse_errors
+from megatron.rules.finding import apply_rules, error, list_errors, list_warnings, refuse_errors
 from megatron.rules.lists import RESUME_RULES
 from megatron.rules.resume import describe_curriculum_difference
 from megatron.run.state import TrainState
@@ -136,6 +136,13 @@ def compare_with_checkpoint(
         saved_ranges=_read_ranges(state),
     )
     findings = apply_rules(RESUME_RULES, context)
+    if list_errors(findings):
+        # `load_into` compares the shapes, but this message must have all differences.
+        lines = compare_models(context.saved.model, plan.config.model)
+        rows = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"][0]
+        if rows != plan.vocab_size:
+            lines.append(f"the vocabulary has {rows} ids in the checkpoint, {plan.vocab_size} here")
+        findings += map(error, lines)
     refuse_errors(findings)
     return list_warnings(findings)
 

@@ -110,13 +110,13 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
             lease.release()
 
 
-def build_exits(config: Config, mesh: Mesh) -> Exits:
+def build_exits(config: Config, ranks: Ranks) -> Exits:
     """Build the reasons to stop, and catch signals.
 
-    Call it before `start_run`, so that a signal during the construction of the run is not lost.
+    Call it as soon as the ranks have met, so that all of them stop if one gets a signal.
     """
     exits = Exits(
-        config.batch, mesh, make_printer(mesh.rank), saves=config.checkpoint.save is not None
+        config.batch, ranks, make_printer(ranks.rank), saves=config.checkpoint.save is not None
     )
     # An evaluation has nothing to save, so a signal ends it immediately.
     if not config.batch.eval_only:
@@ -147,9 +147,9 @@ def start_run(
     log = make_printer(mesh.rank)
     # After a rollback, the run keeps its time limit and its handlers of signals.
     if exits is None:
-        exits = build_exits(config, mesh)
+        exits = build_exits(config, ranks)
     # Only the holder of the lease may rename or remove anything in the folder.
-    own = lease is not None and config.checkpoint.resumes_itself
+    own = lease is not None and job.plan.config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
     # `confirm_job` does not return a checkpoint that is listed there.
