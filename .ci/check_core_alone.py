@@ -75,6 +75,7 @@ MISSING = {
     "--profile-iterations 2-3": "profiling",
     "--spike-guard skip-step": "guard",
     "--straggler-interval 7": "stragglers",
+    "--hang-timeout 60": "watchdog",
     "--tracker wandb": "trackers",
     "--save-retain-interval 5": "translators",
     "--sharding_group_size 2": "translators",

@@ -43,12 +43,12 @@ from megatron.extras.stragglers.stragglers import MEASURED_STEPS, StragglerWatch
 from megatron.extras.trackers.process import TrackerProcess
 from megatron.extras.trackers.trackers import TRACKERS
 from megatron.extras.translators.translator import load_config
+from megatron.extras.watchdog.watchdog import TICK_SECONDS, Watchdog
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.metrics import MetricsFile
 from megatron.parallel.rank_progress import RankProgress, Stopwatch
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.time_limit import TimeLimit
-from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
 from megatron.run.run import Run
 
 CALLS = 2000

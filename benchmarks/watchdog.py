@@ -18,10 +18,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.extras.watchdog.watchdog import TICK_SECONDS, Watchdog
 from megatron.observe.timers import Timers
 from megatron.parallel.rank_progress import RankProgress, Stopwatch
 from megatron.parallel.time_limit import TimeLimit
-from megatron.parallel.watchdog import TICK_SECONDS, Watchdog
 
 RANKS = 4
 ROUNDS = 2000

@@ -6,6 +6,7 @@ nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.ranks import Ranks
+    from megatron.parallel.roll_call import RollCall
     from megatron.plan.run_plan import Plan
     from megatron.rules.finding import Finding
     from megatron.run.parts import (
@@ -149,6 +151,14 @@ def _build_stragglers(
     return stragglers.StragglerWatch(stages, timer, interval, factor)
 
 
+def _load_watchdog(folder: str | None) -> Callable[..., RollCall]:
+    from megatron.extras.watchdog.watchdog import Watchdog
+    from megatron.run.leaving import report_hang
+
+    path = None if folder is None else Path(folder)
+    return functools.partial(Watchdog, folder=path, report=report_hang)
+
+
 def open_indexed(prefix: str) -> IndexedDataset:
     """Return the data set at a path, or the one that a manifest describes.
 
@@ -225,6 +235,7 @@ _ALL_PARTS = Parts(
     load_guard=_load_guard,
     build_profiling=_build_profiling,
     build_stragglers=_build_stragglers,
+    load_watchdog=_load_watchdog,
     prepare_tasks=_prepare_tasks,
     rules=(_check_trackers, _check_verification),
     build_tracker=_build_tracker,

@@ -5,6 +5,6 @@ purpose of the project.
 
 `grid` and `mesh` have the coordinates and groups of the ranks. `collectives` and `layers` are
 tensor parallelism, and `rng` seeds dropout. `shard` has the interface between engines and
-checkpoints. `rendezvous`, `ranks` and `messages` let the ranks meet and agree. `roll_call` and
-`watchdog` name ranks that do not answer.
+checkpoints. `rendezvous`, `ranks` and `messages` let the ranks meet and agree. `roll_call`
+names ranks that do not answer.
 """

@@ -9,20 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from megatron.base.errors import CheckpointError, HungRanksError, MegatronError, make_error
+from megatron.base.errors import CheckpointError, MegatronError, make_error
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
 from megatron.parallel.rank_progress import Phase, RankProgress, StopRequested
 from megatron.parallel.rank_state import FILE_THREAD
 from megatron.parallel.roll_call import RollCall
 from megatron.parallel.time_limit import TimeLimit
-from megatron.parallel.watchdog import Watchdog
 
 PATIENCE_SECONDS = 3600.0
 """Seconds that ranks wait for the slowest one's work on files."""
@@ -247,8 +245,7 @@ def build_roll_call(
     timeout_minutes: float,
     *,
     hang_timeout: float | None = None,
-    folder: Path | None = None,
-    report: Callable[[HungRanksError, str], None] = lambda error, message: None,
+    build_watchdog: Callable[..., RollCall] | None = None,
 ) -> contextlib.AbstractContextManager[RollCall | None]:
     """Return a context that names the missing ranks when a collective fails within it.
 
@@ -257,9 +254,8 @@ def build_roll_call(
     Args:
         ranks: All ranks.
         timeout_minutes: The value of `--distributed-timeout-minutes`.
-        hang_timeout: The value of `--hang-timeout`. See `Watchdog`.
-        folder: See `Watchdog`.
-        report: See `Watchdog`.
+        hang_timeout: The value of `--hang-timeout`.
+        build_watchdog: Builds the roll call of a run with `--hang-timeout`.
     """
     if ranks.group is None and hang_timeout is None:
         return contextlib.nullcontext()
@@ -271,17 +267,11 @@ def build_roll_call(
         # PyTorch has no public way to get the store of the default process group.
         store = dist.distributed_c10d._get_default_store()
     limit = TimeLimit(timeout_minutes, hang_timeout)
-    if hang_timeout is None:
+    if hang_timeout is None or build_watchdog is None:
         return RollCall(store, ranks.rank, ranks.names, limit)
-    return Watchdog(
-        store,
-        ranks.rank,
-        ranks.names,
-        limit,
-        progress=ranks.progress,
-        hang_timeout=hang_timeout,
-        folder=folder,
-        report=report,
+    progress = ranks.progress
+    return build_watchdog(
+        store, ranks.rank, ranks.names, limit, progress=progress, hang_timeout=hang_timeout
     )
 
 

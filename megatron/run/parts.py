@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron.observe.block_timer import BlockTimer
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
+    from megatron.parallel.roll_call import RollCall
     from megatron.plan.run_plan import Plan
     from megatron.run.state import TrainState
 
@@ -260,6 +261,8 @@ class Parts:
         None
     )
     """Builds the comparison of --straggler-interval, from stages, their timer and both flags."""
+    load_watchdog: Callable[[str | None], Callable[..., RollCall]] | None = None
+    """Loads the builder of the watchdog of --hang-timeout, for the folder of --save."""
     prepare_tasks: Callable[[Plan, Ranks, Printer], Tasks] | None = None
     """Prepares the tasks of --eval-tasks. All ranks call it together."""
     rules: tuple[Rule[ConfigWithOrigin], ...] = ()
@@ -313,6 +316,7 @@ def check_parts(context: PartsContext) -> Iterator[Finding]:
         (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),
         (logging.memory_snapshot, parts.build_profiling, "memory-snapshot", "profiling"),
         (config.batch.eval_tasks, parts.prepare_tasks, "eval-tasks", "scoring"),
+        (config.parallel.hang_timeout, parts.load_watchdog, "hang-timeout", "watchdog"),
         (compares, parts.build_stragglers, "straggler-interval", "stragglers"),
         (logging.tracker, parts.build_tracker, "tracker", "trackers"),
         (logging.codecarbon_dir, parts.start_emissions, "codecarbon-dir", "trackers"),

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -22,7 +21,6 @@ from megatron.run.leaving import (
     close_after_error,
     leave_after_crash,
     leave_with_error,
-    report_hang,
 )
 from megatron.run.parts import NO_PARTS, Parts
 from megatron.run.start.agreement import check_agreement
@@ -90,8 +88,7 @@ def pretrain(
         ranks,
         config.parallel.distributed_timeout_minutes,
         hang_timeout=config.parallel.hang_timeout,
-        folder=None if saving is None else Path(saving),
-        report=report_hang,
+        build_watchdog=None if parts.load_watchdog is None else parts.load_watchdog(saving),
     ) as roll_call:
         if ranks.size > 1:
             check_agreement(config, ranks, parts.engine or NATIVE)

@@ -107,6 +107,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"lr": None}, "--lr is required"),
     ({"save_at": (5,)}, "--save-at 5 needs --save"),
     ({"async_save": True}, "--async-save needs --save"),
+    (
+        {"pretrained_checkpoint": "base", "load": "a", "save": "b"},
+        "--pretrained-checkpoint base needs --load to be the folder of --save",
+    ),
     ({"keep_latest_checkpoints": 2}, "--keep-latest-checkpoints 2 needs --save"),
     ({"tracker": ("wandb",)}, "--tracker wandb needs --save"),
     (
