@@ -28,7 +28,7 @@ from megatron.commands.parts import choose_parts
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
-from megatron.run.loop import check_nan_iterations, train_iteration, works_on_save
+from megatron.run.loop import check_nan_iterations, list_waits, train_iteration
 from megatron.run.pretrain import leave
 from megatron.run.report import StepRecord
 from megatron.run.run import Run
@@ -213,7 +213,7 @@ def one_iteration(run: Run) -> None:
     train_iteration(run)
     check_nan_iterations(run.plan, run.state)
     iteration = run.state.iteration
-    run.exits.decide(iteration - 1, iteration, works_on_save=works_on_save(run))
+    run.exits.decide(iteration - 1, iteration, waits=list_waits(run))
 
 
 def _status_bytes(key: str) -> int:

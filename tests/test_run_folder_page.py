@@ -9,8 +9,8 @@ from megatron.extras.operations.rollback import execution, rollback_plan
 from megatron.extras.operations.slurm import attempts
 from megatron.extras.trackers.feed import FeedRequest
 from megatron.extras.translators.translator import load_config
+from megatron.extras.watchdog import watchdog
 from megatron.observe import chronicle
-from megatron.parallel import watchdog
 
 PAGE = Path(__file__).parents[1] / "docs" / "run_folder.md"
 

@@ -25,9 +25,10 @@ def test_only_keys_with_the_prefix_of_the_job_count(
     server = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
     # torch gives the keys of the default process group this prefix.
     dist.PrefixStore("0/", server).set("roll_call/called", "1")
-    # Each rank looks at its keys once a second.
-    time.sleep(1.5)
+    # Each rank looks at its keys once a second. If a roll is called, it writes its state at once.
+    time.sleep(2.5)
     assert launch.running() == [0, 1]
+    assert not (job.folder / "hangs").exists()
     store = dist.PrefixStore("0/", dist.PrefixStore(server.get("arrived/0").decode(), server))
     outside = tmp_path / "outside"
     store.set("roll_call/answer/1", '{"left": 1}')

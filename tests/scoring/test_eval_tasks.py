@@ -4,10 +4,12 @@ import json
 import math
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -76,6 +78,20 @@ def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
     return seen
 
 
+def stop_in_tasks(argv: list[str], cache: str) -> None:
+    """Run a command line until a signal comes while the first batch of the tasks is scored."""
+    from megatron.extras.scoring.in_loop import EngineScorer
+
+    make = EngineScorer._make_microbatches
+
+    def make_and_signal(self: EngineScorer, *arguments: Any) -> Any:
+        self._mesh.progress.stop_signal = signal.SIGTERM
+        return make(self, *arguments)
+
+    with mock.patch.object(EngineScorer, "_make_microbatches", make_and_signal):
+        pretrain_offline(argv, cache)
+
+
 def unpack(requests: Any) -> Iterator[tuple[list[int], list[int]]]:
     ids = requests.tokens.tolist()
     for length, following in requests.lengths.tolist():
@@ -123,6 +139,23 @@ def compare_items(folder: Path, iteration: int, seen: tuple[Any, Any]) -> None:
     for (log_likelihood, greedy), item in zip(likelihoods, expected, strict=True):
         assert log_likelihood == pytest.approx(item.log_likelihood, rel=1e-5, abs=1e-5)
         assert bool(greedy) == item.greedy
+
+
+def test_interrupted_tasks_are_repeated_by_the_next_start(
+    pool: ProcessPool,
+    corpus: str,
+    tasks: Path,
+    evaluated: tuple[TaskRunner, list[Outcome]],
+    tmp_path: Path,
+) -> None:
+    runner = make_runner(pool, corpus, tmp_path / "run")
+    argv = runner.argv(f"{FLAGS} {flags_of(tasks)}")
+    output = succeed(pool.run(1, stop_in_tasks, argv, str(tmp_path / "hf")))
+    assert "a signal interrupts the tasks" in output
+    assert runner.scores() == {}
+    succeed(runner.launch(flags_of(tasks)))
+    assert runner.scores() == evaluated[0].scores()
+    assert runner.numbers() == evaluated[0].numbers()
 
 
 def test_scores_equal_those_of_the_saved_checkpoints(
