@@ -65,7 +65,7 @@ def hang_in_read(rank: int) -> None:
     IndexedSource.fill = hang  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_read_that_hangs_does_not_keep_a_run_from_ending(ranks: int, new_job: NewJob) -> None:
     job = new_job("job", "--train-iters 300000", ranks)
     launch = job.launch(prepare=hang_in_read)

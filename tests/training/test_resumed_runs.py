@@ -31,6 +31,7 @@ def test_the_same_command_starts_and_resumes(
     assert f"it did not begin from --load {copy}" in other.error(flags.format(copy))
 
 
+@pytest.mark.full
 def test_a_branch_is_resumed_by_the_same_command(run: Runner, other: Runner) -> None:
     run("--exit-interval 4")
     for last in (6, 8):
