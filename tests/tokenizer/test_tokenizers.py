@@ -144,7 +144,7 @@ def test_a_file_of_tiktoken_is_refused_with_the_command_that_converts_it(tmp_pat
     for path in write_tiktoken_files(tmp_path):
         for kind in ("PretrainedFromHF", "SentencePieceTokenizer", "GPT2BPETokenizer"):
             for name in (path, path.parent):
-                config = TokenizerConfig(tokenizer_type=kind, tokenizer_name_or_path=str(name))  # type: ignore[arg-type]
+                config = TokenizerConfig(tokenizer_type=kind, tokenizer_name_or_path=str(name))
                 # transformers reads a folder with a tekken.json, if an eos_token is named.
                 with pytest.raises(ConfigError, match="is a file of tiktoken") as refused:
                     build_tokenizer(config)

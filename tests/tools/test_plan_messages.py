@@ -26,7 +26,9 @@ def report(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
     return shown.out + shown.err
 
 
-def test_many_missing_files_are_one_line(capsys, tmp_path: Path) -> None:
+def test_many_missing_files_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     mixture = [word for n in range(1, 114) for word in (f"0.0{n}", f"{tmp_path}/data/part-{n}")]
     text = report(
         capsys, "--world-size", "1", *TINY, "--vocab-size", "256", "--data-path", *mixture
@@ -43,7 +45,9 @@ def test_many_missing_files_are_one_line(capsys, tmp_path: Path) -> None:
     assert len(text) < 6000
 
 
-def test_many_phases_of_missing_data_are_short(capsys, tmp_path: Path) -> None:
+def test_many_phases_of_missing_data_are_short(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     mixture = [word for n in range(50) for word in ("0.5", f"data/part-{n}")]
     phases = tmp_path / "phases.yaml"
     phases.write_text(yaml.safe_dump([{"data_path": mixture}]))
@@ -53,7 +57,7 @@ def test_many_phases_of_missing_data_are_short(capsys, tmp_path: Path) -> None:
     assert text.count("part-49.idx") == 0
 
 
-def test_stray_words_are_one_error(capsys) -> None:
+def test_stray_words_are_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     text = report(capsys, *TINY, "--seed", "1", *map(str, range(100)), code=2)
     assert "'0', '1', '2' and 97 more after --seed 1 belongs to no flag." in text
 
@@ -66,7 +70,9 @@ def test_data_that_are_read_often_are_one_warning() -> None:
     assert "which is 14.7 epochs and 97 more. More than 4 epochs" in warning
 
 
-def test_what_is_assumed_stands_beside_the_result(capsys, tmp_path: Path) -> None:
+def test_what_is_assumed_stands_beside_the_result(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     absent = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path"]
     text = report(capsys, *TINY, "--mock-data", *absent, "gpt2")
     lines = text.splitlines()
@@ -106,7 +112,9 @@ def test_what_is_assumed_stands_beside_the_result(capsys, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_the_rate_of_the_last_iteration(capsys, flags: str, expected: str, rate: float) -> None:
+def test_the_rate_of_the_last_iteration(
+    capsys: pytest.CaptureFixture[str], flags: str, expected: str, rate: float
+) -> None:
     words = ["--world-size", "1", *TINY, *MOCK, *flags.split()]
     assert f"learning rate         {expected}" in report(capsys, *words)
     found = json.loads(report(capsys, "--json", "--at", "100", *words))
@@ -116,25 +124,33 @@ def test_the_rate_of_the_last_iteration(capsys, flags: str, expected: str, rate:
         assert found["last_lr"] == pytest.approx(found["at"][0]["lr"])
 
 
-def test_a_grid_that_does_not_fit_names_the_flag_of_the_planner(capsys) -> None:
+def test_a_grid_that_does_not_fit_names_the_flag_of_the_planner(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*TINY, *MOCK, "--tensor-model-parallel-size", "2"]
     text = report(capsys, "--world-size", "1", *words, code=2)
     assert "must divide the number of processes, 1; use --world-size 2, or other sizes." in text
 
 
 @pytest.mark.parametrize("flag", ["--eval-global-batch-size", "--eval-micro-batch-size"])
-def test_a_batch_size_of_evaluations_is_not_that_of_training(capsys, flag: str) -> None:
+def test_a_batch_size_of_evaluations_is_not_that_of_training(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
     text = report(capsys, *TINY, *MOCK, flag, "4", code=2)
     assert f"{flag} 4 is not possible here: an evaluation has the batch sizes of training" in text
 
 
 @pytest.mark.parametrize("flag", ["--valid-global-batch-size", "--test-micro-batch-size"])
-def test_no_hint_leads_from_an_evaluation_to_the_training(capsys, flag: str) -> None:
+def test_no_hint_leads_from_an_evaluation_to_the_training(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
     text = report(capsys, *TINY, *MOCK, flag, "4", code=2)
     assert f"unknown flag {flag}; --help lists all flags." in text
 
 
-def test_no_hint_of_a_file_leads_from_an_evaluation_to_the_training(capsys, tmp_path: Path) -> None:
+def test_no_hint_of_a_file_leads_from_an_evaluation_to_the_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("batch: {eval_global_batch_size: 4}\n")
     text = report(capsys, *TINY, *MOCK, "--config", str(file), code=2)
@@ -152,7 +168,7 @@ def test_no_hint_of_a_file_leads_from_an_evaluation_to_the_training(capsys, tmp_
     ],
 )
 def test_fp32_on_a_gpu_names_the_faster_precision(
-    capsys, flags: str, hardware: str, expected: str | None
+    capsys: pytest.CaptureFixture[str], flags: str, hardware: str, expected: str | None
 ) -> None:
     words = ["--hardware", hardware, "--world-size", "1", *TINY, *MOCK, *flags.split()]
     text = report(capsys, *words)
@@ -162,7 +178,7 @@ def test_fp32_on_a_gpu_names_the_faster_precision(
         assert re.search(rf"^  precision +{expected}", text, re.MULTILINE)
 
 
-def test_a_model_that_is_too_large_in_fp32_names_bf16(capsys) -> None:
+def test_a_model_that_is_too_large_in_fp32_names_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--world-size", "8", *SEVEN, *MOCK, "--train-iters", "10", "--lr-warmup-iters", "2"]
     words += ["--device-memory-gib", "2"]
     text = report(capsys, *words, code=exit_codes.DOES_NOT_FIT)
@@ -184,7 +200,9 @@ def test_a_model_that_is_too_large_in_fp32_names_bf16(capsys) -> None:
         ("--train-time 30min", False),
     ],
 )
-def test_a_long_run_without_a_warm_up_is_warned_about(capsys, flags: str, warned: bool) -> None:
+def test_a_long_run_without_a_warm_up_is_warned_about(
+    capsys: pytest.CaptureFixture[str], flags: str, warned: bool
+) -> None:
     words = ["--json", "--world-size", "8", *SEVEN, *MOCK, "--bf16", *flags.split()]
     warnings = json.loads(report(capsys, *words))["warnings"]
     assert any("--lr 0.0003 applies from the first" in text for text in warnings) == warned
