@@ -285,7 +285,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda s: edit_config(s, rope_parameters={"rope_type": "default", "rope_theta": "x"}),
         "wrong kind",
     ),
-    "a pipe instead of config.json": (make_pipe, "it is not a file"),
+    "a pipe instead of config.json": (make_pipe, "it is not a regular file"),
     "a link that leads elsewhere": (make_link, "model.safetensors cannot be read"),
     "an index with a number": (
         lambda s: (s / "model.safetensors.index.json").write_text(
