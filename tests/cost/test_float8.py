@@ -244,7 +244,10 @@ def test_layers_from_which_float8_pays():
     gains = []
     for hidden, inner in ((768, 2048), (1024, 2816), (2048, 5632), (4096, 14336)):
         shape = make_llama(hidden, 12, hidden // 64, hidden // 64, inner, 4096, 50304)
-        fused = replace(TRAINER, fused_gradients=True)
+        # The default kernels of an H200.
+        fused = replace(
+            TRAINER, fused_gradients=True, fused_gate=True, fused_rotation=True, cudnn=True
+        )
         float8 = replace(fused, float8=Float8(one_pass=True, scale_kernels=1))
         layout = RankLayout(micro_batch=2)
         plain, rounded = (

@@ -185,7 +185,7 @@ def test_a_file_without_a_base_needs_only_what_has_no_default(tmp_path):
 def test_a_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(bytes(range(256)))
-    with pytest.raises(ConfigError, match=r"model.bin: it is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"model.bin: it is not UTF-8 text"):
         load_hardware(str(path))
 
 
