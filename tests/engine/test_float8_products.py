@@ -162,7 +162,7 @@ def test_gradients_are_added_in_fp32(recipe: Recipe) -> None:
     values = find_largest(weight.detach(), by_row=recipe.rowwise).flatten()
     scale = WeightScale(values, (Piece(0, 0, 24),))
     batches = torch.randn(3, 6, 2, 16, dtype=torch.bfloat16)
-    sums = []
+    sums: list[Tensor] = []
     for numbers in ([], [number_layer(layer)]):
         for keeps in (False, not recipe.rowwise):
             products = Float8Products(recipe, (scale,), (), (), keeps_input=keeps)

@@ -1,8 +1,8 @@
 """Weights are rounded once a step, and each change of the weights is in the next rounding."""
 
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -47,6 +47,18 @@ HISTORY = (
 CALLS = [each for each in HISTORY if each != "rollback"]
 
 
+@contextmanager
+def patch_rounding(*, stale: bool) -> Iterator[None]:
+    """Keep the weights of the call before, if asked to."""
+    from megatron.extras.float8.products import Float8Products
+
+    with ExitStack() as stack:
+        for name in ("round_weights", "forget_weights"):
+            if stale:
+                stack.enter_context(mock.patch.object(Float8Products, name))
+        yield
+
+
 def run_history(plan: "Plan", mesh: "Mesh", stale: int | None, always: bool) -> list[float]:
     """Return the loss of each call of `CALLS`.
 
@@ -60,7 +72,6 @@ def run_history(plan: "Plan", mesh: "Mesh", stale: int | None, always: bool) -> 
 
     from megatron.data.batches import Microbatch
     from megatron.extras.float8.engine import Float8Engine
-    from megatron.extras.float8.products import Float8Products
 
     engine = Float8Engine(plan, mesh)
     if always:
@@ -75,9 +86,6 @@ def run_history(plan: "Plan", mesh: "Mesh", stale: int | None, always: bool) -> 
     first: list[Any] = []
     losses: list[float] = []
 
-    def skip(*_: object) -> None:
-        """Change nothing."""
-
     for event in HISTORY:
         shards = [shard.tensor for shard in engine.shards(optimizer=True)]
         if not first:
@@ -89,10 +97,7 @@ def run_history(plan: "Plan", mesh: "Mesh", stale: int | None, always: bool) -> 
             # The rollback of the loop goes back to the iteration of the checkpoint.
             engine._iteration = 1
             continue
-        with ExitStack() as stack:
-            if len(losses) == stale:
-                kept = {"round_weights": skip, "forget_weights": skip}
-                stack.enter_context(mock.patch.multiple(Float8Products, **kept))
+        with patch_rounding(stale=len(losses) == stale):
             if event == "evaluate":
                 losses.append(engine.eval_batch(batch))
             else:

@@ -77,7 +77,7 @@ def _find_largest_of_rows(x, largest, stride, columns, block: tl.constexpr):
         column = start + tl.arange(0, block)
         values = tl.load(x + row * stride + column, mask=column < columns, other=0.0)
         top = tl.maximum(top, tl.max(_read_magnitude(values), 0))
-    tl.store(largest + row, top.to(tl.float32, bitcast=True))
+    tl.store(largest + row, tl.cast(top, tl.float32, bitcast=True))
 
 
 @triton.jit
