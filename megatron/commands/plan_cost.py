@@ -368,8 +368,8 @@ def list_unused_speed(
     if not prediction.job.software.half:
         bf16 = hardware.has_bf16
         precision = replace(config.precision, bf16=bf16, fp16=not bf16)
-        advice = "give --bf16" if bf16 else "give --fp16"
-        changes.append((advice, replace(config, precision=precision)))
+        flag = ("--fp16", "--bf16")[bf16]
+        changes.append((f"give {flag}", replace(config, precision=precision)))
     for name in ("checkpoint_activations", "recompute_attention_core"):
         if getattr(config.recompute, name):
             advice = f"leave out --{name.replace('_', '-')}"

@@ -442,11 +442,13 @@ class LayerTimes:
         """
         config = self._shape.config
         software = self._software
-        operators = _COMPILED if software.compiled else software.pointwise
+        operators, fused = software.pointwise, 1.0
+        if software.compiled:
+            operators = fused = _COMPILED
         h = config.hidden_size
         projected = self._q + 2 * self._k
         # Sums with the residual stream, and of the gradients of an input of two products.
-        sums = 15 * h if config.glu_activation else 12 * h
+        sums = (15 if config.glu_activation else 12) * h
         # Two norms read and write, and then read two tensors and write one.
         size = _NORM * 10 * h + sums
         if software.compiled:
@@ -454,20 +456,21 @@ class LayerTimes:
             size = _COMPILED * (20 * h + sums - 12 * h)
         if software.dropout:
             size += operators * 5 * h
-        size /= self._layout.tensor if self._layout.sequence_parallel else 1
+        # With sequence parallelism, ranks share it.
+        size /= self._layout.tensor**self._layout.sequence_parallel
         if config.qk_norm is not None:
             size += _NORM * 5 * (self._q + self._k)
         if config.position_embedding_type != "rotary":
             # The gradients of all three are joined.
             size += operators * 2 * projected
         elif software.fused_rotation or software.compiled:
-            size += (_COMPILED if software.compiled else 1) * 4 * projected
+            size += fused * 4 * projected
         else:
             size += operators * 18 * projected
         if config.glu_activation is None:
             size += operators * (5 if config.activation == "gelu" else 10) * self._f
         elif software.fused_gate or software.compiled:
-            size += (_COMPILED if software.compiled else 1) * 8 * self._f
+            size += fused * 8 * self._f
         else:
             size += operators * 14 * self._f
         # The gradient of a bias is a sum over all tokens.
