@@ -117,6 +117,9 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     for _ in range(_LEVELS):
         values = [each.values() if isinstance(each, dict) else each for each in level]
         level = [each for items in values if isinstance(items, list | ValuesView) for each in items]
+        # Most values have few levels, and many calls are for one line of a file.
+        if not level:
+            return value
     if any(isinstance(each, dict | list) for each in level):
         raise ValueError(_TOO_DEEP)
     return value
