@@ -67,8 +67,12 @@ def load_bytes(path: str | os.PathLike[str], limit: int = RECORD_BYTES) -> bytes
         OSError: As of `open_regular`.
     """
     with open_regular(path, limit=limit) as file:
-        # A file that grows meanwhile is bounded, too.
-        content = file.read(limit + 1)
+        size = os.fstat(file.fileno()).st_size
+        # This takes the memory of `size` bytes, and not of `limit`.
+        content = file.read(size + 1)
+        # The file has grown.
+        if len(content) > size:
+            content += file.read(limit - size)
     if len(content) > limit:
         raise _make_size_error(path, limit)
     return content
@@ -113,7 +117,10 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     for _ in range(_LEVELS):
         values = [each.values() if isinstance(each, dict) else each for each in level]
         level = [each for items in values if isinstance(items, list | ValuesView) for each in items]
-    if level:
+        # Most values have few levels, and many calls are for one line of a file.
+        if not level:
+            return value
+    if any(isinstance(each, dict | list) for each in level):
         raise ValueError(_TOO_DEEP)
     return value
 
