@@ -35,8 +35,7 @@ class KernelsConfig:
     """Let the matrix products of the layers add to the weights' gradients in fp32. Without it, the
     product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
     native engine. auto: on GPUs, if one data-parallel rank adds up several microbatches before
-    gradients are sent, as with --zero-stage 1. Not with --fp8-recipe tensorwise. A CPU multiplies
-    fp32 copies, which is slower."""
+    gradients are sent, as with --zero-stage 1. A CPU multiplies fp32 copies, which is slower."""
     rope_fusion: bool | None = None
     """Rotate queries and keys, and divide the projection, in one Triton kernel in each direction.
     auto: on GPUs if Triton is installed, but not with --use-torch-compile, which fuses them itself.

@@ -116,8 +116,6 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
         return ""
     if plan.config.parallel.deepspeed:
         return "DeepSpeed takes the gradients from autograd"
-    if precision.fp8_format is not None and precision.fp8_recipe != "rowwise":
-        return "--fp8-recipe rowwise has them"
     # Gradients of one microbatch are sent and dropped. FSDP2 holds those of a layer until then,
     # and fp32 would need twice the memory and more traffic than a conversion.
     smallest = min(plan.batch_size.get_size(0, 0), plan.batch_size.final)
@@ -133,7 +131,8 @@ def _choose_attention_order(config: Config, device: KernelDevice) -> tuple[Atten
     if kernels.use_varlen_attention:
         return _TORCH_ORDER
     order = _ATTENTION_ORDERS.get(device.gpu, _TORCH_ORDER)
-    if config.data.reset_attention_mask:
-        # cuDNN prepares its kernel for each length, and each document may have another one.
+    if config.data.reset_attention_mask or kernels.deterministic_mode:
+        # cuDNN prepares its kernel for each length, and each document may have another one. Its
+        # backward pass does not repeat.
         order = tuple(name for name in order if name != "fused")
     return order

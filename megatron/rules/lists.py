@@ -228,6 +228,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
     no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
     no_effect(
+        "in compiled layers and with a residual stream in fp32",
+        lambda c: c.kernels.use_torch_compile or c.precision.fp32_residual_connection,
+        "kernels.residual_norm_fusion",
+    ),
+    no_effect(
         "with {model.position_embedding_type}, which has no table of positions",
         lambda config: config.model.position_embedding_type != "absolute",
         "model.max_position_embeddings",

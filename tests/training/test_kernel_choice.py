@@ -25,16 +25,16 @@ from megatron.run.state import TrainState
 
 GPU = torch.device("cuda", 0)
 CUDNN = ("fused", "flash", "efficient", "unfused")
-LLAMA = {
+LLAMA: dict[str, dict[str, Any]] = {
     "model": {"position_embedding_type": "rotary", "glu_activation": "swiglu"},
     "precision": {"bf16": True},
 }
-ON = dict.fromkeys(SWITCHES, True) | {"residual_norm_fusion": False}
+ON: dict[str, Any] = dict.fromkeys(SWITCHES, True) | {"residual_norm_fusion": False}
 """What a GPU uses. The norms with additions have not run on one yet."""
-OFF = dict.fromkeys(SWITCHES, False)
+OFF: dict[str, Any] = dict.fromkeys(SWITCHES, False)
 FLASH: tuple[AttentionBackend, ...] = ("flash",)
 ROPE = {"rope_fusion": True}
-OLD = KernelsConfig(("auto",), **OFF)
+OLD = KernelsConfig(attention_backend=("auto",), **OFF)
 """What an older version saved if no flag was given."""
 
 
@@ -56,10 +56,7 @@ def choose_on(
         ({}, []),
         ({"precision": {"bf16": False}}, ["gradient_accumulation_fusion"]),
         ({"parallel": {"deepspeed": True}}, ["gradient_accumulation_fusion"]),
-        (
-            {"precision": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}},
-            ["gradient_accumulation_fusion"],
-        ),
+        ({"precision": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}}, []),
         ({"precision": {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}}, []),
         ({"model": {"position_embedding_type": "alibi"}}, ["rope_fusion"]),
         ({"model": {"glu_activation": None}}, ["bias_swiglu_fusion"]),
@@ -88,7 +85,7 @@ def test_without_triton_or_a_gpu_only_flags_count() -> None:
 def test_gradients_that_are_sent_at_once_are_not_added_up(
     zero_stage: int, batch: int, on: bool
 ) -> None:
-    changes = {
+    changes: dict[str, Any] = {
         "parallel": {"zero_stage": zero_stage},
         "batch": {"micro_batch_size": 4, "global_batch_size": batch},
     }
@@ -110,6 +107,7 @@ def test_gradients_that_are_sent_at_once_are_not_added_up(
         ("8.0 and 9.0", {}, ("auto",)),
         ("9.0", {"kernels": {"use_torch_compile": True}}, CUDNN),
         ("9.0", {"kernels": {"attention_backend": ("auto",)}}, ("auto",)),
+        ("9.0", {"kernels": {"deterministic_mode": True}}, CUDNN[1:]),
         # cuDNN prepares a kernel for each length of a document.
         ("9.0", {"data": {"reset_attention_mask": True}}, CUDNN[1:]),
         ("9.0", {"kernels": {"use_varlen_attention": True}}, ("auto",)),

@@ -433,7 +433,8 @@ def _list_allowed_kernels() -> list[str]:
     if not FakeOrder.installed:
         # As on a real GPU, the first call replaces the order, also within `sdpa_kernel`.
         FakeOrder.installed = True
-        torch._C._set_sdp_priority_order([int(kernel) for kernel in FakeOrder.of_torch])
+        order: list[Any] = list(FakeOrder.of_torch)
+        torch._C._set_sdp_priority_order([int(kernel) for kernel in order])
     return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
 
