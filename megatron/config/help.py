@@ -125,7 +125,9 @@ def _add_help(field: Field) -> Any:
 def _get_shown_default(field: Field) -> Any:
     """Return a default from which tyro makes the spelling of the flag."""
     # tyro would offer None, True and False as values of a switch.
-    return False if field.is_switch else field.default
+    if field.is_switch:
+        return False
+    return field.default
 
 
 def find_metavar(field: Field) -> str:

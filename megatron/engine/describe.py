@@ -134,10 +134,9 @@ def _describe_precision(
 def _describe_fused_kernels(plan: Plan, mesh: Mesh, execution: Execution) -> list[Row]:
     """Return a row for each kernel that may be on or off, or one row if none is on."""
     reasons = {name: why for name, why in plan.kernel_reasons.items() if name in _KERNELS}
-    if not any(getattr(plan.config.kernels, name) for name in reasons):
+    if reasons and not any(getattr(plan.config.kernels, name) for name in reasons):
         # Most often, all of them have the same reason.
-        why = ", ".join(dict.fromkeys(reasons.values()))
-        return [("fused kernels", "none", why)] if reasons else []
+        return [("fused kernels", "none", ", ".join(dict.fromkeys(reasons.values())))]
     rows = []
     for name, reason in reasons.items():
         choice, note = "PyTorch's operators", ""

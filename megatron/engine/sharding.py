@@ -239,9 +239,8 @@ class ShardedModel:
             self.model(None if self.model.stage.first else stream, Inputs(tokens, tokens))
         # Only the blocks of stage 3 are dropped after a forward pass. What is still gathered holds
         # the undefined weights, and must be gathered again after initialisation.
-        blocks = len(self.model.blocks) if self._fused_gradients else 0
         for number, sharded in enumerate(self._sharded):
-            if number < blocks:
+            if self._fused_gradients and number < len(self.model.blocks):
                 _keep_gradients_in_fp32(sharded)
             sharded.reshard()
 

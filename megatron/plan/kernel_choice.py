@@ -39,7 +39,7 @@ class KernelDevice:
 
     gpu: str
     """Compute capability, as in 9.0. Ranks of several types have all of them. A CPU is "cpu", and
-    the name of a GPU of AMD begins with rocm."""
+    a GPU of AMD is "rocm"."""
     obstacle: str = ""
     """Why a rank cannot run the Triton kernels. Empty: all ranks can."""
 
@@ -62,13 +62,13 @@ def choose_kernels(plan: Plan, device: KernelDevice) -> KernelChoice:
     for name in SWITCHES:
         given = getattr(kernels, name)
         obstacle = _find_obstacle(name, plan, device)
-        values[name] = obstacle is None if given is None else given
+        values[name] = given
         if given is not None:
             reasons[name] = all_fields()[f"kernels.{name}"].spell(given)
-        elif obstacle is None:
-            reasons[name] = "the default on a GPU"
-        elif obstacle:
-            reasons[name] = obstacle
+            continue
+        values[name] = obstacle is None
+        if obstacle != "":
+            reasons[name] = obstacle or "the default on a GPU"
     if kernels.attention_backend == ("by-gpu",):
         values["attention_backend"] = _choose_attention_order(config, device)
         reasons["attention_backend"] = f"the default on compute capability {device.gpu}"

@@ -81,8 +81,11 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
 
 def describe_device(hardware: Hardware) -> KernelDevice:
     """Return what the choice of kernels knows about a kind of device. Triton is assumed."""
-    gpu = "9.0" if hardware.prefers_cudnn else "GPU"
-    return KernelDevice(gpu if hardware.has_gpu else CPU)
+    if not hardware.has_gpu:
+        return KernelDevice(CPU)
+    if hardware.prefers_cudnn:
+        return KernelDevice("9.0")
+    return KernelDevice("GPU")
 
 
 def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:

@@ -75,14 +75,16 @@ def _find_common(ranks: Sequence[tuple[str, str]]) -> KernelDevice:
     obstacles = [f"{found} (rank {rank})" for rank, (_, found) in enumerate(ranks) if found]
     # Ranks with GPUs of several types have a name that is in no table.
     types = " and ".join(sorted({gpu for gpu, _ in ranks}))
-    return KernelDevice(types, obstacles[0] if obstacles else "")
+    return KernelDevice(types, "".join(obstacles[:1]))
 
 
 def _name_gpu_type(device: torch.device) -> str:
     if device.type != "cuda":
         return CPU
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    return capability if torch.version.hip is None else f"{ROCM} {capability}"
+    capability = map(str, torch.cuda.get_device_capability(device))
+    if torch.version.hip is not None:
+        return ROCM
+    return ".".join(capability)
 
 
 def _complete(record: Mapping[str, Any], saved: KernelsConfig) -> dict[str, Any]:
@@ -91,10 +93,11 @@ def _complete(record: Mapping[str, Any], saved: KernelsConfig) -> dict[str, Any]
     Versions without a record used PyTorch's operators where no flag was given.
     """
     used: dict[str, Any] = {name: bool(getattr(saved, name)) for name in SWITCHES}
-    order = saved.attention_backend
-    used["attention_backend"] = ("auto",) if order == ("by-gpu",) else order
+    used["attention_backend"] = saved.attention_backend
     used |= record
     used["attention_backend"] = tuple(used["attention_backend"])
+    if used["attention_backend"] == ("by-gpu",):
+        used["attention_backend"] = ("auto",)
     return used
 
 
@@ -125,9 +128,9 @@ def _keep(
         log(f"warning: {fields[f'kernels.{name}'].flag} is off, unlike before: {here.obstacle}")
     if not kept:
         return choice
-    before = " ".join(fields[f"kernels.{name}"].spell(used[name]) for name in kept)
-    default = " ".join(
-        fields[f"kernels.{name}"].spell(getattr(choice.kernels, name)) for name in kept
+    before, default = (
+        " ".join(fields[f"kernels.{name}"].spell(values[name]) for name in kept)
+        for values in (used, vars(choice.kernels))
     )
     log(
         f"kernels stay as in the checkpoint, so that the run continues as it was: {before}. "
