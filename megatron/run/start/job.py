@@ -102,7 +102,7 @@ def agree_on_job(
 
     def find() -> Job:
         chosen = _choose_own_run(loaded)
-        start = find_start(chosen.config.checkpoint)
+        start = find_start(select_checkpoint_config(chosen.config))
         # The early plan is that of the given flags.
         plan = early if chosen.config == loaded.config else None
         return resolve_job(chosen, ranks.size, start.checkpoint, parts, plan)
@@ -118,6 +118,8 @@ def agree_on_job(
 def _choose_own_run(loaded: LoadedConfig) -> LoadedConfig:
     """Return the configuration with the result of `choose_own_run`."""
     chosen = choose_own_run(select_checkpoint_config(loaded.config))
+    # An evaluation saves nothing, but its metrics are in the folder.
+    chosen = replace(chosen, save=loaded.config.checkpoint.save)
     return replace(loaded, config=replace(loaded.config, checkpoint=chosen))
 
 
@@ -170,7 +172,8 @@ def confirm_job(
 
     def confirm() -> Job | None:
         chosen = _choose_own_run(loaded)
-        start = take_start(chosen.config.checkpoint, damage, holds_lease=holds_lease, log=log)
+        config = select_checkpoint_config(chosen.config)
+        start = take_start(config, damage, holds_lease=holds_lease, log=log)
         # The usual case. The other ranks then keep their job, and no plan is sent.
         if start.checkpoint == job.checkpoint:
             return None
