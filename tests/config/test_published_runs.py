@@ -42,7 +42,7 @@ EXPECTED = {
         "train_samples": 300_000_000,
         "train_iters": 159_576,
         "parsing_warns_of": ["--deepspeed-activation-checkpointing", "--loss-scale"],
-        "planning_warns_of": ["--vocab-file", "head", "width", "pipeline:", "--data-path"],
+        "planning_warns_of": ["--vocab-file", "head", "pipeline:", "--data-path"],
     },
     "tr11-176B-ml": {
         "world": (384, 4, 12, 8),

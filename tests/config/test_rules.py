@@ -410,6 +410,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--rope-fusion has no effect without --position-embedding-type rotary.",
     ),
     (
+        {"residual_norm_fusion": True, "use_torch_compile": True},
+        "--residual-norm-fusion has no effect in compiled layers",
+    ),
+    (
         {"residual_norm_fusion": True, "norm_placement": "output"},
         "--residual-norm-fusion has no effect without --norm-placement input.",
     ),
