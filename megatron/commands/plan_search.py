@@ -311,10 +311,13 @@ def _name_largest_kind(prediction: StepPrediction) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {size / 2**30:,.1f}" for name, size in kinds)
 
 
+_BETWEEN_STEPS = "between steps"
+
+
 def _list_costs(*predictions: StepPrediction) -> list[tuple[str, list[float]]]:
     """Return the parts of a step, each with the seconds of each prediction.
 
-    The parts of float8 are left out if no prediction has them.
+    The parts of float8, and the time between steps, are left out if no prediction has them.
     """
     m = predictions[0].schedule.microbatches
     names = [
@@ -327,10 +330,11 @@ def _list_costs(*predictions: StepPrediction) -> list[tuple[str, list[float]]]:
         f"bubble and messages of the pipeline ({m} microbatches)",
         "data-parallel communication",
         "optimizer",
+        _BETWEEN_STEPS,
     ]
     costs = zip(names, zip(*map(_measure_costs, predictions), strict=True), strict=True)
-    float8 = (FLOAT8_ROUNDING, FLOAT8_SCALES)
-    return [(name, [*seconds]) for name, seconds in costs if name not in float8 or any(seconds)]
+    optional = (FLOAT8_ROUNDING, FLOAT8_SCALES, _BETWEEN_STEPS)
+    return [(name, [*seconds]) for name, seconds in costs if name not in optional or any(seconds)]
 
 
 def _name_layer_messages(predictions: Sequence[StepPrediction]) -> str:
@@ -359,6 +363,7 @@ def _measure_costs(prediction: StepPrediction) -> list[float]:
         prediction.pipeline_seconds - busiest.total,
         prediction.data_parallel.waited,
         prediction.optimizer_seconds,
+        prediction.job.software.step_gap,
     ]
 
 

@@ -650,7 +650,7 @@ THOUSAND = shlex.split(
 def test_on_1024_devices_hsdp_hides_its_communication_and_fsdp_does_not(capsys):
     """The numbers of docs/sharding.md."""
     found = as_json(capsys, *THOUSAND, "--grad-reduce-in-bf16")["communication"]
-    assert found["compute_seconds"] == pytest.approx(0.28, abs=0.005)
+    assert found["compute_seconds"] == pytest.approx(0.27, abs=0.005)
     seconds = {name: times["seconds"] for name, times in found["strategies"].items()}
     assert list(seconds) == ["fsdp", "hsdp 8", "ddp", "ZeRO 1"]
     assert seconds["fsdp"] == pytest.approx(0.76, abs=0.005)
@@ -715,7 +715,7 @@ def test_few_nodes_need_no_copies(capsys):
     found = as_json(capsys, *THOUSAND, "--world-size", "16", *less, code=4)["communication"]
     assert found["recommended"] == "--sharding-strategy hsdp --hsdp-shard-size 8"
     # HSDP would be faster, but it only may fit. In the end, FSDP is the only one that may.
-    for gib, hsdp, fsdp in (("40", "may fit", "fits"), ("32", "does not fit", "may fit")):
+    for gib, hsdp, fsdp in (("34", "may fit", "fits"), ("27", "does not fit", "may fit")):
         less[-1] = gib
         found = as_json(capsys, *THOUSAND, "--world-size", "16", *less, code=4)["communication"]
         assert found["recommended"] == "--sharding-strategy fsdp"
@@ -921,13 +921,13 @@ def test_the_pareto_picture_has_a_title_limits_names_and_plain_ticks(capsys, mon
 
 
 def test_layouts_that_only_may_fit_are_marked(capsys, tmp_path: Path):
-    # The layout of the command needs 45.6 GiB, and that of --explain 39.2, which is 93 % of 42.
+    # The layout of the command needs 40.3 GiB, and that of --explain 33.5, which is 93 % of 36.
     words = ["--world-size", "8", *SEVEN, "--no-checkpoint-activations", "--sequence-parallel"]
-    words += ["--device-memory-gib", "42", "--pareto", str(tmp_path / "pareto.png")]
+    words += ["--device-memory-gib", "36", "--pareto", str(tmp_path / "pareto.png")]
     assert plan.main(["--explain", "tp=2,micro-batch=2", *words]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"[\d,]+ layouts on 8 devices with 42 GiB", text)
-    assert re.search(r" \d+ fit: at most 37.8 GiB, which is 90 % \(--usable-share\)", text)
+    assert re.search(r"[\d,]+ layouts on 8 devices with 36 GiB", text)
+    assert re.search(r" \d+ fit: at most 32.4 GiB, which is 90 % \(--usable-share\)", text)
     found = text[text.index("s/iteration") : text.index("flags of the first")].splitlines()
     rows = [line for line in found if re.match(r" +[\d.]+ +[\d.]+ \w+ +[\d.]+ +\d+ % ", line)]
     marked = [row.endswith("MAY FIT") for row in rows]
@@ -991,7 +991,8 @@ def test_virtual_stages_are_one_entry(capsys):
     )
     found = as_json(capsys, *words)["search"]
     layouts = [re.sub(r" \d+ virtual stages", "", each["layout"]) for each in found["fastest"]]
-    assert len(set(layouts)) == len(layouts) == 10
+    # After ten that fit, there may be others that may fit.
+    assert len(set(layouts)) == len(layouts) >= 10
     assert any(len(each["other_virtual_stages"]) > 2 for each in found["fastest"])
     assert plan.main(words) == 0
     assert re.search(r"\(or [\d, ]+ virtual stages\)", capsys.readouterr().out)
