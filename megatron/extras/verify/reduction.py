@@ -25,8 +25,14 @@ from megatron.plan.run_plan import Plan
 
 MOST_PROCESSES = 8
 ITERATIONS = 6
-"""Length of the copy's schedules. Three iterations are compared."""
-COMPARED = 3
+"""Length of the copy's schedules. Four iterations are compared."""
+SAVED = 2
+"""The iteration after which the copy saves and ends, and from which it resumes."""
+DROPPED = 3
+"""The iteration whose gradients are infinite, so that no rank may change its state. An applied step
+follows, because it shows what the dropped one has changed."""
+COMPARED = 4
+"""The last iteration of the copy."""
 HEAD = 8
 """Channels of a head, without float8."""
 FLOAT8 = "float8 (emulated, in the run's precision only)"
@@ -270,8 +276,14 @@ def _reduce_batch(plan: Plan, grid: Grid) -> Values:
     batch = plan.config.batch
     data = grid.data
     micro = min(batch.micro_batch_size, 2)
+    number = _choose_microbatches(plan, grid.pipeline)
+    changes = batch.rampup_batch_size or batch.step_batch_size_schedule
+    # One process needs a second micro-batch size that divides all batch sizes. Otherwise the two
+    # runs that give the bound in the run's precision would be the same run.
+    if has_own_precision(plan.config.precision) and micro * data * (1 if changes else number) == 1:
+        micro = 2
     # The plan requires a multiple of micro-batch size x data-parallel size.
-    first = micro * data * _choose_microbatches(plan, grid.pipeline)
+    first = micro * data * number
     sizes = [first] * ITERATIONS
     values: Values = {"batch.micro_batch_size": micro, "batch.eval_iters": 0}
     if batch.rampup_batch_size is not None:
@@ -477,6 +489,11 @@ def replace_values(config: Config, values: Values) -> Config:
     return build_config(flatten(config) | values)
 
 
+def has_own_precision(precision: PrecisionConfig) -> bool:
+    """Return whether a part of the run is not in fp32."""
+    return bool(precision.fp16 or precision.bf16 or precision.fp8_format)
+
+
 def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     """Return the copy in the run's own precision, or None if all of the run is in fp32.
 
@@ -484,7 +501,7 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     change. The loss is the mean over a step for the same reason.
     """
     precision = original.precision
-    if not (precision.fp16 or precision.bf16 or precision.fp8_format):
+    if not has_own_precision(precision):
         return None
     names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
     names.append("optimizer.muon_fp32_matmul_prec")
@@ -499,6 +516,8 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
         # A loss scale of 2^32 would drop all steps that are compared.
         "precision.initial_loss_scale": min(precision.initial_loss_scale, 2.0**10),
         "precision.hysteresis": 1,
+        # The scale that is restored then differs from the initial one.
+        "precision.loss_scale_window": SAVED,
     }
     if precision.fp8_format is not None:
         values |= _reduce_float8(precision, reduction.plan.config.model.num_layers)
@@ -543,6 +562,6 @@ def find_common_size(plan: Plan) -> int:
     """Return the largest micro-batch size that divides all batch sizes of the copy."""
     sizes: list[int] = []
     length = plan.config.model.seq_length
-    for _ in range(COMPARED + 1):
+    for _ in range(COMPARED):
         sizes.append(plan.batch_size.get_size(sum(sizes), sum(sizes) * length))
     return math.gcd(*sizes)
