@@ -54,7 +54,7 @@ def forget_loss_scale() -> None:
 DROPPED_STEP_MUTATIONS = [
     Mutation(
         "a dropped step counts in the bias correction of the last stage",
-        "microsoft/DeepSpeed#1870",
+        "allenai/OLMo-core#309",
         f"{PP} {NO_DROPOUT}",
         2,
         count_dropped_step_in_adam,
@@ -62,7 +62,7 @@ DROPPED_STEP_MUTATIONS = [
     ),
     Mutation(
         "a dropped step moves the learning rate of the last rank",
-        "huggingface/accelerate#1382",
+        "Lightning-AI/pytorch-lightning#18828",
         f"{PP} {NO_DROPOUT}",
         2,
         move_rate_in_dropped_step,
@@ -70,7 +70,7 @@ DROPPED_STEP_MUTATIONS = [
     ),
     Mutation(
         "the loss scale of the last stage is not restored",
-        "NVIDIA/apex#275",
+        "huggingface/accelerate#4289",
         f"{PP} --fp16 {NO_DROPOUT}",
         2,
         forget_loss_scale,

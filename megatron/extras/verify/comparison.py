@@ -91,8 +91,13 @@ def compare_records(
         for rank, record in enumerate(ranks)
         for finding in _compare_rank(plan, reference, record, f"rank {rank} ({record.coordinate})")
     ]
+    return summarise(findings, COMPARISONS)
+
+
+def summarise(findings: Sequence[ComparedValue], comparisons: Sequence[str]) -> list[ComparedRow]:
+    """Return the rows of these comparisons, which are in the order of a step."""
     rows = []
-    for comparison in COMPARISONS:
+    for comparison in comparisons:
         # Findings are in the order of ranks. The rows are in the order of a step.
         own = [finding for finding in findings if finding.comparison == comparison]
         failures = [finding for finding in own if finding.is_failure]
@@ -144,7 +149,7 @@ def _check_dropped(step: RecordedStep, name: str) -> Iterator[ComparedValue]:
     )
     for before, after in zip(step.before, step.after, strict=True):
         subject = f"{after.kind} of {after.name} on {name}"
-        yield _compare_exactly("overflow", step.iteration, subject, after.tensor, before.tensor)
+        yield compare_exactly("overflow", step.iteration, subject, after.tensor, before.tensor)
 
 
 def _compare_data(
@@ -166,7 +171,7 @@ def _compare_data(
             part = None if whole is None else whole[samples]
             subject = f"{field} of microbatch {number} on {name}"
             tensor = getattr(microbatch, field)
-            yield _compare_exactly(comparison, step.iteration, subject, tensor, part)
+            yield compare_exactly(comparison, step.iteration, subject, tensor, part)
         # Bounds are tuples of Python integers.
         bounds = expected.documents and expected.documents[samples]
         subject = f"documents of microbatch {number} on {name}"
@@ -174,7 +179,7 @@ def _compare_data(
         yield ComparedValue(_DATA, step.iteration, subject, error, 0.0, 0.0)
 
 
-def _compare_exactly(
+def compare_exactly(
     comparison: str, iteration: int, subject: str, found: Tensor | None, expected: Tensor | None
 ) -> ComparedValue:
     """Compare tensors that must be equal. The error is the share of elements that differ."""

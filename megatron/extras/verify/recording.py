@@ -7,7 +7,7 @@ optimizer has used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.data.batches import Microbatch
 from megatron.engine.base import Engine, StepResult
 from megatron.engine.engine_base import EngineBase
+from megatron.extras.verify.float8_recording import RoundedOperand, record_operands
 from megatron.extras.verify.reduction import DROPPED
 from megatron.extras.verify.trace import ActivationTrace
 from megatron.parallel.grid import GridCoordinate
@@ -60,6 +61,8 @@ class RecordedStep:
     """The scale of the step's loss, and the state of the scale after the step. None without fp16.
     """
     trace: ActivationTrace
+    operands: tuple[RoundedOperand, ...] = ()
+    """What this rank has rounded to float8, in order."""
 
 
 @dataclass
@@ -134,7 +137,10 @@ def _wrap_engine(engine: Any, record: RankRecord) -> None:
         # The engine changes its tensors in place.
         before = _copy_shards(engine)
         trace = ActivationTrace()
-        with trace.attach(engine.stages):
+        operands: list[RoundedOperand] = []
+        float8 = engine._plan.config.precision.fp8_format is not None
+        recording = record_operands(operands) if float8 else nullcontext()
+        with trace.attach(engine.stages), recording:
             result: StepResult = train_batch(microbatches, iteration=iteration, lr=lr, **further)
         rates = lr, further.get("decoupled_lr")
         for hook in hooks:
@@ -145,7 +151,9 @@ def _wrap_engine(engine: Any, record: RankRecord) -> None:
         batch = tuple(microbatches)
         after = _copy_shards(engine)
         record.steps.append(
-            RecordedStep(iteration, rates, result, batch, before, after, count, scale, trace)
+            RecordedStep(
+                iteration, rates, result, batch, before, after, count, scale, trace, tuple(operands)
+            )
         )
         return result
 

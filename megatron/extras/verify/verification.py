@@ -21,13 +21,16 @@ from pathlib import Path
 import torch
 
 from megatron.config.tree import Config
+from megatron.extras.float8.recipe import GRADIENTS
 from megatron.extras.verify.comparison import (
     BOUND,
     ComparedRow,
     ComparedValue,
     compare_records,
     find_first_failure,
+    summarise,
 )
+from megatron.extras.verify.float8_comparison import COMPARISON, compare_operands
 from megatron.extras.verify.launching import Launcher, LaunchError, LaunchTimeoutError
 from megatron.extras.verify.recording import RankRecord, ShardCopy, Train
 from megatron.extras.verify.reduction import (
@@ -54,6 +57,7 @@ jump at 0. If an input is as near to 0 as a rounding error, its gradient differs
 _FACTOR = 8.0
 """The bound in the run's own precision is this many times the difference of the two runs. A copy
 also divides the sums inside of matrix products. Another micro-batch size does not."""
+_GRADIENTS = "gradients in the run's precision"
 
 
 @dataclass
@@ -283,10 +287,19 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
     dtype = torch.float16 if config.precision.fp16 else torch.bfloat16
     # The rounding error of one number. Two runs may agree better than that by chance.
     rounding = torch.finfo(dtype).eps / 2
-    return [
-        ComparedRow(comparison, COMPARED, error, bound=max(_FACTOR * measured, rounding))
-        for comparison, error, measured in _compare_precisions(config, copy, *records)
-    ]
+    rows = []
+    # Two micro-batch sizes of one process may round the same sums, and other layouts do not.
+    floors = {_GRADIENTS: _FACTOR * rounding}
+    if config.precision.fp8_format is not None:
+        gradients = getattr(torch, GRADIENTS[config.precision.fp8_format])
+        weights = dtype if config.precision.fp16 or config.precision.bf16 else torch.float32
+        rows = summarise(list(compare_operands(copy, weights, gradients)), [COMPARISON])
+        # An error of a sum in bf16 may change any number by one step of the format.
+        floors[_GRADIENTS] = max(floors[_GRADIENTS], torch.finfo(gradients).eps)
+    for comparison, error, measured in _compare_precisions(config, copy, *records):
+        bound = max(_FACTOR * measured, floors.get(comparison, rounding))
+        rows.append(ComparedRow(comparison, COMPARED, error, bound=bound))
+    return rows
 
 
 def _compare_precisions(
@@ -308,7 +321,7 @@ def _compare_precisions(
     first = config.precision.fp8_start_iteration - 1 if config.precision.fp8_format else 0
     moments = {"exp_avg": config.optimizer.adam_beta1, "momentum": config.optimizer.muon_momentum}
     for comparison, decays, begin, end in (
-        ("gradients in the run's precision", moments, first, first),
+        (_GRADIENTS, moments, first, first),
         # The change of all weights in all steps.
         ("change of the weights in the run's precision", {"weight": 1.0}, 0, -1),
     ):
