@@ -72,7 +72,7 @@ FLOAT8_MUTATIONS = [
     ),
     Mutation(
         "the scales of weights stay those of the first step",
-        "pytorch/torchtitan#3109",
+        "NVIDIA/TransformerEngine#567",
         TENSORWISE,
         2,
         keep_scales_of_first_step,
@@ -80,7 +80,7 @@ FLOAT8_MUTATIONS = [
     ),
     Mutation(
         "gradients of float8 weights are divided by the number of ranks",
-        "pytorch/torchtitan#3109",
+        "meta-pytorch/torchtune#2687",
         f"{TENSORWISE} --tensor-model-parallel-size 2",
         2,
         halve_gradients_of_weights,

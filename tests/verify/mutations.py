@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verify.context_mutations import CONTEXT_MUTATIONS
-from verify.dropped_step_mutations import DROPPED_STEP_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
+from verify.hidden_mutations import HIDDEN_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
 
 # -- gradients of replicated and tied parameters ---------------------------------------------------
@@ -853,5 +853,5 @@ MUTATIONS = [
     ),
     *CONTEXT_MUTATIONS,
     *FLOAT8_MUTATIONS,
-    *DROPPED_STEP_MUTATIONS,
+    *HIDDEN_MUTATIONS,
 ]

@@ -161,11 +161,14 @@ def _enlarge_grid(plan: Plan, grid: Grid) -> Grid:
     # A third stage is neither the first nor the last one.
     if plan.pipeline_size > 2 and plan.stages_per_rank == 1:
         larger.append(replace(grid, pipeline=3))
+    # Three data-parallel ranks have a rank between the first and the last, and uneven shards.
+    if plan.data_parallel_size > 2 and grid.data == 2 and min(plan.copies, plan.shard_size) == 1:
+        larger += [replace(each, data=3) for each in (*larger, grid)]
     # Then there are ranks that have neither end of the sequence nor its middle.
     if size > grid.context > 1:
         larger += [replace(each, context=3 if size % 2 else 4) for each in (*larger, grid)]
     fitting = [each for each in larger if each.world_size <= MOST_PROCESSES]
-    return max(fitting, key=lambda each: (each.pipeline, each.context), default=grid)
+    return max(fitting, key=lambda it: (it.pipeline, it.context, it.data), default=grid)
 
 
 def _reduce_model(plan: Plan, grid: Grid) -> Values:
@@ -217,7 +220,12 @@ def _reduce_heads(plan: Plan, grid: Grid) -> tuple[int, int]:
         groups, heads = 1, 2 * grid.tensor
     else:
         # With several groups on a rank, their order matters.
-        groups = grid.tensor * min(2, plan.shape.query_groups // grid.tensor)
+        tensor = plan.config.parallel.tensor_model_parallel_size
+        number = min(2, plan.shape.query_groups // grid.tensor)
+        # If the run's shards end inside of a query group, those of the copy do too.
+        if plan.shape.query_groups // tensor % plan.shard_size and number % grid.data == 0:
+            number = 3
+        groups = grid.tensor * number
         heads = groups * min(2, heads_per_group)
     if not plan.config.parallel.exchanges_heads:
         return groups, heads

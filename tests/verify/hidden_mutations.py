@@ -1,9 +1,10 @@
-"""Known errors of state that a dropped step changes, or that only fp16 has. See `mutations.py`."""
+"""Known errors of state, of shards and of dropout that a small copy may hide."""
 
 import dataclasses
 import os
 from typing import Any
 
+import torch
 from verify.mutation import NO_DROPOUT, PP, Mutation, wrap
 
 
@@ -51,7 +52,66 @@ def forget_loss_scale() -> None:
     wrap(LossScale, "load", make)
 
 
-DROPPED_STEP_MUTATIONS = [
+def scale_rows_as_first_shard() -> None:
+    from megatron.engine import muon
+
+    def make(describe: Any) -> Any:
+        def describe_matrix(master: Any, config: Any, shape: Any, mesh: Any) -> Any:
+            found = describe(master, config, shape, mesh)
+            # The rows of the first shard have these scales.
+            scales = torch.empty((found.shape[0], 1))
+            for places in found.blocks:
+                rows = sum(place.stop - place.start for place in places)
+                for place in places:
+                    scales[place] = muon.compute_scale(rows, found.shape[1], config)
+            return dataclasses.replace(found, scales=scales[: len(found.scales)])
+
+        return describe_matrix
+
+    wrap(muon, "_describe_matrix", make)
+
+
+def omit_third_shard_in_norm() -> None:
+    from megatron.engine.native import NativeEngine
+
+    def make(listed: Any) -> Any:
+        return lambda engine: [] if engine._mesh.sharding.rank == 2 else listed(engine)
+
+    wrap(NativeEngine, "_list_counted", make)
+
+
+def draw_masks_of_next_microbatch() -> None:
+    from megatron.engine import base
+
+    wrap(base, "DropoutKey", lambda make: lambda iteration, number: make(iteration, number + 1))
+
+
+HIDDEN_MUTATIONS = [
+    Mutation(
+        "Muon scales the rows of each shard as those of the first one",
+        "microsoft/dion#113",
+        "--zero-stage 3 --optimizer muon --muon-scale-mode unit_rms_norm "
+        f"--num-attention-heads 12 --hidden-size 96 --num-query-groups 3 {NO_DROPOUT}",
+        2,
+        scale_rows_as_first_shard,
+        caught_by="weights",
+    ),
+    Mutation(
+        "the gradient norm omits the third shard",
+        "Modalities/modalities#206",
+        NO_DROPOUT,
+        4,
+        omit_third_shard_in_norm,
+    ),
+    Mutation(
+        "dropout has the key of the next microbatch",
+        "allenai/OLMo-core#828",
+        "",
+        2,
+        draw_masks_of_next_microbatch,
+        caught_by="loss",
+        first="forward pass, output of embedding on rank 0",
+    ),
     Mutation(
         "a dropped step counts in the bias correction of the last stage",
         "allenai/OLMo-core#309",
