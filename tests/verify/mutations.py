@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from verify.context_mutations import CONTEXT_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
+from verify.hidden_mutations import HIDDEN_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
 
 # -- gradients of replicated and tied parameters ---------------------------------------------------
@@ -852,4 +853,5 @@ MUTATIONS = [
     ),
     *CONTEXT_MUTATIONS,
     *FLOAT8_MUTATIONS,
+    *HIDDEN_MUTATIONS,
 ]

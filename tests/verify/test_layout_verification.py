@@ -16,7 +16,7 @@ from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.extras.float8.recipe import list_float8_layers
 from megatron.extras.verify import launching
-from megatron.extras.verify.reduction import reduce_plan, use_own_precision
+from megatron.extras.verify.reduction import find_common_size, reduce_plan, use_own_precision
 from megatron.extras.verify.report import describe_layout
 
 SHORT = {
@@ -53,8 +53,8 @@ EXAMPLES = int(os.environ.get("VERIFY_EXAMPLES", "20"))
     ("precision", "comparisons"),
     [
         ("", 12),
-        pytest.param("--bf16", 16, marks=pytest.mark.full),
-        pytest.param(f"--bf16 {FLOAT8}", 16, marks=pytest.mark.full),
+        pytest.param("--bf16", 17, marks=pytest.mark.full),
+        pytest.param(f"--bf16 {FLOAT8}", 18, marks=pytest.mark.full),
     ],
 )
 def test_an_irregular_run_equals_one_process(
@@ -120,6 +120,34 @@ def test_the_layout_of_a_copy_with_shared_sequences(name: str, tmp_path: Path) -
     sliding = reduction.plan.config.model.sliding_window
     # A window of three quarters of 32 tokens needs all keys.
     assert name != "copies" or sliding == 32 - 8 + 2
+
+
+SMALLEST = (
+    "--micro-batch-size 1 --tensor-model-parallel-size 2 --rampup-batch-size 8 8 800 "
+    "--global-batch-size 64 --train-samples 64000"
+)
+"""A ramp of the batch size on one data-parallel rank. One sample divides the sizes of its copy."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "micro"),
+    [(f"{SMALLEST} --bf16", 2), (SMALLEST, 1), (f"{ITERATIONS} --micro-batch-size 1 --bf16", 1)],
+)
+def test_two_micro_batch_sizes_divide_the_batches_of_a_copy(
+    flags: str, micro: int, tmp_path: Path
+) -> None:
+    """Otherwise both runs that give the bound in the run's precision are the same run."""
+    arguments = VerifyArguments(world_size=2)
+    reduction = reduce_plan(resolve_command(arguments, f"{MODEL} {flags}".split())[0], tmp_path)
+    assert reduction.plan.config.batch.micro_batch_size == micro
+    assert find_common_size(reduction.plan) > 1 or "--bf16" not in flags
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--bf16 --optimizer muon"])
+def test_a_ramp_of_small_batches_is_no_alarm(flags: str, verifier: Verifier) -> None:
+    report = verifier.run(f"{SMALLEST} {flags}", 2)
+    assert report["verified"], report
 
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp8-emulate"])

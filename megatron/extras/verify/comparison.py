@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.extras.verify.recording import RankRecord, RecordedStep, ShardCopy
+from megatron.extras.verify.reduction import DROPPED
 from megatron.extras.verify.reference import ReferenceRun, ReferenceStep
 from megatron.extras.verify.reference_dropout import list_microbatches
 from megatron.model.inputs import Inputs
@@ -24,7 +25,7 @@ SHARE = 3e-3
 _DATA = "labels, masks and positions"
 COMPARISONS: tuple[str, ...] = (
     *("samples", _DATA, "learning rate", "initial weights", "loss", "gradient norm", "gradients"),
-    *("moments", "weights", "state after the resume", "step count", "overflow"),
+    *("moments", "weights", "state after the resume", "overflow", "step count"),
 )
 """The comparisons in the order of a step, so the first one that fails is closest to the cause."""
 
@@ -90,8 +91,13 @@ def compare_records(
         for rank, record in enumerate(ranks)
         for finding in _compare_rank(plan, reference, record, f"rank {rank} ({record.coordinate})")
     ]
+    return summarise(findings, COMPARISONS)
+
+
+def summarise(findings: Sequence[ComparedValue], comparisons: Sequence[str]) -> list[ComparedRow]:
+    """Return the rows of these comparisons, which are in the order of a step."""
     rows = []
-    for comparison in COMPARISONS:
+    for comparison in comparisons:
         # Findings are in the order of ranks. The rows are in the order of a step.
         own = [finding for finding in findings if finding.comparison == comparison]
         failures = [finding for finding in own if finding.is_failure]
@@ -116,10 +122,6 @@ def _compare_rank(
     """Yield all findings of one rank in one launch. Subjects end with the rank's name."""
     for step in record.steps:
         number = step.iteration
-        # Only the copy has the fourth step.
-        if number > len(reference.steps):
-            yield from _check_dropped(step, name)
-            continue
         expected = reference.steps[number - 1]
         # The state before the first step of a launch is what was initialised or loaded.
         if step is record.steps[0] and number == 1:
@@ -131,6 +133,9 @@ def _compare_rank(
             yield from _compare_state(*state, earlier.rates[0])
         yield from _compare_data(plan, step, expected.inputs, record.coordinate.data, name)
         yield from _compare_numbers(step, expected, name)
+        if number == DROPPED:
+            yield from _check_dropped(step, name)
+            continue
         yield from _compare_gradients(plan.config.optimizer, step, expected, name)
         yield from _compare_state("", number, step.after, expected.state, name, expected.rates[0])
 
@@ -144,7 +149,7 @@ def _check_dropped(step: RecordedStep, name: str) -> Iterator[ComparedValue]:
     )
     for before, after in zip(step.before, step.after, strict=True):
         subject = f"{after.kind} of {after.name} on {name}"
-        yield _compare_exactly("overflow", step.iteration, subject, after.tensor, before.tensor)
+        yield compare_exactly("overflow", step.iteration, subject, after.tensor, before.tensor)
 
 
 def _compare_data(
@@ -166,7 +171,7 @@ def _compare_data(
             part = None if whole is None else whole[samples]
             subject = f"{field} of microbatch {number} on {name}"
             tensor = getattr(microbatch, field)
-            yield _compare_exactly(comparison, step.iteration, subject, tensor, part)
+            yield compare_exactly(comparison, step.iteration, subject, tensor, part)
         # Bounds are tuples of Python integers.
         bounds = expected.documents and expected.documents[samples]
         subject = f"documents of microbatch {number} on {name}"
@@ -174,7 +179,7 @@ def _compare_data(
         yield ComparedValue(_DATA, step.iteration, subject, error, 0.0, 0.0)
 
 
-def _compare_exactly(
+def compare_exactly(
     comparison: str, iteration: int, subject: str, found: Tensor | None, expected: Tensor | None
 ) -> ComparedValue:
     """Compare tensors that must be equal. The error is the share of elements that differ."""
@@ -206,9 +211,10 @@ def _compare_numbers(
     numbers = [
         ("learning rate", step.rates[0], expected.rates[0]),
         ("loss", step.result.loss, expected.loss),
-        ("gradient norm", step.result.grad_norm, expected.grad_norm),
-        ("step count", step.step_count, step.iteration),
+        ("step count", step.step_count, step.iteration - (step.iteration >= DROPPED)),
     ]
+    if step.iteration != DROPPED:
+        numbers.append(("gradient norm", step.result.grad_norm, expected.grad_norm))
     if step.rates[1] is not None or expected.rates[1] is not None:
         numbers.append(("learning rate", decoupled[0], decoupled[1]))
     for comparison, value, wanted in numbers:

@@ -7,18 +7,20 @@ optimizer has used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megatron.data.batches import Microbatch
 from megatron.engine.base import Engine, StepResult
 from megatron.engine.engine_base import EngineBase
-from megatron.extras.verify.reduction import COMPARED
+from megatron.extras.verify.float8_recording import RoundedOperand, record_operands
+from megatron.extras.verify.reduction import DROPPED
 from megatron.extras.verify.trace import ActivationTrace
 from megatron.parallel.grid import GridCoordinate
 
@@ -55,7 +57,12 @@ class RecordedStep:
     after: tuple[ShardCopy, ...]
     step_count: int
     """The optimizer's number of steps after the step."""
+    loss_scale: tuple[float | None, Any]
+    """The scale of the step's loss, and the state of the scale after the step. None without fp16.
+    """
     trace: ActivationTrace
+    operands: tuple[RoundedOperand, ...] = ()
+    """What this rank has rounded to float8, in order."""
 
 
 @dataclass
@@ -126,19 +133,27 @@ def _wrap_engine(engine: Any, record: RankRecord) -> None:
     def record_step(
         microbatches: Sequence[Microbatch], *, iteration: int, lr: float, **further: Any
     ) -> StepResult:
-        if iteration == COMPARED + 1:
-            _make_gradients_infinite(engine)
+        hooks = _make_gradients_infinite(engine) if iteration == DROPPED else []
         # The engine changes its tensors in place.
         before = _copy_shards(engine)
         trace = ActivationTrace()
-        with trace.attach(engine.stages):
+        operands: list[RoundedOperand] = []
+        float8 = engine._plan.config.precision.fp8_format is not None
+        recording = record_operands(operands) if float8 else nullcontext()
+        with trace.attach(engine.stages), recording:
             result: StepResult = train_batch(microbatches, iteration=iteration, lr=lr, **further)
         rates = lr, further.get("decoupled_lr")
-        count = int(engine.get_scalars()["optimizer_step"])
+        for hook in hooks:
+            hook.remove()
+        scalars = engine.get_scalars()
+        count = int(scalars["optimizer_step"])
+        scale = result.loss_scale, scalars.get("loss_scale")
         batch = tuple(microbatches)
         after = _copy_shards(engine)
         record.steps.append(
-            RecordedStep(iteration, rates, result, batch, before, after, count, trace)
+            RecordedStep(
+                iteration, rates, result, batch, before, after, count, scale, trace, tuple(operands)
+            )
         )
         return result
 
@@ -152,18 +167,16 @@ def _copy_shards(engine: Engine) -> tuple[ShardCopy, ...]:
     )
 
 
-def _make_gradients_infinite(engine: Engine) -> None:
+def _make_gradients_infinite(engine: Engine) -> list[RemovableHandle]:
     """Make the gradient of the output of the first block infinite on the rank that has it.
 
     The backward pass comes to this block last. So only the parameters of the first block and of the
-    embedding get infinite gradients, and other stages have finite ones.
+    embedding get infinite gradients, and other stages have finite ones. The hooks are returned.
     """
 
     def spoil(module: object, args: object, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient * float("inf"))
 
-    for stage in engine.stages:
-        block = stage.get_blocks().get(0)
-        if block is not None:
-            block.register_forward_hook(spoil)
+    blocks = [stage.get_blocks().get(0) for stage in engine.stages]
+    return [block.register_forward_hook(spoil) for block in blocks if block is not None]

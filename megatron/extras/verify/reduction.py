@@ -25,8 +25,14 @@ from megatron.plan.run_plan import Plan
 
 MOST_PROCESSES = 8
 ITERATIONS = 6
-"""Length of the copy's schedules. Three iterations are compared."""
-COMPARED = 3
+"""Length of the copy's schedules. Four iterations are compared."""
+SAVED = 2
+"""The iteration after which the copy saves and ends, and from which it resumes."""
+DROPPED = 3
+"""The iteration whose gradients are infinite, so that no rank may change its state. An applied step
+follows, because it shows what the dropped one has changed."""
+COMPARED = 4
+"""The last iteration of the copy."""
 HEAD = 8
 """Channels of a head, without float8."""
 FLOAT8 = "float8 (emulated, in the run's precision only)"
@@ -155,11 +161,14 @@ def _enlarge_grid(plan: Plan, grid: Grid) -> Grid:
     # A third stage is neither the first nor the last one.
     if plan.pipeline_size > 2 and plan.stages_per_rank == 1:
         larger.append(replace(grid, pipeline=3))
+    # Three data-parallel ranks have a rank between the first and the last, and uneven shards.
+    if plan.data_parallel_size > 2 and grid.data == 2 and min(plan.copies, plan.shard_size) == 1:
+        larger += [replace(each, data=3) for each in (*larger, grid)]
     # Then there are ranks that have neither end of the sequence nor its middle.
     if size > grid.context > 1:
         larger += [replace(each, context=3 if size % 2 else 4) for each in (*larger, grid)]
     fitting = [each for each in larger if each.world_size <= MOST_PROCESSES]
-    return max(fitting, key=lambda each: (each.pipeline, each.context), default=grid)
+    return max(fitting, key=lambda it: (it.pipeline, it.context, it.data), default=grid)
 
 
 def _reduce_model(plan: Plan, grid: Grid) -> Values:
@@ -211,7 +220,12 @@ def _reduce_heads(plan: Plan, grid: Grid) -> tuple[int, int]:
         groups, heads = 1, 2 * grid.tensor
     else:
         # With several groups on a rank, their order matters.
-        groups = grid.tensor * min(2, plan.shape.query_groups // grid.tensor)
+        tensor = plan.config.parallel.tensor_model_parallel_size
+        number = min(2, plan.shape.query_groups // grid.tensor)
+        # If the run's shards end inside of a query group, those of the copy do too.
+        if plan.shape.query_groups // tensor % plan.shard_size and number % grid.data == 0:
+            number = 3
+        groups = grid.tensor * number
         heads = groups * min(2, heads_per_group)
     if not plan.config.parallel.exchanges_heads:
         return groups, heads
@@ -270,8 +284,14 @@ def _reduce_batch(plan: Plan, grid: Grid) -> Values:
     batch = plan.config.batch
     data = grid.data
     micro = min(batch.micro_batch_size, 2)
+    number = _choose_microbatches(plan, grid.pipeline)
+    changes = batch.rampup_batch_size or batch.step_batch_size_schedule
+    # One process needs a second micro-batch size that divides all batch sizes. Otherwise the two
+    # runs that give the bound in the run's precision would be the same run.
+    if has_own_precision(plan.config.precision) and micro * data * (1 if changes else number) == 1:
+        micro = 2
     # The plan requires a multiple of micro-batch size x data-parallel size.
-    first = micro * data * _choose_microbatches(plan, grid.pipeline)
+    first = micro * data * number
     sizes = [first] * ITERATIONS
     values: Values = {"batch.micro_batch_size": micro, "batch.eval_iters": 0}
     if batch.rampup_batch_size is not None:
@@ -477,6 +497,11 @@ def replace_values(config: Config, values: Values) -> Config:
     return build_config(flatten(config) | values)
 
 
+def has_own_precision(precision: PrecisionConfig) -> bool:
+    """Return whether a part of the run is not in fp32."""
+    return bool(precision.fp16 or precision.bf16 or precision.fp8_format)
+
+
 def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     """Return the copy in the run's own precision, or None if all of the run is in fp32.
 
@@ -484,7 +509,7 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     change. The loss is the mean over a step for the same reason.
     """
     precision = original.precision
-    if not (precision.fp16 or precision.bf16 or precision.fp8_format):
+    if not has_own_precision(precision):
         return None
     names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
     names.append("optimizer.muon_fp32_matmul_prec")
@@ -499,6 +524,8 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
         # A loss scale of 2^32 would drop all steps that are compared.
         "precision.initial_loss_scale": min(precision.initial_loss_scale, 2.0**10),
         "precision.hysteresis": 1,
+        # The scale that is restored then differs from the initial one.
+        "precision.loss_scale_window": SAVED,
     }
     if precision.fp8_format is not None:
         values |= _reduce_float8(precision, reduction.plan.config.model.num_layers)
@@ -543,6 +570,6 @@ def find_common_size(plan: Plan) -> int:
     """Return the largest micro-batch size that divides all batch sizes of the copy."""
     sizes: list[int] = []
     length = plan.config.model.seq_length
-    for _ in range(COMPARED + 1):
+    for _ in range(COMPARED):
         sizes.append(plan.batch_size.get_size(sum(sizes), sum(sizes) * length))
     return math.gcd(*sizes)

@@ -1,4 +1,4 @@
-"""The reference: three steps of one process that share as little as possible with the run.
+"""The reference: the steps of one process that share as little as possible with the run.
 
 | what              | the run                               | the reference                     |
 |-------------------|---------------------------------------|-----------------------------------|
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.batch import BatchConfig
-from megatron.extras.verify.reduction import COMPARED, EOD, use_one_process
+from megatron.extras.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
 from megatron.extras.verify.reference_dropout import use_masks_of_layout
 from megatron.extras.verify.reference_optimizer import Moments, Rates, ReferenceOptimizer
 from megatron.extras.verify.trace import ActivationTrace
@@ -56,7 +56,7 @@ class ReferenceStep:
     loss: float
     grad_norm: float
     gradients: dict[str, Tensor]
-    """Before clipping."""
+    """Before clipping. The dropped step has none."""
     state: Moments
     """Weights and moments after the step."""
     trace: ActivationTrace
@@ -71,7 +71,7 @@ class ReferenceRun:
 
 
 def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
-    """Train three steps of the copy's model in this process.
+    """Train the copy's model in this process. The dropped step has only a forward pass.
 
     Args:
         plan: The plan of the copy.
@@ -106,19 +106,25 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         trace = ActivationTrace()
         with trace.attach([model]):
             loss = _compute_loss(model, inputs, plan, alone.shape.vocab_size)
-            loss.backward()
+            if iteration != DROPPED:
+                loss.backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         # fp64, because squares of many elements are added.
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         clip = config.optimizer.clip_grad
-        for name, p in parameters.items():
+        for name, gradient in gradients.items():
             # 1e-6 as in torch's `clip_grad_norm_`.
-            p.grad = gradients[name] * (clip / (norm + 1e-6) if 0 < clip < norm else 1.0)
-        optimizer.step(rates)
-        model.zero_grad(set_to_none=True)
+            factor = clip / (norm + 1e-6) if 0 < clip < norm else 1.0
+            parameters[name].grad = gradient * factor
         consumed += size
-        tokens = position[1] + size * length
-        position = (consumed, tokens, schedule.compute_warmup_tokens(consumed, tokens, position[2]))
+        # A dropped step reads its samples, and moves neither the optimizer nor the rate.
+        if iteration != DROPPED:
+            optimizer.step(rates)
+            applied = position[0] + size
+            tokens = position[1] + size * length
+            warmup = schedule.compute_warmup_tokens(applied, tokens, position[2])
+            position = (applied, tokens, warmup)
+        model.zero_grad(set_to_none=True)
         state = copy.deepcopy(optimizer.moments) | {"weight": _copy(parameters)}
         run.steps.append(
             ReferenceStep(inputs, rates, float(loss.detach()), norm, gradients, state, trace)

@@ -44,6 +44,8 @@ def write_data(folder: Path, config: DataConfig) -> str:
         with IndexedDatasetWriter(folder / "data" / name, choose_dtype(VOCABULARY)) as writer:
             for document in documents:
                 writer.add_document(np.append(document % EOD, EOD))
+    if config.mock_data:
+        return "the samples of --mock-data, which have consecutive ids"
     if prefix is None:
         return f"random tokens, because {reason}"
     return f"the first documents of {prefix}, with ids modulo {EOD}"

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,8 @@ class ActivationTrace:
 
     outputs: dict[_Key, Tensor] = field(default_factory=dict)
     gradients: dict[_Key, Tensor] = field(default_factory=dict)
+    _passes: dict[int, int] = field(default_factory=dict)
+    """The number of a stage -> its forward passes."""
     _microbatch: int = 0
 
     @contextmanager
@@ -36,8 +37,9 @@ class ActivationTrace:
         """Record what these stages compute in this context."""
         # The hooks are removed, because closures cannot be stored in a file.
         handles = []
-        for stage in stages:
-            handles.append(stage.register_forward_pre_hook(self._begin_microbatch))
+        for number, stage in enumerate(stages):
+            begin = partial(self._begin_microbatch, number)
+            handles.append(stage.register_forward_pre_hook(begin))
             for name, module in stage.named_modules():
                 if _OPERATORS.fullmatch(name):
                     handles.append(module.register_forward_hook(partial(self._record, name)))
@@ -47,8 +49,10 @@ class ActivationTrace:
             for handle in handles:
                 handle.remove()
 
-    def _begin_microbatch(self, module: object, args: tuple[Any, ...]) -> None:
-        self._microbatch = args[1].dropout_key.microbatch
+    def _begin_microbatch(self, stage: int, module: object, args: object) -> None:
+        # A stage takes microbatches in order. The number in the key of dropout may be wrong.
+        self._microbatch = self._passes.get(stage, 0)
+        self._passes[stage] = self._microbatch + 1
 
     def _record(self, name: str, module: object, args: object, output: Tensor) -> None:
         key = self._microbatch, name

@@ -1,9 +1,9 @@
 """The verification of a run: a reduced copy on several processes against one process.
 
 1. Reduce the plan (`reduction`), and write its data (`synthetic`).
-2. Train three steps in one process (`reference`) in fp32, on the samples that a run of one
+2. Train the same steps in one process (`reference`) in fp32, on the samples that a run of one
 process reads.
-3. Train the copy: two steps and a save, then a resume and two more steps. In the fourth step, the
+3. Train the copy: two steps and a save, then a resume and two more steps. In the third step, the
 first block gets infinite gradients, and no rank may change its weights.
 4. Compare (`comparison`), and find the first activation that differs (`trace`).
 5. In the run's own precision, compare the copy with two runs of one process that differ in
@@ -13,25 +13,29 @@ their micro-batch sizes.
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron.config.tree import Config
+from megatron.extras.float8.recipe import GRADIENTS
 from megatron.extras.verify.comparison import (
     BOUND,
     ComparedRow,
     ComparedValue,
     compare_records,
     find_first_failure,
+    summarise,
 )
+from megatron.extras.verify.float8_comparison import COMPARISON, compare_operands
 from megatron.extras.verify.launching import Launcher, LaunchError, LaunchTimeoutError
-from megatron.extras.verify.recording import RankRecord, Train
+from megatron.extras.verify.recording import RankRecord, ShardCopy, Train
 from megatron.extras.verify.reduction import (
     COMPARED,
+    SAVED,
     Reduction,
     find_common_size,
     reduce_plan,
@@ -53,8 +57,7 @@ jump at 0. If an input is as near to 0 as a rounding error, its gradient differs
 _FACTOR = 8.0
 """The bound in the run's own precision is this many times the difference of the two runs. A copy
 also divides the sums inside of matrix products. Another micro-batch size does not."""
-_SAVED = 2
-"""The iteration after which the copy saves and ends, and from which it resumes."""
+_GRADIENTS = "gradients in the run's precision"
 
 
 @dataclass
@@ -171,27 +174,38 @@ def _verify_in_fp32(copy: Plan, launcher: Launcher, found: VerifiedRun) -> None:
     """
     reference = _run_reference(copy, launcher)
     # The first launch ends with a save, and the second one resumes from it.
-    launches = []
-    for number, last in ((1, _SAVED), (2, COMPARED + 1)):
-        name = f"launch {number} of the copy"
-        ranks, error = launcher.launch(copy.config, copy.world_size, name, last, "copy")
-        launches.append(ranks)
-        expected = list(range(_SAVED * number - 1, last + 1))
-        if error is None and any([s.iteration for s in r.steps] != expected for r in ranks):
-            # Steps that are not recorded are not compared.
-            error = LaunchError(
-                f"{name} has not trained iterations {expected[0]} to {last} on all ranks"
-            )
-        if error is not None:
-            found.add_error(error)
-            break
+    launches, error = _launch_twice(copy.config, copy.world_size, "copy", launcher)
+    if error is not None:
+        found.add_error(error)
     # After an error, the steps before it are compared.
     found.rows = compare_records(copy, reference, launches)
     first = find_first_failure(found.rows)
-    # The reference has no step with infinite gradients.
-    if first is not None and first.iteration <= COMPARED:
-        ranks = launches[first.iteration > _SAVED]
+    if first is not None:
+        ranks = launches[first.iteration > SAVED]
         found.first_difference = _find_first_difference(copy, reference, ranks, first.iteration)
+
+
+def _launch_twice(
+    config: Config, world_size: int, name: str, launcher: Launcher
+) -> tuple[list[Sequence[RankRecord]], LaunchError | None]:
+    """Train up to the save, then resume, and return the records of both launches.
+
+    After an error, which is returned too, records are missing.
+    """
+    launches = []
+    for number, last in ((1, SAVED), (2, COMPARED)):
+        title = f"launch {number} of the {name}"
+        ranks, error = launcher.launch(config, world_size, title, last, name)
+        launches.append(ranks)
+        expected = list(range(SAVED * number - 1, last + 1))
+        if error is None and any([s.iteration for s in r.steps] != expected for r in ranks):
+            # Steps that are not recorded are not compared.
+            error = LaunchError(
+                f"{title} has not trained iterations {expected[0]} to {last} on all ranks"
+            )
+        if error is not None:
+            return launches, error
+    return launches, None
 
 
 def _run_reference(copy: Plan, launcher: Launcher) -> ReferenceRun:
@@ -251,32 +265,51 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
     Raises:
         LaunchError: A rank has failed.
     """
+    launches, error = _launch_twice(
+        config, plan.world_size, "copy in the run's precision", launcher
+    )
+    if error is not None:
+        raise error
+    copy = [
+        RankRecord(first.coordinate, first.steps + second.steps)
+        for first, second in zip(*launches, strict=True)
+    ]
+    # The three runs start from the same weights and read the same samples.
     records = []
-    for name, size, settings in (
-        ("the copy in its own precision", plan.world_size, config),
-        ("one process, micro-batches of 1", 1, use_one_process(config, 1)),
-        ("one process, large micro-batches", 1, use_one_process(config, find_common_size(plan))),
-    ):
-        ranks, error = launcher.launch(settings, size, name, COMPARED, f"run of {name}")
+    for name, micro in (("micro-batches of 1", 1), ("large micro-batches", find_common_size(plan))):
+        settings = use_one_process(config, micro)
+        name = f"one process, {name}"
+        ranks, error = launcher.launch(settings, 1, name, COMPARED, f"run of {name}")
         if error is not None:
             raise error
-        records.append(ranks)
-    # The three runs start from the same weights and read the same samples.
-    copy, single, large = records
+        records.append(ranks[0])
     # The caller has checked that the run is in one of the two.
     dtype = torch.float16 if config.precision.fp16 else torch.bfloat16
     # The rounding error of one number. Two runs may agree better than that by chance.
     rounding = torch.finfo(dtype).eps / 2
-    return [
-        ComparedRow(comparison, COMPARED, error, bound=max(_FACTOR * measured, rounding))
-        for comparison, error, measured in _compare_precisions(copy, single[0], large[0])
-    ]
+    rows = []
+    # Two micro-batch sizes of one process may round the same sums, and other layouts do not.
+    floors = {_GRADIENTS: _FACTOR * rounding}
+    if config.precision.fp8_format is not None:
+        gradients = getattr(torch, GRADIENTS[config.precision.fp8_format])
+        weights = dtype if config.precision.fp16 or config.precision.bf16 else torch.float32
+        rows = summarise(list(compare_operands(copy, weights, gradients)), [COMPARISON])
+        # An error of a sum in bf16 may change any number by one step of the format.
+        floors[_GRADIENTS] = max(floors[_GRADIENTS], torch.finfo(gradients).eps)
+    for comparison, error, measured in _compare_precisions(config, copy, *records):
+        bound = max(_FACTOR * measured, floors.get(comparison, rounding))
+        rows.append(ComparedRow(comparison, COMPARED, error, bound=bound))
+    return rows
 
 
 def _compare_precisions(
-    copy: Sequence[RankRecord], single: RankRecord, large: RankRecord
+    config: Config, copy: Sequence[RankRecord], single: RankRecord, large: RankRecord
 ) -> Iterator[tuple[str, float, float]]:
     """Yield each comparison, the copy's difference, and that of the two runs."""
+    if config.precision.fp16:
+        pairs = [zip(rank.steps, single.steps, strict=True) for rank in copy]
+        error = max(float(a.loss_scale != b.loss_scale) for steps in pairs for a, b in steps)
+        yield "loss scale in the run's precision", error, 0.0
     for comparison, attribute in (
         ("loss in the run's precision", "loss"),
         ("gradient norm in the run's precision", "grad_norm"),
@@ -284,26 +317,42 @@ def _compare_precisions(
     ):
         errors = [_find_difference(rank, single, attribute) for rank in copy]
         yield comparison, max(errors), _find_difference(large, single, attribute)
-    # The change of all weights in all steps.
-    start, expected, other = (
-        {shard.name: shard.tensor for shard in shards if shard.kind == "weight"}
-        for shards in (single.steps[0].before, single.steps[-1].after, large.steps[-1].after)
-    )
-    # Sums of squares over all shards: the copy's difference, that of the two runs, the change.
-    sums = [0.0, 0.0, 0.0]
-    for rank in copy:
-        for shard in rank.steps[-1].after:
-            if shard.kind == "weight":
-                wanted = shard.select(expected[shard.name])
-                others = (
-                    shard.tensor,
-                    shard.select(other[shard.name]),
-                    shard.select(start[shard.name]),
-                )
-                for number, tensor in enumerate(others):
-                    sums[number] += float((tensor - wanted).square().sum())
-    error, measured, change = map(math.sqrt, sums)
-    yield "change of the weights in the run's precision", error / change, measured / change
+    # The first step with float8. Later gradients also have the differences of the weights.
+    first = config.precision.fp8_start_iteration - 1 if config.precision.fp8_format else 0
+    moments = {"exp_avg": config.optimizer.adam_beta1, "momentum": config.optimizer.muon_momentum}
+    for comparison, decays, begin, end in (
+        (_GRADIENTS, moments, first, first),
+        # The change of all weights in all steps.
+        ("change of the weights in the run's precision", {"weight": 1.0}, 0, -1),
+    ):
+        runs = [
+            {(s.kind, s.name): s.tensor for s in _find_changes(run, decays, begin, end)}
+            for run in (single, large)
+        ]
+        # Sums of squares over all shards: the copy's difference, that of the two runs, the change.
+        sums = [0.0, 0.0, 0.0]
+        for rank in copy:
+            for shard in _find_changes(rank, decays, begin, end):
+                wanted, other = (shard.select(run[shard.kind, shard.name]) for run in runs)
+                for number, tensor in enumerate((shard.tensor - wanted, other - wanted, wanted)):
+                    sums[number] += float(tensor.square().sum())
+        error, measured, change = map(math.sqrt, sums)
+        yield comparison, error / change, measured / change
+
+
+def _find_changes(
+    run: RankRecord, decays: Mapping[str, float], begin: int, end: int
+) -> list[ShardCopy]:
+    """Return x' - decay * x of these kinds of state, from one step to another one.
+
+    For first moments, this is a multiple of the clipped gradient.
+    """
+    pairs = zip(run.steps[begin].before, run.steps[end].after, strict=True)
+    return [
+        replace(new, tensor=new.tensor.float() - decays[new.kind] * old.tensor.float())
+        for old, new in pairs
+        if new.kind in decays
+    ]
 
 
 def _find_difference(run: RankRecord, single: RankRecord, attribute: str) -> float:
@@ -312,8 +361,8 @@ def _find_difference(run: RankRecord, single: RankRecord, attribute: str) -> flo
     for own, other in zip(run.steps, single.steps, strict=True):
         value = float(getattr(own.result, attribute))
         wanted = float(getattr(other.result, attribute))
-        # An overflow of fp16 gives the same infinity everywhere.
-        if value != wanted:
+        # After an overflow, the norm of infinite gradients is an infinity or a nan.
+        if value != wanted and (math.isfinite(value) or math.isfinite(wanted)):
             difference = abs(value - wanted) / (abs(wanted) or 1.0)
             largest = max(largest, math.inf if math.isnan(difference) else difference)
     return largest
