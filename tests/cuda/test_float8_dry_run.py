@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, count_rounding_bytes, plan_case, run_case
+from cuda.fake_ranks import PLAIN, Case, count_rounding_bytes, plan_case, run_case
 
 from megatron.extras.planner.cost.float8 import (
     count_rounding,
@@ -97,7 +97,7 @@ def test_kernels_move_the_bytes_that_the_planner_counts(
     flags: str, ranks: int, in_float8: int, on_fake_gpu: Call
 ):
     """Each layer has five matrices, each with three products. There are two microbatches."""
-    case = Case(f"{flags} {LLAMA} --global-batch-size {4 * ranks}", ranks)
+    case = Case(f"{PLAIN} {flags} {LLAMA} --global-batch-size {4 * ranks}", ranks)
     plan = plan_case(case)
     layout = describe_layout(plan)
     microbatches = plan.get_num_microbatches(plan.batch_size.final)

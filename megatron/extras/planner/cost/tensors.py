@@ -298,7 +298,9 @@ class _Tensors:
         grouped = self._shape.query_groups < self._config.num_attention_heads
         # "full" is computed in fp32: the input in fp32, and the input times the reciprocal of its
         # norm.
-        in_fp32 = 2 if self._config.qk_norm == "full" and not self._compiled else 0
+        in_fp32 = {None: 0, "head": 0, "full": 2}[self._config.qk_norm]
+        if self._compiled:
+            in_fp32 = 0
         size += in_fp32 * (self._q + self._k) * 4 / self.value
         if copied:
             return size
