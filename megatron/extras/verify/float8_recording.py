@@ -37,12 +37,11 @@ def record_operands(operands: list[RoundedOperand]) -> Iterator[None]:
 
     def keep(its: Any, what: str, matrix: Tensor | None, rounded: Any, **further: Any) -> None:
         by_row = its.recipe.rowwise and "backward" not in what
-        copies = [None if x is None else x.detach().clone() for x in (matrix, rounded.values)]
-        operands.append(
-            RoundedOperand(what, *copies, rounded.inverse.clone(), by_row=by_row, **further)
-        )
+        values, inverse = rounded.values.detach().clone(), rounded.inverse.clone()
+        before = None if matrix is None else matrix.detach().clone()
+        operands.append(RoundedOperand(what, before, values, inverse, by_row=by_row, **further))
 
-    def record(its: Any, operand: str, matrices: Any, rounded: Any) -> None:
+    def record(its: Any, operand: Any, matrices: Any, rounded: Any) -> None:
         for number, (matrix, after) in enumerate(zip(matrices, rounded, strict=True)):
             keep(its, f"{operand} of {its.names[number]}", matrix, after)
         count(its, operand, matrices, rounded)
@@ -64,7 +63,7 @@ def record_operands(operands: list[RoundedOperand]) -> Iterator[None]:
         return rounded
 
     cls._count, cls.get_weight = record, record_weight  # type: ignore[method-assign, assignment]
-    gradients._round_input = record_input  # type: ignore[method-assign]
+    gradients._round_input = record_input  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

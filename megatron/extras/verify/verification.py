@@ -296,9 +296,9 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
         rows = summarise(list(compare_operands(copy, weights, gradients)), [COMPARISON])
         # An error of a sum in bf16 may change any number by one step of the format.
         floors[_GRADIENTS] = max(floors[_GRADIENTS], torch.finfo(gradients).eps)
-    for comparison, error, measured in _compare_precisions(config, copy, *records):
+    for comparison, difference, measured in _compare_precisions(config, copy, *records):
         bound = max(_FACTOR * measured, floors.get(comparison, rounding))
-        rows.append(ComparedRow(comparison, COMPARED, error, bound=bound))
+        rows.append(ComparedRow(comparison, COMPARED, difference, bound=bound))
     return rows
 
 
