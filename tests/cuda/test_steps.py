@@ -295,8 +295,8 @@ def test_products_add_to_the_gradients(
     weights = 2 * 5
     steps = 8 // 2 // (world_size if "zero" in flags else 1)
     passes = steps // microbatches
-    # The output matrix has one product with a result in fp32 for each microbatch.
-    assert counts["mm.dtype"] == weights * passes + steps
+    # The gradient of the output matrix is rounded to 16 bits.
+    assert counts["mm.dtype"] == weights * passes
     assert counts.get("addmm.dtype_out", 0) == weights * (steps - passes)
     check_waits(on_fake_gpu(run_case, replace(case, steps=2)))
 

@@ -1,8 +1,10 @@
 """Files that hang when the run ends.
 
 A pipe without a writer stands for a file on a file system that does not answer. Opening it blocks.
+The run itself refuses pipes, so `open_without_a_check` takes the place of its reader.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -10,10 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults.launches import ERROR, NewJob
 
+from megatron.checkpoint import lease
 from megatron.checkpoint.lease import FILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +37,13 @@ def replace_by_pipe(path: Path) -> None:
     time.sleep(0.5)
 
 
+def open_without_a_check(rank: int) -> None:
+    """Let the lease open its file in a way that waits for a pipe."""
+    module: Any = lease
+    module.open_regular = lambda path, **_: open(path, "rb")
+    module.load_json = lambda path, _: json.loads(Path(path).read_text())
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_error_is_printed_although_the_folder_hangs(
     ranks: int, new_job: NewJob, corpus: str, tmp_path: Path
@@ -45,7 +56,7 @@ def test_error_is_printed_although_the_folder_hangs(
         ranks,
         metrics=tmp_path / "metrics.jsonl",
     )
-    launch = job.launch(constants=SOON)
+    launch = job.launch(constants=SOON, prepare=open_without_a_check)
     launch.wait_for_line("iteration        3/")
     replace_by_pipe(job.folder / FILE)
     # All ids of the data become 65535, which is outside of the vocabulary.
