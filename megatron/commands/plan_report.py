@@ -584,7 +584,9 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
     best = choose_strategy(estimates)
     if best is None:
         precision = plan.config.precision
-        half = "" if precision.bf16 or precision.fp16 else "--bf16, "
+        half = "--bf16, "
+        if precision.bf16 or precision.fp16:
+            half = ""
         advice = f"none fits in memory: use {half}more tensor or pipeline ranks, or recomputation"
     else:
         # --search also changes the micro-batch and the grid.

@@ -34,11 +34,15 @@ def compare_operands(
             at = rank.coordinate
             for index, operand in enumerate(step.operands):
                 # Context-parallel ranks have other rows, and share the scale of a tensor only.
-                context = at.context if operand.by_row else 0
+                context = 0
+                if operand.by_row:
+                    context = at.context
                 key = at.pipeline, at.data, context, index, operand.name
                 groups[key].append((f"rank {number} ({at})", at.tensor, operand))
         for (*_, name), parts in groups.items():
-            kind = gradients if name.startswith("gradient") else torch.float8_e4m3fn
+            kind = torch.float8_e4m3fn
+            if name.startswith("gradient"):
+                kind = gradients
             matrices = [operand.matrix for _, _, operand in parts if operand.matrix is not None]
             for rank_name, tensor, operand in parts:
                 matrix, whole = operand.matrix, matrices

@@ -133,7 +133,9 @@ def _wrap_engine(engine: Any, record: RankRecord) -> None:
     def record_step(
         microbatches: Sequence[Microbatch], *, iteration: int, lr: float, **further: Any
     ) -> StepResult:
-        hooks = _make_gradients_infinite(engine) if iteration == DROPPED else []
+        hooks = []
+        if iteration == DROPPED:
+            hooks = _make_gradients_infinite(engine)
         # The engine changes its tensors in place.
         before = _copy_shards(engine)
         trace = ActivationTrace()

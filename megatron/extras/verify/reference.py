@@ -114,7 +114,9 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         clip = config.optimizer.clip_grad
         for name, gradient in gradients.items():
             # 1e-6 as in torch's `clip_grad_norm_`.
-            factor = clip / (norm + 1e-6) if 0 < clip < norm else 1.0
+            factor = 1.0
+            if 0 < clip < norm:
+                factor = clip / (norm + 1e-6)
             parameters[name].grad = gradient * factor
         consumed += size
         # A dropped step reads its samples, and moves neither the optimizer nor the rate.

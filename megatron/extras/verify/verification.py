@@ -292,7 +292,9 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
     floors = {_GRADIENTS: _FACTOR * rounding}
     if config.precision.fp8_format is not None:
         gradients = getattr(torch, GRADIENTS[config.precision.fp8_format])
-        weights = dtype if config.precision.fp16 or config.precision.bf16 else torch.float32
+        weights = torch.float32
+        if config.precision.fp16 or config.precision.bf16:
+            weights = dtype
         rows = summarise(list(compare_operands(copy, weights, gradients)), [COMPARISON])
         # An error of a sum in bf16 may change any number by one step of the format.
         floors[_GRADIENTS] = max(floors[_GRADIENTS], torch.finfo(gradients).eps)

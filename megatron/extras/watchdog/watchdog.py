@@ -253,10 +253,14 @@ class Watchdog(RollCall):
         lines = [*self._list_missing(found), *self._list_left(found)]
         if self._leaving.is_set():
             # gloo and NCCL fail at once when a process ends, so no limit was exceeded.
-            lost = "the run has lost ranks: " if lines else ""
+            lost = ""
+            if lines:
+                lost = "the run has lost ranks: "
             what = f"{lost}a collective of {phase.name} failed"
         else:
-            factor = "" if phase.is_repeated else f"{phase.factor:g} x "
+            factor = f"{phase.factor:g} x "
+            if phase.is_repeated:
+                factor = ""
             what = (
                 f"the run hangs: {phase.name} has taken {self._stopwatch.seconds:.0f} s, and the "
                 f"limit is {factor}--hang-timeout {self._hang_timeout:g} s"
@@ -291,7 +295,9 @@ class Watchdog(RollCall):
         """
         if not found.answers:
             # The store is silent. Under torchrun the launcher keeps it, which is not a rank.
-            ranks = [0] if store_is_rank_zeros() else []
+            ranks = []
+            if store_is_rank_zeros():
+                ranks = [0]
         else:
             ranks = [rank for rank in range(len(self._names)) if rank not in found.answers]
         # A rank that has left has reported its own error.

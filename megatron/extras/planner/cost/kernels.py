@@ -82,7 +82,8 @@ def compute_gemm_utilisation(
     `Hardware`.
     """
     # Filling takes the same time in float8, in which a multiprocessor computes twice as much.
-    depth = 2 * depth if gemm.value == 1 else depth
+    if gemm.value == 1:
+        depth *= 2
     best = 0.0
     for rows, columns, speed in _TILES:
         # Tiles at the edges are padded.

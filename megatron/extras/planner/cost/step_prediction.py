@@ -375,7 +375,9 @@ def _estimate_stages(
     float8 = job.software.float8
     # Otherwise the number of microbatches does not matter.
     once = float8 is not None and (float8.weights == "step" or float8.one_pass)
-    rounds = microbatches if once else 1
+    rounds = 1
+    if once:
+        rounds = microbatches
     if float8 is not None and float8.one_pass:
         key = replace(key, data=min(layout.data, 2), zero_stage=layout.zero_stage)
 

@@ -638,7 +638,9 @@ class _Tensors:
         done = 0.0
         before = 0.0
         for size in gradients:
-            matrix = self._count_matrix(size, inner) if self._rounds_gathered else 0.0
+            matrix = 0.0
+            if self._rounds_gathered:
+                matrix = self._count_matrix(size, inner)
             yield done + before + matrix, before
             yield inner, matrix + inner + done
             done += inner
@@ -673,7 +675,9 @@ class _Tensors:
         # The product of a chunk, with its fp32 logits or with those of the chunk before.
         computed = 1.5 * chunk
         # Products of odd widths have a padded copy of the matrix.
-        copied = self.value * self.output_matrix if self._half and columns % 8 else 0
+        copied = 0
+        if self._half and columns % 8:
+            copied = self.value * self.output_matrix
         if not self._half or self._fused_loss:
             # In fp32 and for kernels they are in the place of their gradient.
             computed = last = 0
