@@ -35,9 +35,5 @@ def check_tokenizer_files(config: TokenizerConfig) -> Iterator[Finding]:
         if not stated:
             yield error(describe_lack(config))
     # A name may be on the Hugging Face Hub. If the size is given, the name alone is enough.
-    elif not stated:
+    elif not stated or name.startswith((".", "/", "~")):
         yield error(describe_absence(config))
-    elif name.startswith((".", "/", "~")):
-        yield error(
-            f"the tokenizer {name} does not exist on this machine. Correct the path, {without}."
-        )

@@ -110,13 +110,16 @@ def describe_lack(config: TokenizerConfig) -> str:
 
 
 def describe_absence(config: TokenizerConfig) -> str:
-    """Return the error for a tokenizer that is not on this machine, and whose size is needed."""
+    """Return the error for a tokenizer that is not on this machine."""
     flag = "--tokenizer-name-or-path"
     if config.tokenizer_type == "SentencePieceTokenizer":
         flag = "the file --tokenizer-model"
+    absent = f"{flag} {config.tokenizer_name_or_path} does not exist on this machine"
+    if config.vocab_size is not None:
+        return f"{absent}. Correct the path, or leave it out, if no tokenizer is needed."
     return (
-        f"{flag} {config.tokenizer_name_or_path} does not exist on this machine, so the size of "
-        "the vocabulary is not known. Correct the path, or give --vocab-size N."
+        f"{absent}, so the size of the vocabulary is not known. Correct the path, or give "
+        "--vocab-size N."
     )
 
 
