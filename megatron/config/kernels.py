@@ -34,8 +34,8 @@ class KernelsConfig:
     gradient_accumulation_fusion: bool | None = None
     """Let the matrix products of the layers add to the weights' gradients in fp32. Without it, the
     product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
-    native engine. auto: on GPUs, if one data-parallel rank adds up several microbatches before
-    gradients are sent, as with --zero-stage 1. A CPU multiplies fp32 copies, which is slower."""
+    native engine. auto: on GPUs, unless several data-parallel ranks send gradients after each
+    microbatch, as with --zero-stage 2. A CPU multiplies fp32 copies, which is slower."""
     rope_fusion: bool | None = None
     """Rotate queries and keys, and divide the projection, in one Triton kernel in each direction.
     auto: on GPUs if Triton is installed, but not with --use-torch-compile, which fuses them itself.
@@ -58,7 +58,7 @@ class KernelsConfig:
     use_varlen_attention: bool = False
     """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
     instead of one call for each document. It is for --reset-attention-mask with short documents. It
-    needs --bf16 or --fp16 and --attention-dropout 0, and has no ALiBi. It has not run on a GPU yet.
+    needs --bf16 or --fp16 and --attention-dropout 0, and has no ALiBi.
     On a CPU, a loop computes the same."""
 
     @property

@@ -35,7 +35,7 @@ class PrecisionConfig:
     """Multiply in float8 in the linear layers of transformer layers: in e4m3 only, or with
     gradients in e5m2 (hybrid). It needs --bf16, --fp8-recipe, torchao, and GPUs of the Ada or
     Hopper generation or later. Weights, sums, norms, embedding and output layer stay as they are.
-    The scales do not depend on the layout. It has not run on a GPU yet."""
+    The scales do not depend on the layout. Its kernels have not run on a GPU yet."""
     fp8_recipe: Literal["tensorwise", "rowwise"] | None = None
     """What shares a scale of --fp8-format: a tensor, or a token and a row of a weight. Scales are
     powers of two. With tensorwise all three products of a layer are in float8. With rowwise the

@@ -1,8 +1,8 @@
 """The kernels that a configuration leaves to the trainer, for a type of device.
 
-A flag that names a kernel is kept. The others are on where the kernel exists and saves time. The
-choice is a function of the configuration and of what all ranks have in common, so that all ranks
-compute alike. See docs/decisions/056.
+A flag that names a kernel is kept. Each other kernel is on unless `_find_obstacle` has a reason
+against it. The choice is a function of the plan and of what all ranks have in common, so that all
+ranks make the same one. See docs/decisions/056.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ SWITCHES = ("gradient_accumulation_fusion", *TRITON)
 
 @dataclass(frozen=True)
 class KernelDevice:
-    """What all ranks have in common."""
+    """The type of the GPUs, and what keeps a rank from running Triton."""
 
     gpu: str
     """Compute capability, as in 9.0. Ranks of several types have all of them. A CPU is "cpu", and
@@ -116,7 +116,7 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
         return ""
     if plan.config.parallel.deepspeed:
         return "DeepSpeed takes the gradients from autograd"
-    # Gradients of one microbatch are sent and dropped. FSDP2 holds those of a layer until then,
+    # Gradients of one microbatch are sent and freed. FSDP2 holds those of a layer until then,
     # and fp32 would need twice the memory and more traffic than a conversion.
     smallest = min(plan.batch_size.get_size(0, 0), plan.batch_size.final)
     once = smallest <= plan.config.batch.micro_batch_size * plan.data_parallel_size

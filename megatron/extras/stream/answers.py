@@ -32,7 +32,7 @@ _TARGET = re.compile(rb"""\shref=["']([^"'<>]+)""", re.IGNORECASE)
 
 
 class AnswerTooLongError(Exception):
-    """A server sends more than it may. Asking again has no use."""
+    """An answer breaks a bound of bytes, time or compression. Asking again has no use."""
 
 
 def run_limited(request: Callable[[], Result]) -> Result:

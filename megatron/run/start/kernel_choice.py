@@ -46,7 +46,7 @@ def choose_run_kernels(
     Args:
         plan: The plan of the run.
         state: The state of the run. It has the record of the checkpoint, if there is one.
-        saved: The settings of kernels in the checkpoint. They count if it has no record.
+        saved: The settings of kernels in the checkpoint. They replace what the record lacks.
         ranks: All ranks.
         device: This rank's device.
         kind: The engine. It knows whether this rank can run its kernels.
@@ -59,7 +59,7 @@ def choose_run_kernels(
     if record and record["gpu"] != here.gpu:
         log(
             f"the checkpoint was trained on {record['gpu']} and this run is on {here.gpu} (compute "
-            "capability), so kernels without a flag are chosen again"
+            "capability or cpu), so kernels without a flag are chosen again"
         )
     elif saved is not None and state.iteration > 0:
         choice = _keep(choice, _complete(record.get("kernels", {}), saved), plan, here, log)
@@ -134,7 +134,7 @@ def _keep(
     )
     log(
         f"kernels stay as in the checkpoint, so that the run continues as it was: {before}. "
-        f"The default for a new run here is {default}. These flags change it"
+        f"The default for a new run here is {default}. Give these flags to change to it"
     )
     reasons = {**choice.reasons, **dict.fromkeys(kept, "as in the checkpoint")}
     kernels = replace(choice.kernels, **{name: used[name] for name in kept})
