@@ -3,8 +3,8 @@
 Somebody else may have made such a file, or put something else in its place.
 
 Invariant: only regular files are opened, links to them included. No call waits for a FIFO or acts
-on a device. The functions `load_...` bound the bytes of a file, `iterate_lines` those of a line, and
-JSON has a bound of levels. `.ci/check_reads.py` finds files that are opened in another way.
+on a device. The functions `load_...` bound the bytes of a file, and `iterate_lines` those of a
+line. JSON has a bound of levels. `.ci/check_reads.py` finds files that are opened in another way.
 """
 
 import errno
