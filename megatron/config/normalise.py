@@ -147,7 +147,7 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
         on = field.convert(values or ["true"])
         if flag == field.flag:
             return on
-        if on is None:
+        if field.is_switch and values and values[0].lower() in SWITCH:
             raise ValueError(f"must be without a value; {field.flag} auto is the default")
         return not on
     if not values:

@@ -81,6 +81,32 @@ def apply_kernel_choice(plan: Plan, choice: KernelChoice) -> Plan:
     return replace(plan, config=config, kernel_reasons=choice.reasons)
 
 
+def explain_refusal(name: str, used: Any, plan: Plan, device: KernelDevice) -> str | None:
+    """Return why a run cannot keep a kernel of its checkpoint, or None if it can.
+
+    Args:
+        name: A setting of kernels.
+        used: Its value in the checkpoint.
+        plan: The plan of the run.
+        device: What all ranks have in common.
+    """
+    kernels = plan.config.kernels
+    if name == "attention_backend":
+        if kernels.use_varlen_attention:
+            return "--use-varlen-attention has a kernel of its own"
+        if kernels.deterministic_mode and "fused" in used:
+            return "--deterministic-mode leaves out fused"
+        if kernels.use_torch_compile and used == ("unfused",):
+            return "--use-torch-compile may replace unfused attention"
+        return None
+    if not used:
+        return None
+    if name != "gradient_accumulation_fusion":
+        return device.obstacle or None
+    reason = _find_obstacle_of_sums(plan)
+    return "it needs --bf16 or --fp16" if reason == "" else reason
+
+
 def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     """Return why a kernel is not used by default, or None if it is used.
 

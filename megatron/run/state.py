@@ -150,7 +150,8 @@ class TrainState:
             )
         found = {name: value for name, value in values.items() if name in names}
         # Older versions recorded the order of attention kernels alone.
-        if (older := values.get("attention")) and "kernels" not in found:
-            kernels = {"attention_backend": older["kernels"]}
-            found["kernels"] = {"gpu": older["gpu"], "kernels": kernels}
+        older = values.get("attention")
+        if isinstance(older, dict) and "kernels" not in found:
+            kernels = {"attention_backend": older.get("kernels")}
+            found["kernels"] = {"gpu": older.get("gpu"), "kernels": kernels}
         return cls(**found)

@@ -136,11 +136,15 @@ def start(
     capability: tuple[int, int] = (9, 0),
     saved: KernelsConfig | None = None,
     obstacle: str = "",
+    changes: dict[str, Any] | None = None,
     **given: Any,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the kernels of a Llama in bf16 at a start of this rank, and the lines of the log."""
     lines: list[str] = []
-    plan = resolve(with_changes(**LLAMA, kernels=given), 1)
+    changes = changes or {}
+    groups = {**LLAMA, "kernels": given}
+    merged = {name: groups.get(name, {}) | changes.get(name, {}) for name in {*groups, *changes}}
+    plan = resolve(with_changes(**merged), 1)
     ranks = typing.cast(Ranks, FakeRanks(*others))
 
     def load(device_type: str) -> Any:
@@ -220,6 +224,50 @@ def test_the_record_of_an_older_version_has_the_order_alone() -> None:
     assert start(TrainState.from_json(values), saved=saved)[0] == NEW | OFF
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"kernels": {"deterministic_mode": True}}, "fused flash efficient unfused of the"),
+        ({"kernels": {"use_varlen_attention": True}}, "fused flash efficient unfused of the"),
+        ({"parallel": {"deepspeed": True}}, "--gradient-accumulation-fusion of the"),
+        ({"precision": {"bf16": False}}, "--gradient-accumulation-fusion of the"),
+    ],
+)
+def test_a_kernel_that_another_flag_excludes_is_not_kept(
+    changes: dict[str, Any], refused: str
+) -> None:
+    state = TrainState()
+    start(state)
+    found, lines = start(resume(state), saved=KernelsConfig(), changes=changes)
+    fresh, _ = start(TrainState(), changes=changes)
+    assert found == fresh
+    assert refused in lines[0]
+    assert "is not kept" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "x",
+        {"kernels": {}},
+        {"gpu": "9.0", "kernels": None},
+        {"gpu": "9.0", "kernels": {"attention_backend": ["magic"]}},
+        {"gpu": "9.0", "kernels": {"attention_backend": "auto"}},
+        {"gpu": "9.0", "kernels": {"rope_fusion": "yes"}},
+        {"gpu": "9.0", "kernels": {"another": True}},
+    ],
+    ids=str,
+)
+def test_a_record_that_is_not_valid_is_ignored(record: Any) -> None:
+    state = TrainState(iteration=5, kernels=record)
+    found, lines = start(state, saved=OLD)
+    assert "record of kernels is not valid" in lines[0]
+    assert found == AS_BEFORE
+    older = TrainState(iteration=5).to_json() | {"attention": record}
+    del older["kernels"]
+    TrainState.from_json(older)
+
+
 def test_fine_tuning_is_a_new_run() -> None:
     assert start(TrainState(), saved=OLD) == (NEW, [])
 
@@ -235,7 +283,7 @@ def test_one_rank_without_triton_leaves_its_kernels_out_on_all() -> None:
     found, lines = start(resume(state), others, saved=KernelsConfig())
     assert found == expected
     assert lines[0] == (
-        "warning: --rope-fusion is off, unlike before: Triton is not installed (rank 1)"
+        "warning: --rope-fusion of the checkpoint is not kept: Triton is not installed (rank 1)"
     )
 
 

@@ -6,23 +6,23 @@ GPUs stays the same. See docs/decisions/056.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from megatron.config.fields import all_fields
-from megatron.config.kernels import KernelsConfig
+from megatron.config.kernels import AttentionBackend, KernelsConfig
 from megatron.engine.kind import EngineKind
 from megatron.parallel.ranks import Ranks
 from megatron.plan.kernel_choice import (
     CPU,
     ROCM,
     SWITCHES,
-    TRITON,
     KernelChoice,
     KernelDevice,
     apply_kernel_choice,
     choose_kernels,
+    explain_refusal,
 )
 from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
@@ -56,6 +56,9 @@ def choose_run_kernels(
     here = _find_common(ranks.gather(mine))
     choice = choose_kernels(plan, here)
     record = state.kernels
+    if record and not _is_valid(record):
+        log("warning: the checkpoint's record of kernels is not valid, and is ignored")
+        record = {}
     if record and record["gpu"] != here.gpu:
         log(
             f"the checkpoint was trained on {record['gpu']} and this run is on {here.gpu} (compute "
@@ -85,6 +88,23 @@ def _name_gpu_type(device: torch.device) -> str:
     if torch.version.hip is not None:
         return ROCM
     return ".".join(capability)
+
+
+def _is_valid(record: Any) -> bool:
+    """Return whether a record has the values that `choose_run_kernels` writes."""
+    if not isinstance(record, Mapping) or not isinstance(record.get("gpu"), str):
+        return False
+    used = record.get("kernels")
+    if not isinstance(used, Mapping) or not {*used} <= {*_CHOSEN}:
+        return False
+    order = used.get("attention_backend", ["auto"])
+    if (
+        not isinstance(order, Sequence)
+        or not order
+        or not {*order} <= {*get_args(AttentionBackend)}
+    ):
+        return False
+    return all(isinstance(used.get(name, False), bool) for name in SWITCHES)
 
 
 def _complete(record: Mapping[str, Any], saved: KernelsConfig) -> dict[str, Any]:
@@ -121,11 +141,12 @@ def _keep(
     given = plan.config.kernels
     differing = [name for name in _CHOSEN if used[name] != getattr(choice.kernels, name)]
     kept = [name for name in differing if getattr(given, name) in (None, ("by-gpu",))]
-    # A rank without Triton cannot keep a kernel of Triton.
-    lost = [name for name in kept if used[name] is True and name in TRITON and here.obstacle]
-    kept = [name for name in kept if name not in lost]
-    for name in lost:
-        log(f"warning: {fields[f'kernels.{name}'].flag} is off, unlike before: {here.obstacle}")
+    refusals = {name: explain_refusal(name, used[name], plan, here) for name in kept}
+    kept = [name for name in kept if refusals[name] is None]
+    for name, why in refusals.items():
+        if why is not None:
+            spelled = fields[f"kernels.{name}"].spell(used[name])
+            log(f"warning: {spelled} of the checkpoint is not kept: {why}")
     if not kept:
         return choice
     before, default = (
