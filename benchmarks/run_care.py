@@ -36,7 +36,7 @@ from step_time import build_trainer, command_line
 from worlds import one_iteration
 
 from megatron.config.spike_guard import SpikeGuardConfig
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.extras.guard.spike_guard import SpikeGuard
 from megatron.extras.operations.chronicle.goodput_meter import GoodputMeter
 from megatron.extras.stragglers.stragglers import MEASURED_STEPS, StragglerWatch
@@ -110,10 +110,7 @@ def measure_guard(rounds: int) -> list[Cost]:
         StepResult(
             loss=2 + 0.01 * noise.random(),
             grad_norm=0.3 + 0.01 * noise.random(),
-            applied=True,
-            num_zeros=None,
-            loss_scale=None,
-            overflow=False,
+            outcome=StepOutcome.APPLIED,
         )
         for _ in range(997)
     ]

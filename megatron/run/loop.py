@@ -11,7 +11,7 @@ from megatron.base.code_version import get_code_version
 from megatron.base.errors import TrainingError
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.yaml_file import dump_yaml
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
@@ -29,6 +29,7 @@ from megatron.run.forecast import report_end, report_forecast
 from megatron.run.report import StepRecord
 from megatron.run.run import Run
 from megatron.run.state import TrainState
+from megatron.schedule.clock import is_due
 from megatron.schedule.skip import find_range
 
 _PAUSE_SECONDS = 5.0
@@ -284,15 +285,6 @@ def is_finished(plan: Plan, state: TrainState) -> bool:
     )
 
 
-def is_due(interval: int | None, before: int, after: int) -> bool:
-    """Return whether a multiple of `interval` lies in (before, after].
-
-    A skipped range is one jump over several iterations, so `after` alone is not enough. With an
-    interval of 0 or None, nothing is ever due.
-    """
-    return bool(interval) and after // interval > before // interval  # type: ignore[operator]
-
-
 def train_iteration(run: Run) -> None:
     """Train one global batch, update the counters and report the step."""
     plan = run.plan
@@ -356,7 +348,7 @@ def train_iteration(run: Run) -> None:
         warning = run.divergence.observe(result.loss, state.iteration)
         if warning is not None:
             run.reporter.log(warning)
-    if result.empty:
+    if result.outcome is StepOutcome.EMPTY:
         run.reporter.log(
             f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
             "weights. Its samples are consumed"
@@ -380,8 +372,8 @@ def count_step(
     if result.applied:
         state.advance_lr(plan.lr_schedule, batch_size, tokens)
         state.nan_iterations_in_a_row = 0
-    else:
-        state.nan_iterations_in_a_row += result.is_nan
+    elif result.outcome is StepOutcome.NOT_FINITE:
+        state.nan_iterations_in_a_row += 1
 
 
 def skip_range(run: Run, skipped: tuple[int, int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.logging import LogFormat
 from megatron.data.source import LeftOut
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.model.flops import compute_causal_share, count_iteration_flops
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.log_line import (
@@ -56,7 +56,7 @@ class _Interval:
         # over the interval useless.
         self.iterations += 1
         self.applied += step.result.applied
-        self.nan += step.result.is_nan
+        self.nan += step.result.outcome is StepOutcome.NOT_FINITE
         self.loss_sum += step.result.loss if step.result.applied else 0.0
         self.seconds += step.seconds
         self.samples += step.batch_size

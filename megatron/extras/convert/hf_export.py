@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.base.durable import without_links
 from megatron.checkpoint.folder import step_folder
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.schedule.clock import is_due
 
 FOLDER = "hf"
 """Folder in --save that has the exported models."""
@@ -66,7 +67,7 @@ class HFExporter:
     def record_checkpoint(self, iteration: int) -> None:
         """Export a checkpoint that is complete on the disk, if it is the first of its interval."""
         # Saves by --save-at or before an exit need not be at a multiple of the interval.
-        due = iteration // self._interval > self._last // self._interval
+        due = is_due(self._interval, self._last, iteration)
         self._last = iteration
         if not due or step_folder(self._folder, iteration).exists():
             return
