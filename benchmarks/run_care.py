@@ -46,6 +46,7 @@ from megatron.extras.translators.translator import load_config
 from megatron.extras.watchdog.watchdog import TICK_SECONDS, Watchdog
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.metrics import MetricsFile
+from megatron.observe.report import LaunchStart, StepTimes
 from megatron.parallel.rank_progress import RankProgress, Stopwatch
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.time_limit import TimeLimit
@@ -160,13 +161,14 @@ def measure_chronicle(rounds: int, save_interval: int, folder: Path) -> list[Cos
 
 def measure_goodput(rounds: int, folder: Path) -> list[Cost]:
     """Measure the sums of a step, and the share for the metrics file."""
-    meter = GoodputMeter(folder, folder / "metrics.jsonl")
+    meter = GoodputMeter(folder, folder / "metrics.jsonl", print, is_first=False)
+    meter.write(LaunchStart(0))
     until = time.monotonic() + 60
     while meter.compute() is None and time.monotonic() < until:
         time.sleep(0.01)
 
     def call() -> None:
-        meter.add_step(1.0, _PHASES, applied=True)
+        meter.write(StepTimes(_PHASES, 1.0))
         meter.compute()
 
     return [Cost("goodput, sums and share", measure(call, rounds), 1)]
@@ -192,7 +194,7 @@ def measure_feed(tracker: str, home: Path) -> float:
         )
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         feed.start(0)
-        metrics.start(0)
+        metrics.write(LaunchStart(0))
         line = {"kind": "train", "lm_loss": 2.0, "grad_norm": 0.3, "seconds": 1.0}
         line |= {f"value_{number}": number / 7 for number in range(20)}
         with open(folder / "metrics.jsonl", "a") as file:

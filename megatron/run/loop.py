@@ -3,9 +3,7 @@
 It reads from top to bottom. Every action of an iteration is visible here.
 """
 
-import contextlib
 import time
-from contextlib import AbstractContextManager
 
 from megatron.base.code_version import get_code_version
 from megatron.base.errors import TrainingError
@@ -52,7 +50,7 @@ def train(run: Run) -> StopReason:
     state = run.state
     first = run.state.iteration
     try:
-        with run.profiling or contextlib.nullcontext():
+        with run.profiling:
             stop = train_until_stop(run)
         if stop == StopReason.ROLLBACK:
             return stop
@@ -105,9 +103,8 @@ def complete(run: Run, first: int) -> None:
         evaluate_validation(run)
     evaluate_test(run)
     evaluate_tasks(run)
-    if run.exporter is not None:
-        with run.mesh.progress.enter(Phase("the export", is_limited=False)):
-            run.exporter.finish(lambda: run.mesh.progress.stop_signal > 0)
+    with run.mesh.progress.enter(Phase("the export", is_limited=False)):
+        run.exporter.finish(lambda: run.mesh.progress.stop_signal > 0)
     run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
     report_end(run)
 
@@ -147,10 +144,7 @@ def train_until_stop(run: Run) -> StopReason:
             with run.step_clock.pause():
                 skip_range(run, skipped)
         else:
-            recorder: AbstractContextManager[None] = contextlib.nullcontext()
-            if run.profiling is not None:
-                recorder = run.profiling.record(before + 1)
-            with recorder:
+            with run.profiling.record(before + 1):
                 train_iteration(run)
         # The run goes back, so nothing of this iteration is kept.
         if run.rollback is not None:
@@ -172,8 +166,7 @@ def train_until_stop(run: Run) -> StopReason:
         # The decision comes last, because the time of evaluation and save counts in the decision
         # about the next step.
         stop = decide(run, before)
-        if run.exporter is not None:
-            run.exporter.poll()
+        run.exporter.poll()
     return stop
 
 
@@ -186,9 +179,7 @@ def decide(run: Run, before: int) -> StopReason:
     save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
     eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
     proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
-    own_time = None
-    if run.stragglers is not None:
-        own_time = run.stragglers.take_report(before, iteration)
+    own_time = run.stragglers.take_report(before, iteration)
     stop, decided, times = run.exits.decide(
         before,
         iteration,
@@ -198,8 +189,7 @@ def decide(run: Run, before: int) -> StopReason:
         waits=list_waits(run),
     )
     run.clock.accept(decided)
-    if run.stragglers is not None:
-        run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
+    run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
     return stop
 
 
@@ -268,8 +258,7 @@ def announce_phase(run: Run) -> None:
     for number, planned in enumerate(phases, 1):
         if planned.first_iteration == run.state.iteration + 1 > 1:
             run.reporter.log(f"data phase {number} of {len(phases)} begins")
-            if run.guard is not None:
-                run.guard.start_phase()
+            run.guard.start_phase()
 
 
 def is_finished(plan: Plan, state: TrainState) -> bool:
@@ -301,10 +290,7 @@ def train_iteration(run: Run) -> None:
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
-    measurement: AbstractContextManager[None] = contextlib.nullcontext()
-    if run.stragglers is not None:
-        measurement = run.stragglers.measure(iteration)
-    with measurement:
+    with run.stragglers.measure(iteration):
         result = run.engine.train_batch(
             microbatches,
             iteration=iteration,
@@ -313,7 +299,7 @@ def train_iteration(run: Run) -> None:
             with_layer_statistics=is_due(
                 plan.config.logging.log_layer_stats_interval, state.iteration, iteration
             ),
-            accept=None if run.guard is None else run.guard.accept,
+            accept=run.guard.accept,
             vote=lambda: run.exits.vote(iteration - 1, iteration, list_waits(run)),
         )
     run.exits.count_votes(result.votes, iteration)
@@ -353,7 +339,7 @@ def train_iteration(run: Run) -> None:
             f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
             "weights. Its samples are consumed"
         )
-    elif run.guard is not None:
+    else:
         # With a rollback, the loop ends, and the run goes back to a checkpoint.
         run.rollback = run.guard.respond(result, rate, state, run.saver)
 
@@ -545,8 +531,7 @@ def begin_save(run: Run, saver: Saver) -> None:
         state.data["valid"] = run.valid_data
     report_filters(run)
     state.data_digests = run.data_files.record()
-    if run.guard is not None:
-        state.spike_guard = run.guard.state()
+    run.guard.record(state)
     state.elapsed_seconds = run.clock.begin_save()
     with_optimizer = plan.config.checkpoint.save_optim
     contents = CheckpointContents(

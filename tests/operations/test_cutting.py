@@ -25,6 +25,7 @@ from megatron.extras.operations.rollback.cutting import (
 )
 from megatron.observe.log_line import format_training_line
 from megatron.observe.metrics import read_metrics
+from megatron.observe.report import Evaluation
 from megatron.observe.tensorboard import TensorBoard
 
 TEMPORARY = ".cutting"
@@ -61,9 +62,9 @@ def event_file(folder: Path, first: int, last: int, *, ramp_up: bool = True) -> 
             found = report(iteration)
         else:
             found = report(iteration, samples=40 * iteration)
-        board.write_training(found)
+        board.write(found)
         if iteration % 4 == 0:
-            board.write_validation(found.axes, 5.0)
+            board.write(Evaluation(at=found.axes, loss=5.0))
     board.close()
     (path,) = [path for path in folder.iterdir() if ".done" not in path.name]
     return path.rename(path.with_name(f"{path.name}.done{len(list(folder.iterdir()))}"))

@@ -10,7 +10,7 @@ from megatron.base.errors import DataError
 from megatron.commands import plot_loss
 from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.report import IterationReport
+from megatron.observe.report import Evaluation, IterationReport
 
 REPORT = IterationReport(
     iteration=1,
@@ -35,9 +35,9 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if path.suffix == ".jsonl":
         metrics = MetricsFile(path)
         for report in reports:
-            metrics.write_training(report)
+            metrics.write(report)
             if report.iteration in (3, 5):
-                metrics.write_validation(report.iteration, report.lm_loss or 0.0)
+                metrics.write(Evaluation(at=report.axes, loss=report.lm_loss or 0.0))
         metrics.close()
     else:
         lines = []

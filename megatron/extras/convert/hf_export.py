@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.base.durable import without_links
 from megatron.checkpoint.folder import step_folder
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.run.parts import Exporter
 from megatron.schedule.clock import is_due
 
 FOLDER = "hf"
@@ -29,7 +30,7 @@ _LOWER_PRIORITY = 10
 _LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
-class HFExporter:
+class HFExporter(Exporter):
     """Exports the checkpoints of a run, one at a time."""
 
     def __init__(

@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.model.gpt import GPT
 from megatron.observe.block_timer import BlockTimer
-from megatron.run.parts import RankTimes
+from megatron.run.parts import RankComparison, RankTimes
 from megatron.schedule.clock import is_due
 
 MEASURED_STEPS = 10
 """Number of steps before a comparison that are measured."""
 
 
-class StragglerWatch:
+class StragglerWatch(RankComparison):
     """Measures this rank's blocks, and compares the times of all ranks."""
 
     def __init__(
