@@ -441,23 +441,21 @@ def save_when_due(run: Run, before: int) -> None:
     """Start the next stage of a save in progress, and start a new save when it is due.
 
     Raises:
-        TrainingError: See `begin_save`.
-        DataError: See `begin_save`.
-        CheckpointError: See `begin_save`.
+        TrainingError: See `save`.
+        DataError: See `save`.
+        CheckpointError: See `save`.
     """
     saver = run.saver
     if saver is None:
         return
     # The ranks have agreed on how far the save is. This must therefore run on every rank in every
     # iteration, also when no save is due.
-    saver.poll(stage_is_done=run.exits.take_stage_is_done())
-    saver.record_iterations(before, run.state.iteration)
-    if saver.is_due(before, run.state.iteration) or run.clock.next_step.save_is_due:
+    save_is_due = saver.poll(
+        before, run.state.iteration, stage_is_done=run.exits.take_stage_is_done()
+    )
+    if save_is_due or run.clock.next_step.save_is_due:
         with run.step_clock.pause():
-            begin_save(run, saver)
-            if not run.plan.config.checkpoint.async_save:
-                with run.timers(SAVE):
-                    saver.complete()
+            save(run, saver)
     if not saver.in_flight:
         run.clock.end_save()
 
@@ -475,9 +473,9 @@ def save_at_end(run: Run) -> None:
     have failed.
 
     Raises:
-        TrainingError: See `begin_save`.
-        DataError: See `begin_save`.
-        CheckpointError: See `begin_save`.
+        TrainingError: See `save`.
+        DataError: See `save`.
+        CheckpointError: See `save`.
     """
     saver = run.saver
     if saver is None:
@@ -495,7 +493,7 @@ def save_at_end(run: Run) -> None:
     with run.timers(SAVE):
         saver.complete()
     while saver.saved_iteration != run.state.iteration:
-        begin_save(run, saver)
+        save(run, saver)
         with run.timers(SAVE):
             saver.complete()
         if saver.saved_iteration != run.state.iteration:
@@ -509,7 +507,7 @@ def report_filters(run: Run) -> None:
         run.reporter.report_filters(run.state.iteration, reports)
 
 
-def begin_save(run: Run, saver: Saver) -> None:
+def save(run: Run, saver: Saver) -> None:
     """Pass the current state to the saver.
 
     Replicas are compared first. Only the first rank's replica is stored, so a later start could not
@@ -546,4 +544,4 @@ def begin_save(run: Run, saver: Saver) -> None:
     # most those after its last checkpoint.
     run.reporter.flush()
     with run.timers(SAVE):
-        saver.begin(contents, run.engine.shards(optimizer=with_optimizer))
+        saver.save(contents, run.engine.shards(optimizer=with_optimizer))
