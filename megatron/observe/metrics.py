@@ -33,7 +33,7 @@ from typing import Any
 from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import print_line
 from megatron.observe.report import (
-    Evaluation,
+    EvaluationReport,
     IterationReport,
     LaunchStart,
     NamedNumbers,
@@ -86,7 +86,7 @@ class MetricsFile(Sink):
                 self._append({"kind": "start", "iteration": event.iteration})
             case IterationReport():
                 self._write_training(event)
-            case Evaluation():
+            case EvaluationReport():
                 record = {
                     "kind": "validation",
                     "iteration": event.at.iteration,

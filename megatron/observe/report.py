@@ -124,7 +124,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationReport:
     """The result of a validation or test set."""
 
     at: Axes
@@ -168,7 +168,7 @@ class Flush:
 
 
 ReportEvent = (
-    LaunchStart | StepTimes | IterationReport | Evaluation | NamedNumbers | RunEvent | Flush
+    LaunchStart | StepTimes | IterationReport | EvaluationReport | NamedNumbers | RunEvent | Flush
 )
 
 

@@ -24,7 +24,7 @@ from megatron.config.logging import LoggingConfig
 from megatron.observe.log_line import compute_perplexity
 from megatron.observe.report import (
     Axes,
-    Evaluation,
+    EvaluationReport,
     Flush,
     IterationReport,
     NamedNumbers,
@@ -76,7 +76,7 @@ class TensorBoard(Sink):
         match event:
             case IterationReport():
                 self._write_training(event)
-            case Evaluation():
+            case EvaluationReport():
                 self._write_evaluation(event)
             case NamedNumbers(kind="task"):
                 # The tags are those of `tools/evaluate.py`.
@@ -122,7 +122,7 @@ class TensorBoard(Sink):
         values["params-norm/params-norm"] = report.params_norm
         return values
 
-    def _write_evaluation(self, found: Evaluation) -> None:
+    def _write_evaluation(self, found: EvaluationReport) -> None:
         folder = "lm-loss-validation"
         if found.is_one_of_several:
             folder = f"{folder}/{found.name}"

@@ -48,6 +48,7 @@ def evaluate_tasks(run: Run) -> None:
         TrainingError: The scores of a task cannot be computed. Every rank raises it.
     """
     tasks = run.tasks
+    # Without tasks, the time of an evaluation must not appear among the phases.
     is_asked = run.plan.config.batch.eval_tasks
     if not is_asked or tasks.evaluated_at == run.state.iteration:
         return

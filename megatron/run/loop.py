@@ -103,6 +103,7 @@ def complete(run: Run, first: int) -> None:
         evaluate_validation(run)
     evaluate_test(run)
     evaluate_tasks(run)
+    # Only rank 0 may have to wait for an export. The others leave the phase immediately.
     with run.mesh.progress.enter(Phase("the export", is_limited=False)):
         run.exporter.finish(lambda: run.mesh.progress.stop_signal > 0)
     run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")

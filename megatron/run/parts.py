@@ -237,6 +237,7 @@ class Parts:
 
     def open_indexed(self, prefix: str) -> IndexedDataset:
         """Open an indexed data set. An extra also opens the manifest of several."""
+        # It imports NumPy, which only a run that opens data needs.
         from megatron.data.indexed import IndexedDataset
 
         return IndexedDataset(prefix)
@@ -307,6 +308,7 @@ class PartsContext:
 
 def check_parts(context: PartsContext) -> Iterator[Finding]:
     """Check that each part that the configuration asks for is installed."""
+    # An installation has all packages of `megatron.extras`, or none.
     if context.parts.has_extras:
         return
     config = context.config

@@ -25,7 +25,7 @@ from megatron.observe.metrics import MetricsFile
 from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.report import (
     Axes,
-    Evaluation,
+    EvaluationReport,
     EvaluationResult,
     Flush,
     IterationReport,
@@ -402,7 +402,7 @@ class Reporter:
             self.log(format_validation_line(state.iteration, result.loss, name))
             self.log(format_measures_line(state.iteration, result, name))
             self._write(
-                Evaluation(
+                EvaluationReport(
                     at=at,
                     name=name,
                     loss=result.loss,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.observe.report import Evaluation, IterationReport
+from megatron.observe.report import EvaluationReport, IterationReport
 
 
 def full_report() -> IterationReport:
@@ -29,7 +29,7 @@ def full_report() -> IterationReport:
     )
 
 
-def make_evaluation(iteration: int, loss: float, **further: Any) -> Evaluation:
+def make_evaluation(iteration: int, loss: float, **further: Any) -> EvaluationReport:
     """Return the result of a validation set at an iteration."""
     at = replace(full_report(), iteration=iteration).axes
-    return Evaluation(at=at, loss=loss, **further)
+    return EvaluationReport(at=at, loss=loss, **further)

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.base.errors import ConfigError
 from megatron.config.logging import LoggingConfig
 from megatron.observe import tensorboard
-from megatron.observe.report import Evaluation
+from megatron.observe.report import EvaluationReport
 from megatron.observe.tensorboard import TensorBoard
 
 ALL = LoggingConfig(
@@ -39,8 +39,8 @@ def point(accumulator: EventAccumulator, tag: str) -> tuple[int, float]:
 def test_tags_and_axes(tmp_path: Path) -> None:
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "tb")))
     board.write(replace(REPORT, decoupled_learning_rate=4e-3))
-    board.write(Evaluation(at=REPORT.axes, loss=2.5))
-    board.write(Evaluation(at=REPORT.axes, loss=3.5, name="wiki", is_one_of_several=True))
+    board.write(EvaluationReport(at=REPORT.axes, loss=2.5))
+    board.write(EvaluationReport(at=REPORT.axes, loss=3.5, name="wiki", is_one_of_several=True))
     board.close()
     events = read(tmp_path / "tb")
     axes = {
@@ -128,7 +128,7 @@ def test_no_folder_means_no_events(tmp_path: Path) -> None:
     board = TensorBoard(LoggingConfig())
     assert not board.enabled
     board.write(REPORT)
-    board.write(Evaluation(at=REPORT.axes, loss=1.0))
+    board.write(EvaluationReport(at=REPORT.axes, loss=1.0))
     board.flush()
     board.close()
 

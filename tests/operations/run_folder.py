@@ -24,7 +24,7 @@ from megatron.observe.log_line import (
     format_validation_line,
 )
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.report import Evaluation, IterationReport, LaunchStart
+from megatron.observe.report import EvaluationReport, IterationReport, LaunchStart
 from megatron.observe.tensorboard import TensorBoard
 from megatron.run.state import TrainState
 
@@ -153,7 +153,7 @@ class FakeRun:
         metrics.write(found)
         lines += [format_training_line(found), f"[rank 1] iteration {iteration} of nothing"]
         if iteration % 4 == 0:
-            evaluation = Evaluation(at=found.axes, loss=found.lm_loss)
+            evaluation = EvaluationReport(at=found.axes, loss=found.lm_loss)
             board.write(evaluation)
             metrics.write(evaluation)
             lines.append(format_validation_line(iteration, found.lm_loss))
@@ -223,7 +223,6 @@ class FakeRun:
             "main_log": str(self.log),
             "tensorboard_dir": str(self.tensorboard),
             "metrics_file": str(self.metrics),
-            "codecarbon_dir": str(self.codecarbon),
         }
 
 

@@ -10,7 +10,7 @@ from megatron.base.errors import DataError
 from megatron.commands import plot_loss
 from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.report import Evaluation, IterationReport
+from megatron.observe.report import EvaluationReport, IterationReport
 
 REPORT = IterationReport(
     iteration=1,
@@ -37,7 +37,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         for report in reports:
             metrics.write(report)
             if report.iteration in (3, 5):
-                metrics.write(Evaluation(at=report.axes, loss=report.lm_loss or 0.0))
+                metrics.write(EvaluationReport(at=report.axes, loss=report.lm_loss or 0.0))
         metrics.close()
     else:
         lines = []
