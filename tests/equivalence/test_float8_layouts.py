@@ -141,7 +141,7 @@ class Job:
     cases: tuple[str, ...]
     """The flags of each case."""
     replayed: tuple[str, ...] = ()
-    """For each case, the file with what one process rounded. Empty: ranks round their own values.
+    """The name of a planted error. Empty: none."""
     """
     steps: int = STEPS
     padded: bool = False
