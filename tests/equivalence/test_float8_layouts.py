@@ -141,13 +141,13 @@ class Job:
     cases: tuple[str, ...]
     """The flags of each case."""
     replayed: tuple[str, ...] = ()
-    """The name of a planted error. Empty: none."""
+    """For each case, the file with what one process rounded. Empty: ranks round their own values.
     """
     steps: int = STEPS
     padded: bool = False
     """Multiply with the operator of GPUs, which is slow on a CPU."""
     fault: str = ""
-    """One of `FAULTS`, or "" for none."""
+    """The name of a planted error. Empty: none."""
 
 
 def train_job(job: Job) -> Any:
