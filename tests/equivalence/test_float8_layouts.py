@@ -141,7 +141,7 @@ class Job:
     cases: tuple[str, ...]
     """The flags of each case."""
     replayed: tuple[str, ...] = ()
-    """For each case, the file with what one process rounded. Empty: ranks round their own values.
+    """Files with what one process rounded, one for each case. Empty: ranks round their own values.
     """
     steps: int = STEPS
     padded: bool = False
