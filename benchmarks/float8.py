@@ -34,6 +34,7 @@ from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.run.pretrain import pretrain
+from megatron.run.start.launch import read_launch
 
 ITERATIONS = 300
 INTERVAL = 50
@@ -125,7 +126,7 @@ def train(cell: Cell, arguments: Arguments) -> Curve:
             changes.enter_context(contextlib.redirect_stdout(io.StringIO()))
             if cell.recipe == PLAIN:
                 changes.enter_context(change_weight_gradients())
-            pretrain(loaded, parts=choose_parts(loaded.config))
+            pretrain(read_launch(loaded, choose_parts(loaded.config)))
         entries = read_metrics(Path(name) / "metrics.jsonl")
     return {e["iteration"]: e["validation"]["validation"] for e in entries if "validation" in e}
 

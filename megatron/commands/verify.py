@@ -81,9 +81,10 @@ def main(argv: list[str] | None = None) -> int:
 def train(argv: list[str]) -> None:
     """Run a training command line on this rank."""
     from megatron.run.pretrain import pretrain
+    from megatron.run.start.launch import read_launch
 
     loaded = load_config(argv)
-    pretrain(loaded, parts=choose_parts(loaded.config))
+    pretrain(read_launch(loaded, choose_parts(loaded.config)))
 
 
 def preload() -> None:

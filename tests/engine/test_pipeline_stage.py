@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 from process_pool import ProcessPool, succeed
 
+from megatron.run.start.launch import read_launch
+
 ARGV = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 1 --global-batch-size 8 "
@@ -124,9 +126,10 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])
+    launch = read_launch(loaded)
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
-    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    mesh = divide_ranks(plan, join_ranks(launch), world, build_timers(world))
     engine = NativeEngine(plan, mesh)
     seen = []
     trained = 0

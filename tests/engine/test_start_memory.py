@@ -20,6 +20,7 @@ from megatron.parallel.mesh import build_mesh
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.start import start_engine
+from megatron.run.start.launch import read_launch
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 2 --data-path none"
 # 53 million parameters, of which no block has more than 3.2 million.
@@ -50,9 +51,10 @@ def build_engine(argv: list[str]) -> tuple[Plan, NativeEngine]:
 
     world = read_launcher_world(None)
     loaded = load_config(argv)
+    launch = read_launch(loaded)
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
-    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    mesh = divide_ranks(plan, join_ranks(launch), world, build_timers(world))
     engine = NativeEngine(plan, mesh)
     # Rank 0 keeps the store through which the others still build their groups.
     if mesh.control is not None:

@@ -16,6 +16,8 @@ import torch
 from equivalence.test_reshape import select
 from process_pool import ProcessPool, succeed
 
+from megatron.run.start.launch import read_launch
+
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
     from megatron.run.run import Run
@@ -71,11 +73,12 @@ def train_cases(cases: Sequence[str]) -> Any:
     results = []
     for case in cases:
         loaded = load_config(case.split())
-        ranks = ranks or join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+        launch = read_launch(loaded, choose_parts(loaded.config))
+        ranks = ranks or join_ranks(launch)
+        job = agree_on_job(launch, ranks)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
-        run = start_run(loaded, job, mesh, timers, None)
+        run = start_run(launch, job, mesh, timers, None)
         results.append(train(run, documents="--reset-attention-mask" in case))
         run.reporter.close()
         run.sources.close()

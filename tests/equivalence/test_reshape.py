@@ -16,6 +16,8 @@ from equivalence.layouts import STRATEGIES, Layout
 from process_pool import ProcessPool, pretrain, succeed
 from safetensors import safe_open
 
+from megatron.run.start.launch import read_launch
+
 BOUND = 1e-5
 LAYOUTS = [
     Layout(micro_batch_size=2),
@@ -108,7 +110,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     pretrain_module.start_run = start_and_look  # type: ignore[assignment]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     finally:
         pretrain_module.start_run = original
     return counts[0], different

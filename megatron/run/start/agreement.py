@@ -15,25 +15,30 @@ from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
 from megatron.engine.kind import EngineKind
+from megatron.engine.native_kind import NATIVE
 from megatron.parallel.ranks import Ranks
+from megatron.run.start.launch import Launch
 
 _NAMED_FILES = 5
 
 
-def check_agreement(config: Config, ranks: Ranks, kind: EngineKind) -> None:
+def check_agreement(launch: Launch, ranks: Ranks) -> None:
     """Compare configuration, code and settings of the engine between ranks.
 
     All ranks call it together.
 
     Args:
-        config: The configuration as this rank loaded it.
+        launch: What this rank was started with.
         ranks: All ranks of the run.
-        kind: The kind of the engine.
 
     Raises:
         LayoutError: A rank differs from rank 0. The error is raised on every rank. It names the
             first such rank, its host, and what differs.
     """
+    if ranks.size == 1:
+        return
+    config = launch.config
+    kind = launch.parts.engine or NATIVE
     # A digest is enough to find a difference. Gathering every rank's YAML file here would send
     # megabytes over the control group in a large job.
     # The version is the commit. A file of a checkout may have been edited since.

@@ -10,7 +10,6 @@ from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
 from megatron.checkpoint.save import Saver, check_writable
-from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
 from megatron.config.without_effect import format_warnings
 from megatron.data.epochs import (
@@ -24,19 +23,19 @@ from megatron.observe.log_line import (
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh
-from megatron.parallel.ranks import Ranks, build_ranks
+from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
 from megatron.run.exits import Exits
 from megatron.run.loop import check_invariants
-from megatron.run.parts import Exporter
+from megatron.run.parts import Exporter, Parts
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
 from megatron.run.start.job import Job, confirm_job
-from megatron.run.start.join import make_printer
 from megatron.run.start.kernel_choice import choose_run_kernels
+from megatron.run.start.launch import Launch
 from megatron.run.start.open_data import check_small_files, open_data
 from megatron.run.start.resume import record_for_resume
 from megatron.run.start.start_engine import build_engine, load_engine
@@ -101,9 +100,9 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         except OSError as error:
             raise CheckpointError(f"--save {root} cannot be written: {error}") from error
 
-    log = make_printer(mesh.rank)
+    log = mesh.ranks.log
     try:
-        build_ranks(mesh).call_on_rank_0(acquire, f"acquiring the lease of {root}", log)
+        mesh.ranks.call_on_rank_0(acquire, f"acquiring the lease of {root}", log)
         yield held[0] if held else None
     finally:
         for lease in held:
@@ -115,9 +114,7 @@ def build_exits(config: Config, ranks: Ranks) -> Exits:
 
     Call it as soon as the ranks have met, so that all of them stop if one gets a signal.
     """
-    exits = Exits(
-        config.batch, ranks, make_printer(ranks.rank), saves=config.checkpoint.save is not None
-    )
+    exits = Exits(config.batch, ranks, ranks.log, saves=config.checkpoint.save is not None)
     # An evaluation has nothing to save, so a signal ends it immediately.
     if not config.batch.eval_only:
         exits.catch_signals()
@@ -125,7 +122,7 @@ def build_exits(config: Config, ranks: Ranks) -> Exits:
 
 
 def start_run(
-    loaded: LoadedConfig,
+    launch: Launch,
     job: Job,
     mesh: Mesh,
     timers: Timers,
@@ -142,31 +139,31 @@ def start_run(
         ConfigError: See `resolve_job`.
         LayoutError: Small files of a rank differ from rank 0's.
     """
-    config = loaded.config
-    ranks = build_ranks(mesh)
-    log = make_printer(mesh.rank)
+    ranks = mesh.ranks
+    log = ranks.log
+    parts = launch.parts
     # After a rollback, the run keeps its time limit and its handlers of signals.
     if exits is None:
-        exits = build_exits(config, ranks)
+        exits = build_exits(launch.config, ranks)
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and job.plan.config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
     # `confirm_job` does not return a checkpoint that is listed there.
     while True:
-        job = confirm_job(loaded, job, ranks, damage, holds_lease=own, log=log)
+        job = confirm_job(launch, job, ranks, damage, holds_lease=own)
         if ranks.size > 1:
             check_small_files(job.plan.config, ranks, mesh.describe())
         for line in format_warnings(job.notes):
             log(line)
-        reporter = Reporter(job.plan, mesh, job.parts, device_name=get_device_name(mesh.device))
-        exporter = job.parts.build_exporter(job.plan, job.state, mesh, reporter.log)
+        reporter = Reporter(job.plan, mesh, parts, device_name=get_device_name(mesh.device))
+        exporter = parts.build_exporter(job.plan, job.state, mesh, reporter.log)
         saver = build_saver(job, mesh, reporter, lease, exporter)
         # The optimizer must not change tensors that the saver is still copying.
         before_update = skip_waiting
         if saver is not None:
             before_update = saver.wait_for_copy
-        kind = job.parts.engine or NATIVE
+        kind = parts.engine or NATIVE
         saved = None if job.checkpoint is None else job.checkpoint.read_config().kernels
         plan = choose_run_kernels(job.plan, job.state, saved, ranks, mesh.device, kind, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
@@ -177,6 +174,7 @@ def start_run(
         if wrong is None:
             return build_run(
                 job,
+                parts,
                 mesh,
                 engine,
                 timers=timers,
@@ -194,6 +192,7 @@ def start_run(
 
 def build_run(
     job: Job,
+    parts: Parts,
     mesh: Mesh,
     engine: Engine,
     *,
@@ -212,9 +211,8 @@ def build_run(
     plan = job.plan
     state = job.state
     config = job.plan.config
-    ranks = build_ranks(mesh)
-    log = make_printer(mesh.rank)
-    parts = job.parts
+    ranks = mesh.ranks
+    log = ranks.log
     kind = None
     if config.data.dataset_format is not None:
         kind = parts.load_source(config.data.dataset_format)
@@ -296,7 +294,7 @@ def build_saver(
     return Saver(
         Path(str(config.save)),
         config,
-        build_ranks(mesh),
+        mesh.ranks,
         lease=lease,
         log=reporter.log,
         saved=report_saved,

@@ -13,10 +13,9 @@ from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ranks import Ranks, build_ranks
+from megatron.parallel.ranks import Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.host_memory import require_host_memory
-from megatron.run.start.join import make_printer
 
 _BYTES_OF_PARAMETER = 4
 """Size of an fp32 number."""
@@ -51,7 +50,7 @@ def build_engine(
 
     # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
     # the ranks that are done from running into the time limit of a collective.
-    make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh.rank))
+    make = mesh.ranks.work(load, "importing the engine", mesh.ranks.log)
     try:
         return make(plan, mesh, timers, before_update)
     except RuntimeError as error:
