@@ -15,8 +15,8 @@ The arithmetic is that of the BigScience 104B run. S is --seq-length, and B is t
     --curriculum-min-difficulty 64, --curriculum-difficulty-step 8; lengths end at S
     --lr-warmup-*            stays in samples; a fraction and tokens are converted to samples
 
-A run by --train-iters keeps iterations as its unit, and their number is doubled as well. A script
-is read as text and never run.
+A run by --train-iters keeps iterations as its unit, and their number is doubled as well. No
+command of a script runs.
 
 Exit code 0 means success. Exit code 2 means that the old or the new command line has errors.
 """
