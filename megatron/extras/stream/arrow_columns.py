@@ -1,4 +1,7 @@
-"""Columns and errors of pyarrow, which Parquet and Arrow files have in common."""
+"""Opens Parquet and Arrow files, and checks their columns.
+
+pyarrow is imported in the functions, because it is an optional package.
+"""
 
 import errno
 from collections.abc import Iterator
@@ -8,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron.base.errors import DataError
+from megatron.base.outside_file import check_regular
+from megatron.extras.stream.remote import RemoteDataFile
 from megatron.extras.stream.row_format import NO_IDS, FilePath, Kind, Row
 
 
@@ -127,13 +132,89 @@ def report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
         ) from error
 
 
-def import_pyarrow() -> Any:
+def import_pyarrow(path: FilePath) -> Any:
     """Return the package pyarrow, which is optional."""
     try:
         import pyarrow
     except ImportError as error:
         raise DataError(
-            "--dataset-format parquet and arrow need the package pyarrow. Install it: pip install "
-            "pyarrow."
+            f"{path}: reading Parquet and Arrow needs the package pyarrow: pip install pyarrow."
         ) from error
     return pyarrow
+
+
+@contextmanager
+def open_parquet(path: FilePath, **options: Any) -> Iterator[Any]:
+    """Open a Parquet file. `options` are passed on to pyarrow."""
+    pa = import_pyarrow(path)
+    import pyarrow.parquet as parquet
+
+    with report_damage(path, pa, "Parquet"):
+        if isinstance(path, RemoteDataFile):
+            source = path.open()
+        else:
+            check_regular(path)
+            source = path
+        # Only pages for which the writer has stored a checksum are verified.
+        with parquet.ParquetFile(source, page_checksum_verification=True, **options) as file:
+            yield file
+
+
+@contextmanager
+def open_arrow(path: FilePath) -> Iterator["ArrowFile"]:
+    """Open an Arrow file, with a memory map if it is local."""
+    pa = import_pyarrow(path)
+    with report_damage(path, pa, "Arrow"):
+        if isinstance(path, RemoteDataFile):
+            opened = pa.PythonFile(path.open(), "r")
+        else:
+            check_regular(path)
+            opened = pa.memory_map(path)
+        with opened as source:
+            yield ArrowFile(pa, source)
+
+
+class ArrowFile:
+    """An open Arrow file in one of both formats."""
+
+    def __init__(self, pa: Any, source: Any) -> None:
+        """Find the format from the first bytes, and read the schema."""
+        self._pa = pa
+        self._source = source
+        self._file = None
+        if source.read(6) == b"ARROW1":
+            self._file = pa.ipc.open_file(source)
+            self.schema = self._file.schema
+            return
+        source.seek(0)
+        self.schema = pa.ipc.read_schema(source)
+        self._first = source.tell()
+
+    def measure(self, place: int) -> int:
+        """Return how many bytes of the file are before a place that `read_batches` gives."""
+        if self._file is None:
+            return place
+        return int(self._source.size()) * place // max(1, self._file.num_record_batches)
+
+    def read_batches(
+        self, begin: int | None = None, end: int | None = None
+    ) -> Iterator[tuple[int, int, Any]]:
+        """Yield the begin and the end of each record batch, see `FileGroups`, and the batch."""
+        if self._file is not None:
+            last = self._file.num_record_batches if end is None else end
+            for number in range(begin or 0, last):
+                yield number, number + 1, self._file.get_batch(number)
+            return
+        source = self._source
+        source.seek(self._first if begin is None else begin)
+        while end is None or source.tell() < end:
+            place = source.tell()
+            try:
+                message = self._pa.ipc.read_message(source)
+            except EOFError:
+                # The stream ends here.
+                return
+            if message.type != "record batch":
+                raise self._pa.ArrowInvalid(f"a {message.type} message is not supported")
+            batch = self._pa.ipc.read_record_batch(message, self.schema)
+            yield place, source.tell(), batch

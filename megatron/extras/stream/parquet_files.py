@@ -1,16 +1,13 @@
 """Parquet files as rows. The row groups are the format's own."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from megatron.extras.stream.arrow_columns import (
     convert_column,
     find_kind,
-    import_pyarrow,
-    report_damage,
+    open_parquet,
 )
-from megatron.extras.stream.remote import RemoteDataFile
 from megatron.extras.stream.row_format import GROUP_ROWS, FileGroups, FilePath, Row
 
 # The part of a column that is in memory at once. Without a limit, pyarrow reads the whole column of
@@ -25,7 +22,7 @@ class ParquetFormat:
 
     def list_groups(self, path: FilePath, column: str) -> FileGroups:
         """Return the row groups, from the footer alone."""
-        with _open_parquet(path) as file:
+        with open_parquet(path) as file:
             kind = find_kind(path, file.schema_arrow, column)
             groups = []
             for number in range(file.metadata.num_row_groups):
@@ -36,14 +33,15 @@ class ParquetFormat:
 
     def describe_columns(self, path: FilePath) -> dict[str, str]:
         """Return the types that Arrow uses for the columns."""
-        with _open_parquet(path) as file:
+        with open_parquet(path) as file:
             return {field.name: str(field.type) for field in file.schema_arrow}
 
     def read_rows(
         self, path: FilePath, column: str, begin: int, end: int, first_row: int
     ) -> Iterator[list[Row]]:
         """Yield the rows of one row group. Rows that are left out are decoded, too."""
-        with _open_parquet(path) as file:
+        options = {"buffer_size": _COLUMN_BUFFER_BYTES, "pre_buffer": False}
+        with open_parquet(path, **options) as file:
             row = 0
             for batch in file.iter_batches(
                 batch_size=GROUP_ROWS, row_groups=[begin], columns=[column], use_threads=False
@@ -69,22 +67,3 @@ def _count_parquet_tokens(group: Any, column: str) -> int:
                 return -1
             return int(chunk.num_values - statistics.null_count)
     return -1
-
-
-@contextmanager
-def _open_parquet(path: FilePath) -> Iterator[Any]:
-    """Open a Parquet file."""
-    pa = import_pyarrow()
-    import pyarrow.parquet as parquet
-
-    with (
-        report_damage(path, pa, "Parquet"),
-        parquet.ParquetFile(
-            path.open() if isinstance(path, RemoteDataFile) else path,
-            buffer_size=_COLUMN_BUFFER_BYTES,
-            pre_buffer=False,
-            # Only pages for which the writer has stored a checksum are verified.
-            page_checksum_verification=True,
-        ) as file,
-    ):
-        yield file
