@@ -71,7 +71,7 @@ job = PreprocessJob(
     workers=int(workers),
     overwrite=True,
 )
-preprocess(job, say=lambda line: None, choose=lambda *_: encoder)
+preprocess(job, log=lambda line: None, choose=lambda *_: encoder)
 result = {
     "parent": read_cpu(resource.RUSAGE_SELF),
     "workers": read_cpu(resource.RUSAGE_CHILDREN),

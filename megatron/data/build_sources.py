@@ -7,7 +7,7 @@ from typing import Literal
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import DataConfig
-from megatron.data.building import Say
+from megatron.data.building import Log
 from megatron.data.cache import WAIT_SECONDS
 from megatron.data.documents import check_documents_end
 from megatron.data.indexed_source import EvaluationSource, IndexedSource, check_vocabulary
@@ -42,7 +42,7 @@ def build_sources(
     request: SourceRequest,
     other: SourceKind | None = None,
     *,
-    log: Say = print_to_stderr,
+    log: Log = print_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
     """Open the data sets and check them.

@@ -125,13 +125,13 @@ def test_a_library_that_gives_wrong_ids_during_a_run_is_replaced(
             return kind(name, "e")
         return make_encoder(name, tokenizer)
 
-    def choose(tokenizer: Tokenizer, sample: list[str], rejected: tuple[str, ...], say: Any) -> str:
+    def choose(tokenizer: Tokenizer, sample: list[str], rejected: tuple[str, ...], log: Any) -> str:
         return REFERENCE if "gigatoken" in rejected else "gigatoken"
 
     monkeypatch.setattr(workers, "make_encoder", make)
     messages: list[str] = []
     given = job(tmp_path / "out", block_bytes=block_bytes)
-    done = preprocess(given, say=messages.append, choose=choose)
+    done = preprocess(given, log=messages.append, choose=choose)
     assert done.encoder == REFERENCE
     assert "WARNING: gigatoken cannot be trusted with this corpus" in messages[0]
     assert "STARTING OVER" in messages[0]

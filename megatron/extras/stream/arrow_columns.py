@@ -150,11 +150,9 @@ def open_parquet(path: FilePath, **options: Any) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     with report_damage(path, pa, "Parquet"):
-        if isinstance(path, RemoteDataFile):
-            source = path.open()
-        else:
+        if not isinstance(path, RemoteDataFile):
             check_regular(path)
-            source = path
+        source = path.open() if isinstance(path, RemoteDataFile) else path
         # Only pages for which the writer has stored a checksum are verified.
         with parquet.ParquetFile(source, page_checksum_verification=True, **options) as file:
             yield file
