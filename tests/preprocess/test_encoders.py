@@ -20,6 +20,7 @@ from tiny_corpus import GPT2, REFERENCE_PREFIX, data_files
 from tokenizers import models, normalizers, pre_tokenizers
 
 from megatron.extras.preprocess import encoders, workers
+from megatron.extras.preprocess.build_dataset import preprocess
 from megatron.extras.preprocess.encoders import (
     REFERENCE,
     Encoder,
@@ -29,7 +30,6 @@ from megatron.extras.preprocess.encoders import (
     make_encoder,
 )
 from megatron.extras.preprocess.inputs import read_blocks
-from megatron.extras.preprocess.pipeline import preprocess
 from megatron.extras.preprocess.sampling import sample_texts
 from megatron.tokenizer import HFTokenizer, Tokenizer, build_tokenizer
 

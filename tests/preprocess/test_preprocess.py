@@ -21,9 +21,9 @@ from megatron.commands import preprocess as preprocess_data
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.extras.preprocess.blocks import InputBlock, Position
+from megatron.extras.preprocess.build_dataset import PreprocessJob, Summary, preprocess
 from megatron.extras.preprocess.encoders import CANDIDATES, REFERENCE, choose_encoder
 from megatron.extras.preprocess.journal import lock_output
-from megatron.extras.preprocess.pipeline import PreprocessJob, Summary, preprocess
 from megatron.extras.preprocess.texts import extract_texts
 from megatron.tokenizer import build_tokenizer
 

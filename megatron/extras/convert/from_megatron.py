@@ -19,7 +19,7 @@ from megatron.extras.convert.megatron_names import (
 )
 from megatron.extras.convert.megatron_source import Key, MegatronSource
 from megatron.extras.convert.neox_checkpoint import NeoxFolder
-from megatron.extras.convert.problems import refuse_problems
+from megatron.extras.convert.tensors import refuse_problems
 from megatron.extras.convert.writing import TensorToWrite
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import Kind

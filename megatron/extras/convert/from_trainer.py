@@ -18,8 +18,12 @@ from megatron.base.errors import CheckpointError
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
 from megatron.extras.convert.architectures import Architecture
-from megatron.extras.convert.problems import refuse_problems
-from megatron.extras.convert.tensors import VOCABULARY_TENSORS, TensorPair, pair_tensors
+from megatron.extras.convert.tensors import (
+    VOCABULARY_TENSORS,
+    TensorPair,
+    pair_tensors,
+    refuse_problems,
+)
 from megatron.extras.convert.trainer_files import (
     TrainerCheckpoint,
     open_fms,

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
 from megatron.extras.convert.architectures import Architecture
-from megatron.extras.convert.problems import refuse_problems
+from megatron.extras.convert.tensors import refuse_problems
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

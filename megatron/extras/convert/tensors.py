@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.extras.convert.architectures import Architecture
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
@@ -144,3 +144,25 @@ def _pair_qkv(
         (groups, heads, width),
         fused=architecture.fused == "thirds",
     )
+
+
+_SHOWN = 12
+"""Number of problems that a message lists."""
+
+
+def refuse_problems(problems: Sequence[str], description: str) -> None:
+    """Refuse a checkpoint if there are problems with its tensors.
+
+    Args:
+        problems: A line for each problem.
+        description: What the tensors do not fit, such as config.json.
+
+    Raises:
+        CheckpointError: there is at least one problem. The message lists the first 12.
+    """
+    if not problems:
+        return
+    shown = list(problems[:_SHOWN])
+    if len(problems) > _SHOWN:
+        shown.append(f"... {len(problems) - _SHOWN} more")
+    raise CheckpointError(f"the tensors do not fit {description}:\n  " + "\n  ".join(shown))

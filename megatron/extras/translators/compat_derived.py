@@ -18,8 +18,8 @@ from megatron.config.fields import (
     find_missing,
 )
 from megatron.config.profiling import ALL_RANKS
+from megatron.extras.translators.compat import NEOX, NEOX_DEFAULTS
 from megatron.extras.translators.compat_fms_derived import FMS_DEFAULTS, FMS_DERIVATIONS
-from megatron.extras.translators.compat_neox import NEOX, NEOX_DEFAULTS
 from megatron.extras.translators.compat_neox_derived import NEOX_DERIVATIONS
 from megatron.extras.translators.compat_values import (
     OTHER_WARMUPS,

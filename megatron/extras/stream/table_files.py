@@ -1,6 +1,7 @@
-"""Opens Parquet and Arrow files, and checks their columns.
+"""Parquet and Arrow files as rows.
 
-pyarrow is imported in the functions, because it is an optional package.
+The row groups of Parquet are the format's own. A group of an Arrow file has as many record batches
+as hold about 1024 rows. pyarrow is imported in the functions, because it is an optional package.
 """
 
 import errno
@@ -13,7 +14,7 @@ import numpy as np
 from megatron.base.errors import DataError
 from megatron.base.outside_file import check_regular
 from megatron.extras.stream.remote import RemoteDataFile
-from megatron.extras.stream.row_format import NO_IDS, FilePath, Kind, Row
+from megatron.extras.stream.row_format import GROUP_ROWS, NO_IDS, FileGroups, FilePath, Kind, Row
 
 
 def convert_column(path: FilePath, column: Any, first_row: int, place: str) -> list[Row]:
@@ -216,3 +217,141 @@ class ArrowFile:
                 raise self._pa.ArrowInvalid(f"a {message.type} message is not supported")
             batch = self._pa.ipc.read_record_batch(message, self.schema)
             yield place, source.tell(), batch
+
+
+class ArrowFormat:
+    """Arrow IPC files: the file format, and the stream format that Hugging Face datasets writes."""
+
+    suffixes: tuple[str, ...] = (".arrow",)
+
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
+        """Return groups of record batches. A record batch may hold one row or a million."""
+        kind: Kind
+        with open_arrow(path) as file:
+            kind = "tokens"
+            if not _has_document_batches(file.schema, column):
+                kind = find_kind(path, file.schema, column)
+            groups: list[tuple[int, int, int, int]] = []
+            begin = -1
+            rows = 0
+            tokens = 0
+            for place, next_place, batch in file.read_batches():
+                if rows == 0:
+                    begin = place
+                    tokens = 0 if kind == "tokens" else -1
+                values = _get_rows(batch, column)
+                if kind == "tokens":
+                    check_values(path, values, rows, f"of the group at {begin}")
+                rows += len(values)
+                if kind == "tokens":
+                    # Only the sizes in the batch's header are read, not the ids.
+                    tokens += len(values.flatten())
+                end = next_place
+                if rows >= GROUP_ROWS:
+                    groups.append((begin, end, rows, tokens))
+                    rows = 0
+            if rows:
+                groups.append((begin, end, rows, tokens))
+        return FileGroups.of(kind, groups)
+
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the types of the columns."""
+        with open_arrow(path) as file:
+            return {field.name: str(field.type) for field in file.schema}
+
+    def read_rows(
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
+    ) -> Iterator[list[Row]]:
+        """Yield the rows of one group. The file is memory-mapped."""
+        with open_arrow(path) as file:
+            row = 0
+            for _, _, batch in file.read_batches(begin, end):
+                values = _get_rows(batch, column)
+                left_out = min(max(0, first_row - row), len(values))
+                row += len(values)
+                # A record batch may be far larger than a group of the other formats.
+                for start in range(left_out, len(values), GROUP_ROWS):
+                    part = values.slice(start, GROUP_ROWS)
+                    first = row - len(values) + start
+                    yield convert_column(path, part, first, f"of the group at {begin}")
+
+
+def _has_document_batches(schema: Any, column: str) -> bool:
+    """Return whether each record batch is a document, and its rows are the token ids.
+
+    These are the files of fms-fsdp (`ArrowHandler` in its dataset_utils.py). They have no other
+    column. Beside other columns, integers are more likely lengths or numbers of documents.
+    """
+    import pyarrow as pa
+
+    return schema.names == [column] and bool(pa.types.is_integer(schema.field(column).type))
+
+
+def _get_rows(batch: Any, column: str) -> Any:
+    """Return a column of a record batch with one element for each document."""
+    import pyarrow as pa
+
+    values = batch.column(column)
+    if not _has_document_batches(batch.schema, column):
+        return values
+    # One list around the values, which are not copied.
+    return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
+
+
+# The part of a column that is in memory at once. Without a limit, pyarrow reads the whole column of
+# a row group, which may be hundreds of MB for each logical shard.
+_COLUMN_BUFFER_BYTES = 1 << 20
+
+
+class ParquetFormat:
+    """Parquet files."""
+
+    suffixes: tuple[str, ...] = (".parquet",)
+
+    def list_groups(self, path: FilePath, column: str) -> FileGroups:
+        """Return the row groups, from the footer alone."""
+        with open_parquet(path) as file:
+            kind = find_kind(path, file.schema_arrow, column)
+            groups = []
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                tokens = _count_parquet_tokens(group, column) if kind == "tokens" else -1
+                groups.append((number, number + 1, group.num_rows, tokens))
+        return FileGroups.of(kind, groups)
+
+    def describe_columns(self, path: FilePath) -> dict[str, str]:
+        """Return the types that Arrow uses for the columns."""
+        with open_parquet(path) as file:
+            return {field.name: str(field.type) for field in file.schema_arrow}
+
+    def read_rows(
+        self, path: FilePath, column: str, begin: int, end: int, first_row: int
+    ) -> Iterator[list[Row]]:
+        """Yield the rows of one row group. Rows that are left out are decoded, too."""
+        options = {"buffer_size": _COLUMN_BUFFER_BYTES, "pre_buffer": False}
+        with open_parquet(path, **options) as file:
+            row = 0
+            for batch in file.iter_batches(
+                batch_size=GROUP_ROWS, row_groups=[begin], columns=[column], use_threads=False
+            ):
+                left_out = min(max(0, first_row - row), batch.num_rows)
+                row += batch.num_rows
+                if left_out < batch.num_rows:
+                    first = row - batch.num_rows + left_out
+                    values = batch.column(0).slice(left_out)
+                    yield convert_column(path, values, first, f"of row group {begin}")
+
+
+def _count_parquet_tokens(group: Any, column: str) -> int:
+    """Return the number of token ids of a row group from the footer, or -1.
+
+    The footer counts a missing or empty list as one missing value.
+    """
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if chunk.path_in_schema.split(".")[0] == column:
+            statistics = chunk.statistics
+            if statistics is None or not statistics.has_null_count:
+                return -1
+            return int(chunk.num_values - statistics.null_count)
+    return -1
