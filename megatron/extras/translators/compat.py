@@ -70,7 +70,10 @@ def read_table(name: str) -> tuple[Row, ...]:
 
 _FILES = {
     "Megatron-LM and Megatron-DeepSpeed (BigScience's and Microsoft's)": (
-        *("megatron", "megatron_core", "other_models", "forks"),
+        "megatron",
+        "megatron_core",
+        "other_models",
+        "forks",
     ),
     "swiss-ai's Megatron-LM (Apertus)": ("swiss_ai",),
     "fms-fsdp": ("fms_fsdp",),

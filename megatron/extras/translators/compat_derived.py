@@ -31,13 +31,25 @@ from megatron.extras.translators.compat_values import (
 )
 
 _IDENTIFY_LLM_BASELINES = (
-    *("--n-layer", "--n-embd", "--n-head", "--sequence-length"),
-    *("--acc-steps", "--iterations", "--model"),
+    "--n-layer",
+    "--n-embd",
+    "--n-head",
+    "--sequence-length",
+    "--acc-steps",
+    "--iterations",
+    "--model",
 )
 _IDENTIFY_FMS = (
-    *("--model-variant", "--num-steps", "--learning-rate", "--use-dummy-dataset"),
-    *("--ckpt-save-path", "--ckpt-load-path", "--low-cpu-fsdp"),
-    *("--fsdp-activation-checkpointing", "--selective-checkpointing", "--report-interval"),
+    "--model-variant",
+    "--num-steps",
+    "--learning-rate",
+    "--use-dummy-dataset",
+    "--ckpt-save-path",
+    "--ckpt-load-path",
+    "--low-cpu-fsdp",
+    "--fsdp-activation-checkpointing",
+    "--selective-checkpointing",
+    "--report-interval",
     "--training-stage",
 )
 _LLM_BASELINES_DEFAULTS = (

@@ -36,10 +36,20 @@ from megatron.extras.translators.plain_yaml import get_plain_value
 
 _IDENTIFY = frozenset(
     {
-        *("pipe-parallel-size", "model-parallel-size", "gpt-j-residual", "no-weight-tying"),
-        *("pos-emb", "rotary-pct", "attention-config", "output-layer-init-method"),
-        *("train-micro-batch-size-per-gpu", "zero-optimization", "checkpoint-factor"),
-        *("train-data-paths", "checkpoint-validation-with-forward-pass", "text-gen-type"),
+        "pipe-parallel-size",
+        "model-parallel-size",
+        "gpt-j-residual",
+        "no-weight-tying",
+        "pos-emb",
+        "rotary-pct",
+        "attention-config",
+        "output-layer-init-method",
+        "train-micro-batch-size-per-gpu",
+        "zero-optimization",
+        "checkpoint-factor",
+        "train-data-paths",
+        "checkpoint-validation-with-forward-pass",
+        "text-gen-type",
     }
 )
 """Keys that only a file of GPT-NeoX has at its top level."""
