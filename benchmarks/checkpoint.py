@@ -58,10 +58,10 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run import loop
+from megatron.run.start.build import build_timers, divide_ranks, start_run
 from megatron.run.start.job import agree_on_job
-from megatron.run.start.join import join_ranks
 from megatron.run.start.launch import read_launch
-from megatron.run.start.setup import build_timers, divide_ranks, start_run
+from megatron.run.start.meet import join_ranks
 
 BLOCK = 4 << 20
 """Bytes of one write or read of the raw contestant."""

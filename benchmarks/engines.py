@@ -38,11 +38,11 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
+from megatron.run.start.build import build_timers, divide_ranks
 from megatron.run.start.job import agree_on_job
-from megatron.run.start.join import join_ranks
 from megatron.run.start.launch import read_launch
+from megatron.run.start.meet import join_ranks
 from megatron.run.start.open_data import open_data
-from megatron.run.start.setup import build_timers, divide_ranks
 from megatron.run.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]

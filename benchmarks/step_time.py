@@ -68,10 +68,10 @@ from megatron.parallel.rng import RandomStreams
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.run import Run
+from megatron.run.start.build import start_run
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.launch import read_launch
 from megatron.run.start.open_data import open_data
-from megatron.run.start.setup import start_run
 from megatron.run.state import TrainState
 
 # layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape

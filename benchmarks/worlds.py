@@ -33,10 +33,10 @@ from megatron.run.loop import check_nan_iterations, list_waits, train_iteration
 from megatron.run.pretrain import leave
 from megatron.run.report import StepRecord
 from megatron.run.run import Run
+from megatron.run.start.build import build_timers, divide_ranks, start_run
 from megatron.run.start.job import agree_on_job
-from megatron.run.start.join import join_ranks
 from megatron.run.start.launch import read_launch
-from megatron.run.start.setup import build_timers, divide_ranks, start_run
+from megatron.run.start.meet import join_ranks
 from megatron.run.state import TrainState
 from megatron.schedule.batch_size import ConstantBatchSize
 
@@ -276,7 +276,7 @@ class LaunchedWorld:
         # A fork of this process would copy its threads' locks. The fork server has imported the
         # trainer once, so that ranks start quickly.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron.run.start.setup"])
+        context.set_forkserver_preload(["megatron.run.start.build"])
         home = Path(tempfile.mkdtemp(dir=folder))
         argv = [
             *case.flags.split(),

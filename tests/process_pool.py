@@ -244,9 +244,9 @@ def start_without_lease(argv: list[str]) -> "Run":
     """Start the run of a command line on this rank, up to its first iteration."""
     from megatron.commands.parts import choose_parts, load_command_line
     from megatron.parallel.launcher import read_launcher_world
+    from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks, start_run
+    from megatron.run.start.meet import join_ranks
 
     loaded = load_command_line(argv, "pretrain_gpt.py")
     launch = read_launch(loaded, choose_parts(loaded.config))

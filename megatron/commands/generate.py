@@ -34,7 +34,7 @@ from megatron.extras.generate.sampling import SamplingOptions, check_sampling
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
 from megatron.parallel.ranks import Work
-from megatron.rules.finding import Finding, error, refuse_errors
+from megatron.plan.rules.finding import Finding, error, refuse_errors
 
 _BETWEEN_TEXTS = "---"
 _ROUND_SECONDS = 0.2

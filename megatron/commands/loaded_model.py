@@ -17,9 +17,9 @@ from megatron.extras.preprocess.flags import (
     resolve_tokenizer_type,
 )
 from megatron.parallel.mesh import Mesh
-from megatron.rules.contexts import TokenizerContext
-from megatron.rules.finding import refuse_errors
-from megatron.rules.resume import check_tokenizer
+from megatron.plan.rules.contexts import TokenizerContext
+from megatron.plan.rules.finding import refuse_errors
+from megatron.plan.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
 from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
 

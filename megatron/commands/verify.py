@@ -36,8 +36,8 @@ from megatron.commands.run_tool import run_tool
 from megatron.commands.training_imports import hide_from_collector
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
+from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
-from megatron.rules.layout import WORLD_SIZE
 
 _SWITCHES = ("--help", "--json", "--no-json", "-h")
 _WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size")

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import CheckpointError, MegatronError, make_error
-from megatron.base.plain_text import print_line
-from megatron.base.plural import format_some
+from megatron.base.plain_text import format_some, print_line
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
 from megatron.parallel.rank_progress import Phase, RankProgress, StopRequested
 from megatron.parallel.rank_state import FILE_THREAD

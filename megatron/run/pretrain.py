@@ -19,18 +19,17 @@ from megatron.run.leaving import (
     leave_after_crash,
     leave_with_error,
 )
-from megatron.run.start.agreement import check_agreement
-from megatron.run.start.job import agree_on_job, select_checkpoint_config
-from megatron.run.start.join import join_ranks
-from megatron.run.start.launch import Launch
-from megatron.run.start.launch_record import train_and_record
-from megatron.run.start.setup import (
+from megatron.run.start.build import (
     build_exits,
     build_timers,
     divide_ranks,
     hold_folder_lease,
     start_run,
 )
+from megatron.run.start.job import agree_on_job, select_checkpoint_config
+from megatron.run.start.launch import Launch
+from megatron.run.start.launch_record import train_and_record
+from megatron.run.start.meet import check_agreement, join_ranks
 
 
 def run_launch(launch: Launch) -> None:

@@ -20,8 +20,8 @@ from megatron.model.gpt import GPT
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
+from megatron.plan.rules.finding import Finding, error
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import Finding, error
 from megatron.run.start.launch import read_launch
 from megatron.run.start.refusals import check_before_torch
 

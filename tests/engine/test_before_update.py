@@ -22,9 +22,8 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
-    from megatron.run.start.start_engine import build_engine
+    from megatron.run.start.build import build_engine, build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])

@@ -138,8 +138,8 @@ def run_histories(flags: str, stale: Sequence[int]) -> list[list[float]]:
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*FLAGS.split(), *flags.split()])

@@ -121,8 +121,8 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])

@@ -28,8 +28,8 @@ def measure_states(argv: list[str]) -> tuple[int, int]:
     """Return this rank's pipeline rank and the bytes of its optimizer's states."""
     from megatron.engine.native import NativeEngine
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config(argv)

@@ -64,9 +64,9 @@ def train_cases(cases: Sequence[str]) -> Any:
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
+    from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks, start_run
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world()
     ranks = None

@@ -157,7 +157,7 @@ def train_job(job: Job) -> Any:
     from megatron.extras.float8 import products
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.run.start.join import join_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world()
     ranks = join_ranks(read_launch(load_config(job.cases[0].split())))
@@ -212,8 +212,8 @@ def train_case(
     """Train one case. See `Job`."""
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
+    from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
-    from megatron.run.start.setup import build_timers, divide_ranks, start_run
 
     loaded = load_config(case.split())
     launch = read_launch(loaded, choose_parts(loaded.config))

@@ -86,7 +86,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
-    from megatron.run.start import setup
+    from megatron.run.start import build
 
     expected = read_global_tensors(Path(checkpoint))
     counts: list[int] = []
@@ -102,7 +102,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
         counts.append(len(run.engine.shards(optimizer=True)))
 
     def start_and_look(*arguments: Any) -> Any:
-        run = setup.start_run(*arguments)
+        run = build.start_run(*arguments)
         look(run)
         return run
 

@@ -20,7 +20,7 @@ from process_pool import ProcessPool, find_free_port, succeed
 from training.runs import Runner
 
 from megatron.base.errors import LayoutError
-from megatron.base.open_files import allow_open_files
+from megatron.base.host_limits import allow_open_files
 from megatron.parallel.rendezvous import _meet
 from megatron.run.start.launch import read_launch
 

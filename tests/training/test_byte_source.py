@@ -17,7 +17,7 @@ from megatron.config.data import DataConfig
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
-from megatron.rules.finding import refuse_errors
+from megatron.plan.rules.finding import refuse_errors
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 from megatron.run.start.launch import read_launch
 

@@ -65,7 +65,7 @@ def pretrain_with_lost_search(argv: list[str]) -> None:
 
 def pretrain_as_version(argv: list[str], version: str) -> None:
     """Train with this rank's code version replaced."""
-    import megatron.run.start.agreement as agreement
+    import megatron.run.start.meet as agreement
 
     with mock.patch.object(agreement, "get_code_version", return_value=version):
         pretrain(argv)

@@ -25,8 +25,8 @@ from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.messages import gather_json
 from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
-from megatron.rules.finding import list_errors
-from megatron.rules.layout import check_tensor_parallel
+from megatron.plan.rules.finding import list_errors
+from megatron.plan.rules.layout import check_tensor_parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -28,8 +28,8 @@ from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
 from megatron.plan.record import record_plan, restore_plan
 from megatron.plan.resolve import resolve
+from megatron.plan.rules.finding import refuse_errors
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import refuse_errors
 from megatron.run.parts import PartsContext, check_parts
 from megatron.run.start.launch import Launch
 from megatron.run.start.refusals import check_plan

@@ -12,10 +12,10 @@ from megatron.engine.kind import refuse_unsupported
 from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.resolve import resolve
+from megatron.plan.rules.data import check_tokenizer_files
+from megatron.plan.rules.finding import apply_rules, list_errors, refuse_errors
+from megatron.plan.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import apply_rules, list_errors, refuse_errors
-from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
-from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 from megatron.run.start.launch import Launch
 from megatron.tokenizer import fetch_missing_tokenizer

@@ -6,11 +6,17 @@ from megatron.checkpoint.load import Checkpoint, compare_models
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
+from megatron.plan.rules.contexts import ResumeContext
+from megatron.plan.rules.finding import (
+    apply_rules,
+    error,
+    list_errors,
+    list_warnings,
+    refuse_errors,
+)
+from megatron.plan.rules.lists import RESUME_RULES
+from megatron.plan.rules.resume import describe_curriculum_difference
 from megatron.plan.run_plan import Plan
-from megatron.rules.contexts import ResumeContext
-from megatron.rules.finding import apply_rules, error, list_errors, list_warnings, refuse_errors
-from megatron.rules.lists import RESUME_RULES
-from megatron.rules.resume import describe_curriculum_difference
 from megatron.run.state import TrainState
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.lr import LRSchedule
