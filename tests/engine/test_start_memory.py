@@ -19,7 +19,7 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
-from megatron.run.start.build import build_engine
+from megatron.run.start import build as start_build
 from megatron.run.start.launch import read_launch
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 2 --data-path none"
@@ -219,7 +219,7 @@ def test_model_that_a_host_cannot_allocate_is_refused_with_its_size() -> None:
     def build(message: str) -> None:
         mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"))
         kind: Any = FailingKind(message)
-        build_engine(plan, mesh, Timers(mesh.device), do_nothing, kind)
+        start_build.build_engine(plan, mesh, Timers(mesh.device), do_nothing, kind)
 
     allocation = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     with pytest.raises(ConfigError) as refused:
