@@ -2,6 +2,7 @@ r"""Report what happened to a run, or add a note to its chronicle.
 
     python tools/chronicle.py RUN                              # text
     python tools/chronicle.py RUN OTHER --html report.html     # a page that compares two runs
+    python tools/chronicle.py RUN --picture loss.png           # the charts of the page
     python tools/chronicle.py note RUN "the data of node 7 were damaged"
 
 RUN is a --save folder. The page is one file, and it needs no network.
@@ -19,7 +20,7 @@ from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.operations.chronicle.history import RunHistory, read_history
-from megatron.extras.operations.chronicle.page import write_page
+from megatron.extras.operations.chronicle.page import write_page, write_picture
 from megatron.extras.operations.chronicle.summary import format_text
 from megatron.observe.chronicle import CHRONICLE, append_event
 
@@ -35,6 +36,8 @@ class ReportArguments:
     """The --save folders of the runs."""
     html: Path | None = None
     """Write a page with charts to this file. Default: print text."""
+    picture: Path | None = None
+    """Draw these charts into this file, in the format of its suffix. It needs matplotlib."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,10 @@ class NoteArguments:
 
 
 def write_report(arguments: ReportArguments) -> int:
-    """Print the report of the runs, or write its page, and return the exit code.
+    """Print the report of the runs, or write its page or picture, and return the exit code.
 
     Raises:
+        ConfigError: A picture is asked for, and matplotlib cannot draw it.
         DataError: No run was given, or a folder is not that of a run.
         OSError: A file cannot be read or written.
     """
@@ -59,11 +63,12 @@ def write_report(arguments: ReportArguments) -> int:
     histories = [read_history(folder) for folder in arguments.runs]
     for history in histories:
         _print_damaged(history)
-    if arguments.html is None:
+    if arguments.html is None and arguments.picture is None:
         print_line("\n\n".join(map(format_text, histories)))
-        return 0
-    write_page(histories, arguments.html)
-    print_line(f"wrote {arguments.html}")
+    for write, path in ((write_page, arguments.html), (write_picture, arguments.picture)):
+        if path is not None:
+            write(histories, path)
+            print_line(f"wrote {path}")
     return 0
 
 

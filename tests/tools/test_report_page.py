@@ -13,6 +13,7 @@ import pytest
 from tools.chromium import CHROMIUM, start_browser
 
 from megatron.commands import chronicle
+from megatron.extras.operations.chronicle import picture
 from megatron.extras.operations.chronicle.charts import Charts, Curve, build_charts, find_stretches
 from megatron.extras.operations.chronicle.events import describe_events
 from megatron.extras.operations.chronicle.history import RunHistory, read_history
@@ -309,6 +310,26 @@ def test_page_has_charts_without_a_script(tmp_path: Path) -> None:
     paper = re.search(r"@page \{ margin: (\d+)mm; \}", text)
     assert paper is not None
     assert int(paper[1]) >= 10
+
+
+def test_picture_has_the_panels_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(picture, "save_figure", lambda figure, path: drawn.append(figure))
+    run = write_run(tmp_path / "run")
+    assert chronicle.main([str(run), "--picture", str(tmp_path / "loss.png")]) == 0
+    loss, *others = drawn[0].axes
+    assert loss.get_title(loc="left") == "loss"
+    # The page has one more, which has the events.
+    assert len(others) == 5
+    (kept,) = (line for line in loss.lines if line.get_label() == "loss")
+    rows = dict(zip(kept.get_xdata(), kept.get_ydata(), strict=True))
+    assert rows[60] == 2 + 3 / 60
+    assert not any(31 <= iteration <= 40 for iteration in rows)
+    assert [line.get_ydata()[0] for line in loss.lines if line.get_marker() == "x"].count(
+        SPIKE
+    ) == 3
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

@@ -33,6 +33,7 @@ from megatron.extras.operations.chronicle.events import (
 )
 from megatron.extras.operations.chronicle.goodput import KEPT, compute_goodput
 from megatron.extras.operations.chronicle.history import RunHistory
+from megatron.extras.operations.chronicle.picture import draw_picture
 from megatron.extras.operations.chronicle.summary import (
     describe_model,
     describe_outcome,
@@ -118,6 +119,19 @@ def build_page(histories: Sequence[RunHistory]) -> str:
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def write_picture(histories: Sequence[RunHistory], path: Path) -> None:
+    """Draw the charts of one run or of several into one picture.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or it does not know the format.
+        OSError: The picture cannot be written.
+    """
+    events: list[Sequence[DescribedEvent]] = [()] * len(histories)
+    with np.errstate(over="ignore", invalid="ignore"):
+        drawn = charts.build_charts(histories, _name_runs(histories), events)
+    draw_picture(drawn, path)
 
 
 def _name_runs(histories: Sequence[RunHistory]) -> list[str]:
