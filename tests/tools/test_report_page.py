@@ -327,9 +327,8 @@ def test_picture_has_the_panels_of_the_page(
     rows = dict(zip(kept.get_xdata(), kept.get_ydata(), strict=True))
     assert rows[60] == 2 + 3 / 60
     assert not any(31 <= iteration <= 40 for iteration in rows)
-    assert [line.get_ydata()[0] for line in loss.lines if line.get_marker() == "x"].count(
-        SPIKE
-    ) == 3
+    dropped = [line.get_ydata()[0] for line in loss.lines if line.get_marker() == "x"]
+    assert dropped.count(SPIKE) == 3
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
