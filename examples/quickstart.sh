@@ -85,7 +85,7 @@ say "comparing the loss with that of a model that knows only the frequencies of 
 comparison=$(python examples/quickstart/compare_with_unigram.py --dataset "${dataset}_text_document" --split "$split" \
     --metrics "$checkpoints/metrics.jsonl") || stop "$comparison"
 echo "$comparison"
-python tools/chronicle.py "$checkpoints" --picture "$work/loss.png"
+python tools/chronicle.py "$checkpoints" --png "$work/loss.png"
 say "generating text with the model"
 python tools/generate.py --load "$checkpoints" --prompt 'def __init__(self, ' --max-new-tokens 60
 say "done: the loss curve is in $work/loss.png, the checkpoints in $checkpoints, TensorBoard's events in $work/tensorboard"

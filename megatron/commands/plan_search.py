@@ -1,10 +1,10 @@
-"""The search of layouts for a planned run: a table, and why a layout loses."""
+"""The search of layouts for a planned run: a table, a Pareto plot, and why a layout loses."""
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.base.errors import ConfigError
 from megatron.base.plural import format_count
@@ -42,6 +42,9 @@ from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.rules.finding import list_errors
 from megatron.rules.float8 import check_float8
+
+if TYPE_CHECKING:
+    pass
 
 _SHOWN = 10
 _SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")

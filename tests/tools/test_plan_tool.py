@@ -1132,7 +1132,7 @@ def test_what_is_wrong_with_a_question_about_cost(capsys, words, phrase):
     assert phrase in capsys.readouterr().err
 
 
-def test_trace_of_a_step(capsys, tmp_path: Path):
+def test_the_trace_of_a_step(capsys, tmp_path: Path):
     trace = tmp_path / "folder" / "out.json"
     words = ["--global-batch-size", "256", "--trace", str(trace)]
     cost = as_json(capsys, *TR11_LIKE, *words)["cost"]
