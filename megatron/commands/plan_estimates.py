@@ -171,6 +171,7 @@ def estimate_stage_activation_bytes(
     whole = estimate_layer_activation_bytes(
         shape, micro_batch_size, tensor_parallel_size, scores_kept=scores_kept, **sharing
     )
+    # A recomputed layer starts again from its input.
     kept = estimate_layer_input_bytes(shape, micro_batch_size, tensor_parallel_size, **sharing)
     return (layers - recomputed_layers) * whole + recomputed_layers * kept
 

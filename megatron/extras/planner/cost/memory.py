@@ -260,6 +260,7 @@ def _estimate_rank(
             * flops.count_layer_matrix_parameters(shape, layout.tensor),
         ),
     )
+    # It is not known how other trainers allocate, so their formulas come with them.
     if software.memory is None:
         peak = find_peak(shape, layout, software, stages, schedule, rank)
         parts = (peak.weights, peak.gradients, peak.activations, peak.working, 0.0, peak.buffers)

@@ -151,6 +151,7 @@ def _list_steps(schedule: PipelineSchedule, rank: int) -> tuple[_Step, ...]:
             # The loss is computed in the forward pass of the last stage.
             needed = result + m if stage + 1 < stages else stage * m + visit.microbatch
             receiver = (stage - 1) % p if stage else None
+        # A rank with several stages keeps such a result, so no message is counted.
         if receiver == rank:
             receiver = None
         steps.append(_Step(result, needed, receiver, duration))
