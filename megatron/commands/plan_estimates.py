@@ -244,16 +244,16 @@ def compute_flops(plan: Plan) -> dict[str, int | None]:
     recompute = get_recomputed_share(plan)
     per_token = flops.count_model_flops_per_token(shape)
     # A run that ends by --train-tokens may train fewer tokens than samples x sequence length.
-    tokens: int | None
     tokens = plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length
     # The speed decides how many tokens a run by time trains.
-    if plan.train_seconds is not None:
-        tokens = None
+    whole_run = None
+    if plan.train_seconds is None:
+        whole_run = per_token * tokens
     return {
         "model_per_token": per_token,
         "hardware_per_token": flops.count_hardware_flops_per_token(shape, recompute=recompute),
         "hardware_per_iteration": flops.count_iteration_flops(
             shape, plan.batch_size.final, recompute=recompute
         ),
-        "model_whole_run": None if tokens is None else per_token * tokens,
+        "model_whole_run": whole_run,
     }

@@ -142,15 +142,27 @@ def _list_steps(schedule: PipelineSchedule, rank: int) -> tuple[_Step, ...]:
     steps = []
     for visit in list_visits(schedule, rank):
         stage = visit.stage
-        duration = stage if visit.forward else stages + stage
+        duration = stage
+        if not visit.forward:
+            duration += stages
         result = duration * m + visit.microbatch
+        needed: int | None
+        receiver: int | None
         if visit.forward:
-            needed = result - m if stage else None
-            receiver = (stage + 1) % p if stage + 1 < stages else None
+            needed = result - m
+            receiver = (stage + 1) % p
+            if stage == 0:
+                needed = None
+            if stage + 1 == stages:
+                receiver = None
         else:
             # The loss is computed in the forward pass of the last stage.
-            needed = result + m if stage + 1 < stages else stage * m + visit.microbatch
-            receiver = (stage - 1) % p if stage else None
+            needed = result + m
+            if stage + 1 == stages:
+                needed = stage * m + visit.microbatch
+            receiver = (stage - 1) % p
+            if stage == 0:
+                receiver = None
         # A rank with several stages keeps such a result, so no message is counted.
         if receiver == rank:
             receiver = None
@@ -184,7 +196,9 @@ def _simulate_spans(
         woken = set()
         for index in range(len(done), len(order)):
             result, needed, receiver, duration = order[index]
-            ready = 0.0 if needed is None else arrived[needed]
+            ready = 0.0
+            if needed is not None:
+                ready = arrived[needed]
             if ready < 0:
                 break
             start = max(now, ready)
