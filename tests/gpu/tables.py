@@ -4,8 +4,8 @@
     python tests/gpu/tables.py gpu-report --write      put most of them into docs/gpu_results.md
 
 FOLDER may have the reports of several parts, and of parts that were killed. The rows that the page
-shows are in `tests/fixtures/gpu`. The page leaves out `ONLY_PRINTED`. In docs/gpu_results.md, what is between the lines
-`<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
+shows are in `tests/fixtures/gpu`. The page leaves out `ONLY_PRINTED`. In docs/gpu_results.md, what
+is between the lines `<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
 """
 
 import argparse

@@ -1,29 +1,16 @@
 """Tests of tools/plot_loss.py on metrics and logs."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from observe.reports import make_report
 
 from megatron.base.errors import DataError
 from megatron.commands import plot_loss
 from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.report import IterationReport
 
-REPORT = IterationReport(
-    iteration=1,
-    train_iters=6,
-    consumed_samples=16,
-    consumed_tokens=2048,
-    global_batch_size=16,
-    learning_rate=1e-3,
-    seconds=0.5,
-    samples_per_second=32.0,
-    tokens_per_second=4096.0,
-    tflops=0.1,
-)
 # Iterations 4 and 5 are trained twice: the run was resumed from 3.
 TRAINED = [(1, 6.0), (2, 5.0), (3, 4.0), (4, 9.0), (5, 9.0), (4, 3.5), (5, 3.25)]
 
@@ -31,7 +18,7 @@ TRAINED = [(1, 6.0), (2, 5.0), (3, 4.0), (4, 9.0), (5, 9.0), (4, 3.5), (5, 3.25)
 @pytest.fixture(params=["metrics.jsonl", "main_log.txt"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path: Path = tmp_path / request.param
-    reports = [replace(REPORT, iteration=iteration, lm_loss=loss) for iteration, loss in TRAINED]
+    reports = [make_report(iteration=iteration, lm_loss=loss) for iteration, loss in TRAINED]
     if path.suffix == ".jsonl":
         metrics = MetricsFile(path)
         for report in reports:

@@ -1,6 +1,5 @@
 """Regression tests for errors of the main job that were found by misuse and fault injection."""
 
-import json
 import os
 import shutil
 import signal
@@ -103,36 +102,6 @@ def test_folder_that_cannot_be_written_is_found_before_training(run: Runner) -> 
         assert not (run.folder / "latest").exists()
 
 
-def test_tensorboard_on_a_full_disk_does_not_stop_the_run(run: Runner, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(small)], capture_output=True
-    ).returncode:
-        pytest.skip("NO TMPFS: mounting a small file system needs root")
-    try:
-        output = run(f"--train-iters 60 --tensorboard-dir {small}/tb --tensorboard-queue-size 2")
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
-    assert "training continues, and the events are kept in memory" in output
-    assert run.metrics()[-1]["iteration"] == 60
-
-
-def test_full_disk_for_the_index_cache_is_a_data_error(run: Runner, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(small)], capture_output=True
-    ).returncode:
-        pytest.skip("NO TMPFS: mounting a small file system needs root")
-    try:
-        error = run.error(f"--data-cache-path {small}")
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
-    assert error.startswith("DataError")
-    assert "No space left" in error
-
-
 @pytest.mark.parametrize(
     "flag", ["--save", "--load", "--data-path", "--kill-switch-path", "--tensorboard-dir"]
 )
@@ -205,47 +174,10 @@ def test_run_with_the_largest_seed_can_be_resumed(run: Runner) -> None:
     assert sorted(run.losses()) == [1, 2, 3, 4]
 
 
-def test_damaged_small_files_are_named(run: Runner) -> None:
-    run("--exit-interval 2")
-    folder = run.folder / "global_step2"
-    state = json.loads((folder / "manifest.json").read_text())
-    damages = {
-        "index.json": "{",
-        "manifest.json": json.dumps(state | {"state": None}),
-        "config.yaml": "",
-    }
-    for name, text in damages.items():
-        original = (folder / name).read_text()
-        (folder / name).write_text(text)
-        error = run.error()
-        assert error.startswith("CheckpointError"), error
-        assert str(folder) in error
-        (folder / name).write_text(original)
-    (run.folder / "latest").write_bytes(b"\xff\xfe")
-    assert "names no checkpoint" in run.error()
-    (run.folder / "latest").unlink()
-    (run.folder / "latest_checkpointed_iteration.txt").write_text("\u00b2")
-    assert "names no checkpoint" in run.error()
-
-
 def test_explicit_default_values_do_not_change_the_architecture(run: Runner) -> None:
     run("--exit-interval 2")
     run("--ffn-hidden-size 128 --num-query-groups 2 --kv-channels 16 --exit-interval 3")
     assert sorted(run.losses()) == [1, 2, 3]
-
-
-def test_interrupted_replacement_of_a_checkpoint_is_undone(run: Runner) -> None:
-    run("--exit-interval 2")
-    (run.folder / "global_step2").rename(run.folder / "global_step2.replaced")
-    run("--exit-interval 3")
-    assert sorted(run.losses()) == [1, 2, 3]
-
-
-def test_overridden_schedule_is_reported(run: Runner) -> None:
-    run("--exit-interval 2")
-    output = run("--lr 1e-3 --override-lr-scheduler --exit-interval 3")
-    assert "--override-lr-scheduler changes the learning rate" in output
-    assert "--lr: 0.001 here, 0.002 in the checkpoint" in output
 
 
 def test_contradicting_data_positions_are_reported_as_damage(run: Runner) -> None:
