@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from megatron.observe.report import IterationReport
+from dataclasses import replace
+from typing import Any
+
+from megatron.observe.report import EvaluationReport, IterationReport
 
 
 def make_report(**more: Any) -> IterationReport:
@@ -40,3 +43,9 @@ def full_report() -> IterationReport:
         params_norm=33.25,
         curriculum_seqlen=512,
     )
+
+
+def make_evaluation(iteration: int, loss: float, **further: Any) -> EvaluationReport:
+    """Return the result of a validation set at an iteration."""
+    at = replace(full_report(), iteration=iteration).axes
+    return EvaluationReport(at=at, loss=loss, **further)
