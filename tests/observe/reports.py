@@ -1,7 +1,5 @@
 """Reports of an iteration, for the tests of log line, TensorBoard, metrics file and tools."""
 
-from typing import Any
-
 from dataclasses import replace
 from typing import Any
 
