@@ -329,7 +329,7 @@ def test_the_picture_has_each_trained_iteration_once(
     assert path.read_bytes().startswith(b"\x89PNG")
     loss, rate = drawn[0].axes
     training, evaluation = loss.lines
-    iterations = training.get_xdata()
+    iterations = np.asarray(training.get_xdata())
     # No line crosses 31 to 40, which were skipped, and 52, which was dropped.
     assert np.flatnonzero(np.isnan(iterations)).tolist() == [30, 42]
     trained = [*range(1, 31), *range(41, 52), *range(53, 61)]
