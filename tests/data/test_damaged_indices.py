@@ -33,6 +33,7 @@ def sources(request, tmp_path, monkeypatch):
     )
 
     first = open_sources(config, 120, batch_slice=BatchSlice(4))
+    assert first.train is not None
     first.train.advance(8)
     second = open_sources(config, 120, seed=2, batch_slice=BatchSlice(4))
     second.load(first.state())

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def corpora(tmp_path: Path) -> list[str]:
     ]
 
 
-def build(tmp_path: Path, *data_path: str, seed: int = 7, **flags: object) -> Sources:
+def build(tmp_path: Path, *data_path: str, seed: int = 7, **flags: Any) -> Sources:
     config = DataConfig(
         data_path=data_path,
         split="1",
@@ -38,8 +39,8 @@ def build(tmp_path: Path, *data_path: str, seed: int = 7, **flags: object) -> So
         num_workers=2,
         valid_num_workers=0,
     )
-    samples = flags.pop("train_samples", None)
-    return open_sources(config, samples, seq_length=SEQ_LENGTH, seed=seed, **flags)
+    flags = {"train_samples": None, **flags}
+    return open_sources(config, seq_length=SEQ_LENGTH, seed=seed, **flags)
 
 
 def read(source: object, batches: int, batch_size: int = 4) -> list[tuple[int, ...]]:
