@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: order.get(find_folder(item.nodeid), len(order)))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give all tests of a folder to the same xdist worker, so that its fixtures are made once."""
     from xdist.scheduler import LoadScopeScheduling

@@ -7,13 +7,12 @@ never a crash.
 import numpy as np
 import pytest
 from data.corpora import write_numbered
+from data.source_requests import open_sources
 
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data import index_helpers, index_numpy
-from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
 
 
 @pytest.fixture(params=["C++", "NumPy"])
@@ -33,22 +32,10 @@ def sources(request, tmp_path, monkeypatch):
         num_workers=0,
     )
 
-    def build(seed):
-        return build_sources(
-            SourceRequest(
-                data=config,
-                seq_length=16,
-                seed=seed,
-                train_samples=120,
-                valid_samples=0,
-                test_samples=0,
-                batch_slice=BatchSlice(4),
-            )
-        )
-
-    first = build(1)
+    first = open_sources(config, 120, batch_slice=BatchSlice(4))
+    assert first.train is not None
     first.train.advance(8)
-    second = build(2)
+    second = open_sources(config, 120, seed=2, batch_slice=BatchSlice(4))
     second.load(first.state())
     second.prepare()
     yield second

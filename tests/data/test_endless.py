@@ -3,19 +3,19 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data.corpora import write_numbered
+from data.source_requests import open_sources
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
-from megatron.data.build_sources import build_sources
 from megatron.data.indexed_source import IndexedSource
 from megatron.data.planned_phase import DataPhase, PlannedPhase
-from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import SourceRequest
+from megatron.data.source import Sources
 
 SEQ_LENGTH = 10
 DOCUMENTS = 12
@@ -31,7 +31,7 @@ def corpora(tmp_path: Path) -> list[str]:
     ]
 
 
-def build(tmp_path: Path, *data_path: str, seed: int = 7, **flags: object) -> Sources:
+def build(tmp_path: Path, *data_path: str, seed: int = 7, **flags: Any) -> Sources:
     config = DataConfig(
         data_path=data_path,
         split="1",
@@ -39,18 +39,8 @@ def build(tmp_path: Path, *data_path: str, seed: int = 7, **flags: object) -> So
         num_workers=2,
         valid_num_workers=0,
     )
-    return build_sources(
-        SourceRequest(
-            data=config,
-            seq_length=SEQ_LENGTH,
-            seed=seed,
-            train_samples=flags.pop("train_samples", None),  # type: ignore[arg-type]
-            valid_samples=0,
-            test_samples=0,
-            batch_slice=BatchSlice(1),
-            **flags,  # type: ignore[arg-type]
-        )
-    )
+    flags = {"train_samples": None, **flags}
+    return open_sources(config, seq_length=SEQ_LENGTH, seed=seed, **flags)
 
 
 def read(source: object, batches: int, batch_size: int = 4) -> list[tuple[int, ...]]:

@@ -2,29 +2,20 @@
 
 import pytest
 import torch
+from data.source_requests import open_sources
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
-from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import SourceRequest
 
 VOCABULARY = 50
 LENGTH = 16
 
 
 def open_mock(*, seed: int = 1, rank: int = 0, ranks: int = 1, threads: int = 0) -> Sources:
-    return build_sources(
-        SourceRequest(
-            data=DataConfig(mock_data=True, num_workers=threads, valid_num_workers=threads),
-            seq_length=LENGTH,
-            seed=seed,
-            train_samples=40,
-            valid_samples=8,
-            test_samples=0,
-            batch_slice=BatchSlice(2, rank, ranks, VOCABULARY),
-        )
-    )
+    data = DataConfig(mock_data=True, num_workers=threads, valid_num_workers=threads)
+    batch_slice = BatchSlice(2, rank, ranks, VOCABULARY)
+    return open_sources(data, 40, seed=seed, valid_samples=8, batch_slice=batch_slice)
 
 
 def read(sources: Sources, batches: int = 1) -> torch.Tensor:
@@ -83,14 +74,4 @@ def test_real_and_synthetic_data_are_not_mixed_on_a_resume() -> None:
 
 def test_a_vocabulary_is_needed() -> None:
     with pytest.raises(ConfigError, match="no documents"):
-        build_sources(
-            SourceRequest(
-                data=DataConfig(mock_data=True),
-                seq_length=LENGTH,
-                seed=1,
-                train_samples=4,
-                valid_samples=0,
-                test_samples=0,
-                batch_slice=BatchSlice(1),
-            )
-        )
+        open_sources(DataConfig(mock_data=True), 4)

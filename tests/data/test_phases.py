@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data.corpora import write_numbered
+from data.source_requests import open_sources
 
 from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
-from megatron.data.build_sources import build_sources
 from megatron.data.phases import (
     check_phase_data,
     find_phase_shares,
@@ -18,8 +18,7 @@ from megatron.data.phases import (
     read_phases,
 )
 from megatron.data.planned_phase import DataPhase, PlannedPhase
-from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import SourceRequest
+from megatron.data.source import Sources
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
 from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.curriculum import Curriculum
@@ -269,18 +268,8 @@ class Runs:
             num_workers=2,
         )
         steps = Steps(ConstantBatchSize(1), SEQ)
-        return build_sources(
-            SourceRequest(
-                data=config,
-                seq_length=SEQ,
-                seed=seed,
-                train_samples=samples,
-                valid_samples=0,
-                test_samples=0,
-                batch_slice=BatchSlice(1),
-                phases=plan_phases(phases, steps, Progress(consumed, consumed, consumed * SEQ)),
-            )
-        )
+        planned = plan_phases(phases, steps, Progress(consumed, consumed, consumed * SEQ))
+        return open_sources(config, samples, seq_length=SEQ, seed=seed, phases=planned)
 
     def resume(self, old: Sources, *phases: DataPhase, samples: int, seed: int = 1) -> Sources:
         state = json.loads(json.dumps(old.state()))

@@ -9,13 +9,11 @@ import shutil
 import numpy as np
 import pytest
 from data.corpora import write_numbered
+from data.source_requests import open_sources
 
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
-from megatron.data.build_sources import build_sources
 from megatron.data.segments import Segment
-from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
 
 # 300 tokens, which give 29 samples in each epoch.
 SEQ = 10
@@ -42,17 +40,7 @@ def build(tmp_path):
             data_cache_path=str(cache or tmp_path / "cache"),
             num_workers=0,
         )
-        return build_sources(
-            SourceRequest(
-                data=config,
-                seq_length=seq_length,
-                seed=seed,
-                train_samples=samples,
-                valid_samples=0,
-                test_samples=0,
-                batch_slice=BatchSlice(1),
-            )
-        )
+        return open_sources(config, samples, seq_length=seq_length, seed=seed)
 
     return make
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 from data.corpora import HUNDRED, write_numbered
+from data.source_requests import open_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.batches import compute_sample_positions
-from megatron.data.build_sources import build_sources, count_evaluation_samples
+from megatron.data.build_sources import count_evaluation_samples
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed_source import check_vocabulary
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
 
 
 @pytest.fixture
@@ -47,16 +47,14 @@ def build(tmp_path):
             **data,
         }
         config = DataConfig(num_workers=num_workers, valid_num_workers=num_workers, **data)
-        sources = build_sources(
-            SourceRequest(
-                data=config,
-                seq_length=seq_length,
-                seed=seed,
-                train_samples=train_samples,
-                valid_samples=valid_samples,
-                test_samples=test_samples,
-                batch_slice=batch_slice or BatchSlice(2),
-            )
+        sources = open_sources(
+            config,
+            train_samples,
+            seq_length=seq_length,
+            seed=seed,
+            valid_samples=valid_samples,
+            test_samples=test_samples,
+            batch_slice=batch_slice or BatchSlice(2),
         )
         opened.append(sources)
         return sources

@@ -127,18 +127,18 @@ from megatron.extras.stream.build import StreamedData
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
 data = DataConfig(
-    data_path=(sys.argv[1],), dataset_format="parquet", col_name="tokens", logical_shards=300,
+    data_path=(sys.argv[1],), dataset_format="parquet", col_name="tokens", logical_shards=120,
     split="1", num_workers=0,
 )
 sources = build_sources(SourceRequest(
-    data=data, seq_length=16, seed=1, train_samples=300, valid_samples=0, test_samples=0,
+    data=data, seq_length=16, seed=1, train_samples=120, valid_samples=0, test_samples=0,
     batch_slice=BatchSlice(1),
 ), StreamedData())
-print(len(sources.train.read_batch(300)), "samples")
+print(len(sources.train.read_batch(120)), "samples")
 """
 
 
-@pytest.mark.parametrize(("hard", "expected"), [(2000, "300 samples"), (200, "ulimit -n")])
+@pytest.mark.parametrize(("hard", "expected"), [(2000, "120 samples"), (110, "ulimit -n")])
 def test_each_shard_keeps_a_file_open(tmp_path: Path, hard: int, expected: str) -> None:
     """The limit of open files is raised where the system permits it, and named where not."""
     # Groups are larger than what is read at once, so a reader keeps its file open.

@@ -1,11 +1,11 @@
 """Make Markdown tables of the reports of `first_hour.py`.
 
     python tests/gpu/tables.py gpu-report              print the tables
-    python tests/gpu/tables.py gpu-report --write      put them into docs/gpu_results.md
+    python tests/gpu/tables.py gpu-report --write      put most of them into docs/gpu_results.md
 
 FOLDER may have the reports of several parts, and of parts that were killed. The rows that the page
-shows are in `tests/fixtures/gpu`. In docs/gpu_results.md, what is between the lines
-`<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
+shows are in `tests/fixtures/gpu`. The page leaves out `ONLY_PRINTED`. In docs/gpu_results.md, what
+is between the lines `<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def format_number(value: Any) -> str:
         return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]} ..."
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return f"{value:.2e}" if abs(value) < 1 else f"{value:.0f}"
+    return f"{value:.2e}" if abs(value) < 1 or abs(value) >= 1e15 else f"{value:.0f}"
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -169,16 +169,46 @@ def make_verdicts(parts: Sequence[Part], table: str) -> str:
 def make_outcomes(parts: Sequence[Part], table: str) -> str:
     """Return what became of each step."""
     return format_table(
-        ("part", "step", "answers", "result", "seconds", "rows"),
+        ("part", "step", "result", "seconds", "rows"),
         [
-            [
-                *(part.name, step["title"], step.get("answers"), step["status"]),
-                *(step["seconds"], len(step["rows"])),
-            ]
+            [part.name, *(step[key] for key in ("title", "status", "seconds")), len(step["rows"])]
             for part in parts
             for step in part.steps
         ],
     )
+
+
+def name_group(name: str) -> str:
+    """Return the name of a check without its shape, so that its shapes share a row."""
+    if name.startswith("float8 "):
+        return " ".join(name.split()[:4])
+    first, *others = name.split(", ")
+    return ", ".join([first, *others[-1:]])
+
+
+def make_comparisons(parts: Sequence[Part], table: str) -> str:
+    """Return the losses of runs, and the largest error of each kernel over its shapes."""
+    rows = [row for part in parts for row in part.get_rows(table)]
+    runs = [row for row in rows if row.get("losses") is not None]
+    keys = ("name", "losses", "norms")
+    blocks = [format_table(keys, [[row[key] for key in keys] for row in runs])]
+    errors: dict[tuple[str, str], float] = {}
+    others: dict[str, str] = {}
+    for row in rows:
+        if row in runs:
+            continue
+        note = row.get("note") or row.get("error", "")
+        group = name_group(row["name"])
+        numbers = [float(each) for each in re.findall(r"\b\d+(?:\.\d+)?(?:e[-+]\d+)?", note)]
+        if numbers:
+            key = (group, " units of rounding" * ("units of rounding" in note))
+            errors[key] = max(*numbers, errors.get(key, 0.0))
+        else:
+            others[row["name"]] = note
+    cells = [(name, format_number(value) + unit) for (name, unit), value in errors.items()]
+    columns = ("without a training", "largest error, or operators")
+    blocks.append(format_table(columns, [*cells, *others.items()]))
+    return "\n\n".join(block for block in blocks if block)
 
 
 def make_machine(parts: Sequence[Part], table: str) -> str:
@@ -236,7 +266,7 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
     "stall": make_columns("what", "median"),
     "collectives": make_columns("name", "ranks", "backend", "mib", "seconds", "gb_per_second"),
     "outcomes": make_outcomes,
-    "one gpu": make_columns("name", "losses", "norms", "note"),
+    "one gpu": make_comparisons,
     "losses": make_columns("layout", "ranks", "backend", "difference", "outcome"),
 }
 """Table -> what makes it."""
@@ -269,6 +299,9 @@ TITLES = {
     "one gpu": "Runs on the GPU against the CPU: largest relative differences",
     "losses": "Several ranks against one process: largest relative difference of a loss",
 }
+ONLY_PRINTED = ("kernels", "outcomes")
+"""Tables that only explain a report: names of kernels, and the time of each step."""
+PAGE_TABLES = tuple(table for table in MAKERS if table not in ONLY_PRINTED)
 PAGE = "gpu_results.md"
 """The page that has the tables between its two lines `gpu results`."""
 
@@ -314,11 +347,10 @@ def main(argv: list[str] | None = None) -> int:
         parts = [read_part(path) for path in paths]
         if arguments.write and any(part.tiny for part in parts):
             raise ReportError("numbers of --tiny mean nothing; they are not written to the pages")
-        text = make_page(parts)
         if arguments.write:
-            write_page(arguments.docs / PAGE, text)
+            write_page(arguments.docs / PAGE, make_page(parts, PAGE_TABLES))
         else:
-            print(text)
+            print(make_page(parts))
     except KeyError as error:
         print(f"error: a row of {arguments.folder} has no {error}", file=sys.stderr)
         return 1

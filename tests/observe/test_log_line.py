@@ -4,12 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from observe.reports import full_report
+from observe.reports import full_report, make_report
 
 from megatron.observe import log_line
-from megatron.observe.report import IterationReport
 
-REPORT = IterationReport(
+REPORT = make_report(
     iteration=12695,
     train_iters=115311,
     consumed_samples=9841584,

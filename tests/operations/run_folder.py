@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from observe.reports import make_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.lineage import Lineage, read_lineage
@@ -46,17 +47,15 @@ def report(
         samples = 4 * iteration + 4 * max(0, iteration - 6)
     if loss is None:
         loss = 10.0 / iteration
-    return IterationReport(
+    return make_report(
         iteration=iteration,
         train_iters=20,
         consumed_samples=samples,
         consumed_tokens=samples * SEQ,
         global_batch_size=4 if iteration <= 6 else 8,
-        learning_rate=1e-3,
         seconds=60.0,
         samples_per_second=1.0,
         tokens_per_second=32.0,
-        tflops=0.1,
         lm_loss=loss,
         grad_norm=1.0,
         gigaflops_without_embeddings=1.75 * samples,

@@ -6,13 +6,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from data.source_requests import open_sources
 
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.commands import sample_idxs_to_text as tool
 from megatron.config.yaml_file import dump_yaml
-from megatron.data.build_sources import build_sources
-from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
 from megatron.run.state import TrainState
 
@@ -54,17 +52,8 @@ def match_start(pattern: str, text: str) -> re.Match[str]:
 def save(root: Path, run: list[str], consumed: int, iteration: int) -> None:
     """Save the checkpoint that a run would have saved at this iteration."""
     config = load_config(run).config
-    sources = build_sources(
-        SourceRequest(
-            data=config.data,
-            seq_length=config.model.seq_length,
-            seed=config.batch.seed,
-            train_samples=96,
-            valid_samples=0,
-            test_samples=0,
-            batch_slice=BatchSlice(1),
-        )
-    )
+    length = config.model.seq_length
+    sources = open_sources(config.data, 96, seq_length=length, seed=config.batch.seed)
     assert sources.train is not None
     sources.train.advance(consumed)
     state = TrainState(iteration=iteration, consumed_samples=consumed, data=sources.state())

@@ -44,17 +44,8 @@ class Runner:
 
     def argv(self, flags: str) -> list[str]:
         folder = str(self.folder)
-        paths = [
-            "--data-path",
-            self.data,
-            "--data-cache-path",
-            f"{folder}/cache",
-            "--save",
-            folder,
-            "--load",
-            folder,
-        ]
-        return [*SIZES.split(), *paths, *flags.split()]
+        paths = ("--data-path", self.data, "--data-cache-path", f"{folder}/cache")
+        return [*SIZES.split(), *paths, "--save", folder, "--load", folder, *flags.split()]
 
     def outcomes(self, flags: str = "", ranks: int = 1) -> list[Outcome]:
         return self.pool.run(ranks, pretrain, self.argv(flags))

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from data.source_requests import open_sources
 
 from megatron.config.data import DataConfig
-from megatron.data.build_sources import build_sources
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
 
 VOCABULARY = 64
 BATCH = 16
@@ -90,17 +89,8 @@ def find_order(prefix: Path, iterations: int) -> list[int]:
     data = DataConfig(
         data_path=(str(prefix),), split="1,0,0", data_cache_path=str(prefix.parent / "order-cache")
     )
-    sources = build_sources(
-        SourceRequest(
-            data=data,
-            seq_length=SEQUENCE,
-            seed=SEED,
-            train_samples=samples,
-            valid_samples=0,
-            test_samples=0,
-            batch_slice=BatchSlice(BATCH),
-        )
-    )
+    batch_slice = BatchSlice(BATCH)
+    sources = open_sources(data, samples, seq_length=SEQUENCE, seed=SEED, batch_slice=batch_slice)
     assert sources.train is not None
     order: list[int] = []
     for _ in range(iterations):

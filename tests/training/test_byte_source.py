@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from data.source_requests import make_request
 from process_pool import Outcome, ProcessPool
 from training.byte_text import ByteSource, ByteText
 from training.runs import SIZES, Runner
@@ -15,7 +16,6 @@ from training.runs import SIZES, Runner
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
 from megatron.extras.translators.translator import load_config
 from megatron.plan.rules.finding import refuse_errors
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
@@ -108,15 +108,7 @@ def test_kernels_without_their_package_are_refused() -> None:
 def test_state_continues_only_with_the_same_bytes(text: Path) -> None:
     def open_bytes() -> ByteSource:
         data = DataConfig(data_path=(str(text),), num_workers=0)
-        request = SourceRequest(
-            data=data,
-            seq_length=8,
-            seed=1,
-            train_samples=40,
-            valid_samples=0,
-            test_samples=0,
-            batch_slice=BatchSlice(1, vocab_size=256),
-        )
+        request = make_request(data, 40, seq_length=8, batch_slice=BatchSlice(1, vocab_size=256))
         return ByteSource("train", text, range(40), request)
 
     source = open_bytes()

@@ -4,21 +4,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from process_pool import ProcessPool, pretrain, succeed
-from training.runs import SIZES
+from process_pool import ProcessPool
+from training.runs import SIZES, Runner
 
 from megatron.commands import plan as plan_tool
 from megatron.commands import rollback, sample_idxs_to_text
 from megatron.observe.metrics import read_metrics
 
 
-class PhaseRunner:
+class PhaseRunner(Runner):
     """Train in a folder. Batches have 4 samples, so phases of 3 iterations have 12."""
 
     def __init__(self, pool: ProcessPool, corpus: str, folder: Path) -> None:
-        self.pool = pool
-        self.corpus = corpus
-        self.folder = folder
+        super().__init__(pool, corpus, folder)
         self.phases = folder.parent / "phases.yaml"
         self.write(
             f"- data_path: {corpus}\n"
@@ -38,17 +36,8 @@ class PhaseRunner:
             *f"--save {folder} --load {folder} {flags}".split(),
         ]
 
-    def __call__(self, flags: str = "", ranks: int = 1) -> str:
-        return succeed(self.pool.run(ranks, pretrain, self.argv(flags)))
-
-    def error(self, flags: str = "", ranks: int = 1) -> str:
-        outcome = self.pool.run(ranks, pretrain, self.argv(flags))[0]
-        assert outcome.error is not None, f"there was no error:\n{outcome.output}"
-        return f"{outcome.kind}: {outcome.error}"
-
     def losses(self) -> dict[int, float]:
-        entries = read_metrics(self.folder / "metrics.jsonl")
-        return {entry["iteration"]: entry["lm_loss"] for entry in entries if "lm_loss" in entry}
+        return {e["iteration"]: e["lm_loss"] for e in self.metrics() if "lm_loss" in e}
 
 
 @pytest.fixture

@@ -310,67 +310,6 @@ def test_rank_with_a_different_configuration_is_named(run: Runner, pool: Process
         assert "99" in str(outcome.error)
 
 
-BAD = {
-    "unknown flag": ("--hiden-size 32", "--hidden-size"),
-    "tensor size that does not divide": (
-        "--tensor-model-parallel-size 3",
-        "--tensor-model-parallel-size 3 must divide",
-    ),
-    "world that does not fit": ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
-    "batch that does not divide": (
-        "--global-batch-size 5",
-        "--global-batch-size 5 must be divisible",
-    ),
-    "ramp with a batch that does not divide": (
-        "--global-batch-size 8 --rampup-batch-size 2 3 100",
-        "batch size 5",
-    ),
-    "skip range": ("--skip-train-iteration-range 9", "FIRST-LAST"),
-    "skip range backwards": ("--skip-train-iteration-range 9-8", "FIRST-LAST"),
-    "fp16 with bf16": ("--fp16 --bf16", "--bf16"),
-    "missing data": ("--data-path /nowhere/corpus", "/nowhere/corpus"),
-    "missing YAML": ("--config /nowhere/run.yaml", "/nowhere/run.yaml"),
-    "corpus too small": ("--seq-length 2_000_000", "tokens"),
-    "token beyond the vocabulary": ("--vocab-size 3000", "3000"),
-    "pipeline": (
-        "--num-layers 2 --pipeline-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_before_training(case: str, run: Runner) -> None:
-    flags, mentions = BAD[case]
-    error = run.error(flags)
-    assert error.split(":")[0] in ("ConfigError", "DataError", "LayoutError"), error
-    assert mentions in error
-    assert not list(run.folder.glob("global_step*"))
-
-
-@pytest.mark.parametrize("damage", ["truncate bin", "truncate idx", "foreign idx", "no bin"])
-def test_damaged_data_file_is_named_with_its_sizes(
-    damage: str, run: Runner, tmp_path: Path
-) -> None:
-    prefix = tmp_path / "damaged"
-    for ending in (".bin", ".idx"):
-        Path(f"{prefix}{ending}").write_bytes(Path(f"{run.data}{ending}").read_bytes())
-    what, ending = damage.split()
-    victim = Path(f"{prefix}.{ending}")
-    if what == "truncate":
-        victim.write_bytes(victim.read_bytes()[:-100])
-    elif what == "foreign":
-        victim.write_bytes(b"PK\x03\x04 a zip file, say" * 20)
-    else:
-        victim.unlink()
-    error = run.error(f"--data-path {prefix}")
-    assert error.startswith("DataError")
-    assert "damaged" in error
-    if what == "truncate":
-        assert str(victim.stat().st_size) in error
-        assert str(victim.stat().st_size + 100) in error
-
-
 def test_token_beyond_the_vocabulary_is_found_while_training(run: Runner, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "late", np.uint16) as writer:
         # The second document is beyond the part that is scanned at the start.

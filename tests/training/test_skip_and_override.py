@@ -129,7 +129,9 @@ def test_changed_learning_rate_is_refused_and_the_flags_are_named(run: Runner) -
 
 def test_override_follows_the_new_curve_from_its_first_step(run: Runner) -> None:
     run("--lr-decay-style linear --lr-decay-iters 10 --exit-interval 4")
-    run("--lr 4e-3 --lr-decay-style linear --lr-decay-iters 20 --override-lr-scheduler")
+    output = run("--lr 4e-3 --lr-decay-style linear --lr-decay-iters 20 --override-lr-scheduler")
+    assert "--override-lr-scheduler changes the learning rate" in output
+    assert "--lr: 0.004 here, 0.002 in the checkpoint" in output
     rates = {entry["iteration"]: entry["learning_rate"] for entry in run.metrics()}
     assert rates[4] == pytest.approx(2e-3 * 0.6)
     assert rates[5] == pytest.approx(4e-3 * 0.75)
