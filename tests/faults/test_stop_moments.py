@@ -21,7 +21,7 @@ SAVE_SECONDS = 1.0
 """The longest time of a save."""
 MOMENTS = 30
 EVALUATING = "--split 8,1,1 --log-interval 1 --num-layers 3 --train-iters"
-ENDLESS = f"{EVALUATING} 300000 --eval-interval 5 --eval-iters 40 --save-interval 15"
+ENDLESS = f"{EVALUATING} 300000 --eval-interval 5 --eval-iters 20 --save-interval 15"
 SHORT = f"{EVALUATING} 6 --eval-interval 3 --eval-iters 100 --pipeline-model-parallel-size 3"
 EXPORTING = (
     "--hf-export-interval 15 --position-embedding-type rotary --normalization RMSNorm "

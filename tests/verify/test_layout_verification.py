@@ -128,7 +128,7 @@ def test_the_layout_of_a_copy_with_shared_sequences(name: str, tmp_path: Path) -
         ("--pipeline-model-parallel-size 2", 8, 3, []),
         ("--pipeline-model-parallel-size 2", 16, 2, ["more than two data-parallel ranks"]),
         (
-            "--sharding-strategy hsdp --hsdp-shard-size 4",
+            "--sharding-strategy hsdp --hsdp-shard-size 4 --micro-batch-size 1",
             32,
             4,
             ["more than two copies of the model", "more than two shards of each copy"],
