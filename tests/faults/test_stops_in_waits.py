@@ -27,7 +27,6 @@ from training.spiky_corpus import random_stretch, write_corpus
 from training.test_spike_guard_runs import make_argv
 from training.test_stream_runs import StreamRunner
 
-pytestmark = pytest.mark.full
 ENDLESS = "--train-iters 300000"
 SLOW = 4.0
 """Seconds that something takes which no signal interrupts."""
@@ -99,6 +98,7 @@ def signal_itself_in_tasks(rank: int) -> None:
         EngineScorer._make_microbatches = make_and_signal  # type: ignore[method-assign]
 
 
+@pytest.mark.full
 def test_a_first_step_that_compiles(new_job: NewJob) -> None:
     job = new_job("job", ENDLESS, ranks=2)
     launch = job.launch(prepare=compile_slowly)
@@ -108,6 +108,7 @@ def test_a_first_step_that_compiles(new_job: NewJob) -> None:
     job.check(1, [1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stream_that_hangs(ranks: int, pool: ProcessPool, tmp_path: Path) -> None:
     write_dataset(tmp_path / "rows" / "web", make_documents(600, 0))
@@ -127,7 +128,7 @@ def test_a_stream_that_hangs(ranks: int, pool: ProcessPool, tmp_path: Path) -> N
     assert run.state(10) == whole.state(10)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_first_batch_of_a_larger_size(ranks: int, new_job: NewJob) -> None:
     flags = f"{ENDLESS} --rampup-batch-size 4 8 16 --global-batch-size 12 --micro-batch-size 2"
     job = new_job("job", flags, ranks)
@@ -140,6 +141,7 @@ def test_the_first_batch_of_a_larger_size(ranks: int, new_job: NewJob) -> None:
     job.check(saved[0], saved)
 
 
+@pytest.mark.full
 def test_an_asynchronous_save(new_job: NewJob) -> None:
     flags = f"{ENDLESS} --async-save --save-interval 3 --micro-batch-size 1 --num-layers 3"
     flags += " --pipeline-model-parallel-size 3"
@@ -158,6 +160,7 @@ def test_an_asynchronous_save(new_job: NewJob) -> None:
     assert read_numbers(job) == read_numbers(reference)
 
 
+@pytest.mark.full
 def test_a_wait_for_a_lease(new_job: NewJob) -> None:
     job = new_job("job", f"{ENDLESS} --save-interval 4", ranks=2)
     launch_and_kill(job)
@@ -173,6 +176,7 @@ def test_a_wait_for_a_lease(new_job: NewJob) -> None:
 ROLLING_BACK = "megatron.extras.guard.spike_response.execute_rollback"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rollback_inside_the_job(ranks: int, pool: ProcessPool, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "data" / "text", ITERATIONS, random_stretch(43, 52))
@@ -195,6 +199,7 @@ def test_a_rollback_inside_the_job(ranks: int, pool: ProcessPool, tmp_path: Path
     assert summarise(run) == summarise(whole)
 
 
+@pytest.mark.full
 def test_repeated_signals_within_a_second(new_job: NewJob) -> None:
     job = new_job("job", ENDLESS, ranks=2)
     slow = {"megatron.checkpoint.stages.write_shard_file": SLOW}
@@ -211,6 +216,7 @@ def test_repeated_signals_within_a_second(new_job: NewJob) -> None:
     job.check(saved[-1], saved)
 
 
+@pytest.mark.full
 def test_tasks_on_three_stages(
     pool: ProcessPool, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +248,7 @@ def test_tasks_on_three_stages(
     assert sorted(map(str, read(run))) == sorted(map(str, read(whole)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, None)])
 def test_a_wait_for_the_last_export(ranks: int, rank: int | None, new_job: NewJob) -> None:
     exporting = EXPORTING.replace("15", "3")
@@ -266,6 +273,7 @@ def load_slowly(rank: int) -> None:
         slow_down(Checkpoint, "load_into", 1, 60, "the load is slow")
 
 
+@pytest.mark.full
 def test_a_start_that_is_slow_on_one_rank(new_job: NewJob) -> None:
     job = new_job("job", f"{ENDLESS} --save-interval 2", ranks=2)
     job.succeed("--exit-interval 2")
@@ -276,7 +284,7 @@ def test_a_start_that_is_slow_on_one_rank(new_job: NewJob) -> None:
     job.check(2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_evaluation_alone(ranks: int, new_job: NewJob) -> None:
     """It has no result, which its exit code says. The ranks do not take each other for lost."""
     job = new_job("job", f"{ENDLESS} --save-interval 2", ranks)
@@ -298,6 +306,7 @@ def close_slowly(rank: int) -> None:
     slow_down(Reporter, "close", 1, 1.5, "the files are closed slowly")
 
 
+@pytest.mark.full
 def test_a_run_that_is_complete(new_job: NewJob) -> None:
     job = new_job("job", "--train-iters 3", ranks=2)
     launch = job.launch(prepare=close_slowly)
