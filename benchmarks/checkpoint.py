@@ -57,7 +57,7 @@ from megatron.commands.parts import choose_parts
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
-from megatron.run.loop import begin_save
+from megatron.run import loop
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.join import join_ranks
 from megatron.run.start.setup import build_ranks, build_timers, divide_ranks, start_run
@@ -230,7 +230,7 @@ class StoringRank:
         engine: Any = run.engine
         skip_waiting = engine._before_update
         engine._before_update = lambda: copies.append(seconds_of(saver.wait_for_copy))
-        begin = seconds_of(lambda: begin_save(run, saver))
+        begin = seconds_of(lambda: loop.save(run, saver))
         # The ranks vote about the saver of the run.
         run.saver = saver
         polls = []
@@ -239,7 +239,7 @@ class StoringRank:
         while saver.in_flight:
             during.append(seconds_of(lambda: one_iteration(run)))
             done = run.exits.take_stage_is_done()
-            polls.append(seconds_of(partial(saver.poll, stage_is_done=done)))
+            polls.append(seconds_of(partial(saver.poll, 0, 0, stage_is_done=done)))
         run.saver = None
         engine._before_update = skip_waiting
         self.drop("async")
@@ -298,8 +298,7 @@ class StoringRank:
             CheckpointConfig(max_save_failures=1, keep_latest_checkpoints=keep),
             self._ranks,
         )
-        begin_save(self._run, saver)
-        saver.complete()
+        loop.save(self._run, saver)
 
     def _load_ours(self) -> None:
         open_checkpoint(self._folder("ours"), self._run.state.iteration).load_into(self._shards)

@@ -85,9 +85,7 @@ say "comparing the loss with that of a model that knows only the frequencies of 
 comparison=$(python examples/quickstart/compare_with_unigram.py --dataset "${dataset}_text_document" --split "$split" \
     --metrics "$checkpoints/metrics.jsonl") || stop "$comparison"
 echo "$comparison"
-entropy=$(sed -n 's/^unigram entropy[^:]*: *\([0-9.]*\) nats$/\1/p' <<<"$comparison")
-python tools/plot_loss.py "$checkpoints/metrics.jsonl" --output "$work/loss.png" --unigram-entropy "$entropy" \
-    --title "Quickstart: a small GPT on Python's standard library, $layout"
+python tools/chronicle.py "$checkpoints" --png "$work/loss.png"
 say "generating text with the model"
 python tools/generate.py --load "$checkpoints" --prompt 'def __init__(self, ' --max-new-tokens 60
 say "done: the loss curve is in $work/loss.png, the checkpoints in $checkpoints, TensorBoard's events in $work/tensorboard"

@@ -1,6 +1,7 @@
 """When a run saves, when it tries a failed save again, and what it keeps permanently."""
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.schedule.clock import is_due
 
 
 class SavePolicy:
@@ -43,7 +44,7 @@ class SavePolicy:
         """
         if self._retry_at is not None and after >= self._retry_at:
             return True
-        return self._passes_named(before, after) or _passes_multiple(
+        return self._passes_named(before, after) or is_due(
             self._config.save_interval, before, after
         )
 
@@ -62,9 +63,7 @@ class SavePolicy:
     def record_iterations(self, before: int, after: int) -> None:
         """Record a step or jump, which may pass an iteration whose checkpoint is kept."""
         self._passed = after
-        if self._passes_named(before, after) or _passes_multiple(
-            self._config.keep_every, before, after
-        ):
+        if self._passes_named(before, after) or is_due(self._config.keep_every, before, after):
             self._keep_next = True
 
     def record_end_of_run(self) -> None:
@@ -100,8 +99,3 @@ class SavePolicy:
     def _passes_named(self, before: int, after: int) -> bool:
         """Return whether the run passes an iteration of --save-at."""
         return any(before < named <= after for named in self._config.save_at)
-
-
-def _passes_multiple(interval: int | None, before: int, after: int) -> bool:
-    """Return whether the run passes a multiple of `interval`. False without an interval."""
-    return bool(interval and after // interval > before // interval)

@@ -146,14 +146,6 @@ class Saver:
         """Return the bytes of the shards that all ranks own. All ranks must call it."""
         return sum(self._ranks.gather(sum(shard.tensor.nbytes for shard in shards if shard.owner)))
 
-    def record_iterations(self, before: int, after: int) -> None:
-        """Record a step or jump from iteration `before` to `after`.
-
-        Call it once for each, before `is_due`. If the run passes an iteration of --save-at or
-        --keep-every, the next checkpoint that is saved is kept permanently.
-        """
-        self._policy.record_iterations(before, after)
-
     def is_due(self, before: int, after: int) -> bool:
         """Return whether a save is due after a step or jump from iteration `before` to `after`.
 
@@ -238,14 +230,32 @@ class Saver:
         if self._save is not None:
             self._save.copied.wait()
 
-    def poll(self, *, stage_is_done: bool) -> None:
+    def save(self, contents: CheckpointContents, shards: Sequence[TensorShard]) -> None:
+        """Start a save, as `begin`. Without --async-save, also wait until it is safe or has failed.
+
+        Raises:
+            TrainingError: See `begin`.
+            CheckpointError: See `begin`.
+        """
+        self.begin(contents, shards)
+        if not self._config.async_save:
+            self.complete()
+
+    def poll(self, before: int, after: int, *, stage_is_done: bool) -> bool:
         """Start the next stage of a save if all ranks have finished the present one.
 
-        Call it once an iteration. On rank 0 it also checks that the lease is still held.
+        Call it once after each step or jump, also if no save is due. On rank 0 it also checks that
+        the lease is still held. If the run passes an iteration of --save-at or --keep-every, the
+        next checkpoint that is saved is kept permanently.
 
         Args:
+            before: The iteration before the step.
+            after: The iteration after it.
             stage_is_done: Whether `is_working` was False on all ranks, since the present stage
                 began. All ranks must pass the same value, so that all of them go on together.
+
+        Returns:
+            Whether a save is due. See `is_due`.
 
         Raises:
             CheckpointError: See `begin`.
@@ -254,6 +264,8 @@ class Saver:
             raise CheckpointError(self._lease.lost)
         if self._save is not None and stage_is_done:
             self._advance()
+        self._policy.record_iterations(before, after)
+        return self.is_due(before, after)
 
     def complete(self) -> None:
         """Wait until the save in progress is safe or has failed.

@@ -2,6 +2,7 @@ r"""Report what happened to a run, or add a note to its chronicle.
 
     python tools/chronicle.py RUN                              # text
     python tools/chronicle.py RUN OTHER --html report.html     # a page that compares two runs
+    python tools/chronicle.py RUN --png loss.png               # a picture of the loss
     python tools/chronicle.py note RUN "the data of node 7 were damaged"
 
 RUN is a --save folder. The page is one file, and it needs no network.
@@ -19,7 +20,8 @@ from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.operations.chronicle.history import RunHistory, read_history
-from megatron.extras.operations.chronicle.page import write_page
+from megatron.extras.operations.chronicle.page import name_runs, write_page
+from megatron.extras.operations.chronicle.picture import draw_loss
 from megatron.extras.operations.chronicle.summary import format_text
 from megatron.observe.chronicle import CHRONICLE, append_event
 
@@ -35,6 +37,9 @@ class ReportArguments:
     """The --save folders of the runs."""
     html: Path | None = None
     """Write a page with charts to this file. Default: print text."""
+    png: Path | None = None
+    """Draw loss, evaluations and learning rate into this file, with matplotlib. Its suffix names
+    the format."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,10 @@ class NoteArguments:
 
 
 def write_report(arguments: ReportArguments) -> int:
-    """Print the report of the runs, or write its page, and return the exit code.
+    """Print the report of the runs, or write its page or picture, and return the exit code.
 
     Raises:
+        ConfigError: matplotlib is not installed, or cannot write files of this suffix.
         DataError: No run was given, or a folder is not that of a run.
         OSError: A file cannot be read or written.
     """
@@ -59,11 +65,14 @@ def write_report(arguments: ReportArguments) -> int:
     histories = [read_history(folder) for folder in arguments.runs]
     for history in histories:
         _print_damaged(history)
-    if arguments.html is None:
+    if arguments.png is not None:
+        draw_loss(histories, name_runs(histories), arguments.png)
+        print_line(f"wrote {arguments.png}")
+    if arguments.html is not None:
+        write_page(histories, arguments.html)
+        print_line(f"wrote {arguments.html}")
+    if arguments.html is None and arguments.png is None:
         print_line("\n\n".join(map(format_text, histories)))
-        return 0
-    write_page(histories, arguments.html)
-    print_line(f"wrote {arguments.html}")
     return 0
 
 

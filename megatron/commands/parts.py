@@ -1,15 +1,15 @@
-"""Connects the extras with the core: the builders of the parts of a run.
+"""Connects the extras with the core: builds the parts of a run.
 
-Each builder imports its package when it is called. A run then imports only what it uses, and
-nothing here imports torch.
+Each method of `InstalledParts` imports its package when it is called. A run then imports only what
+it uses, and nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,17 @@ from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.normalise import normalise_flag
 from megatron.engine.kind import EngineKind
 from megatron.engine.native_kind import NATIVE
-from megatron.run.parts import NO_PARTS, Parts
+from megatron.run.parts import (
+    NO_PARTS,
+    Exporter,
+    GoodputReport,
+    GuardKind,
+    Parts,
+    Printer,
+    Profiling,
+    RankComparison,
+    Tasks,
+)
 
 READ_BY_TRANSLATOR = {
     # Files of other trainers.
@@ -31,28 +41,20 @@ READ_BY_TRANSLATOR = {
 """Flags that this trainer could read alone, but not always as they are meant."""
 
 if TYPE_CHECKING:
-    from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.config_with_origin import ConfigWithOrigin
+    from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
     from megatron.data.indexed import IndexedDataset
     from megatron.data.source_kind import SourceKind
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
+    from megatron.observe.report import Sink
+    from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
     from megatron.parallel.roll_call import RollCall
     from megatron.plan.run_plan import Plan
     from megatron.rules.finding import Finding
-    from megatron.run.parts import (
-        EmissionsMeter,
-        Exporter,
-        GoodputReport,
-        GuardKind,
-        Printer,
-        Profiling,
-        RankComparison,
-        RunTracker,
-        Tasks,
-    )
+    from megatron.run.state import TrainState
 
 
 def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
@@ -103,58 +105,17 @@ def choose_engine(config: Config) -> EngineKind:
 
 
 def choose_parts(config: Config) -> Parts:
-    """Return the engine of a configuration, and the builders of all parts that are installed.
+    """Return what builds the parts of a run: the extras, or without them the core alone.
 
     `check_parts` explains what is missing.
     """
     if not _has_extras():
-        # With an engine, `check_parts` would take the one of the core for the one of --deepspeed.
         return NO_PARTS
-    return replace(_ALL_PARTS, engine=choose_engine(config))
+    return InstalledParts(choose_engine(config))
 
 
 def _has_extras() -> bool:
     return importlib.util.find_spec("megatron.extras") is not None
-
-
-def _build_exporter(config: CheckpointConfig, log: Printer, iteration: int) -> Exporter:
-    from megatron.extras.convert.hf_export import HFExporter
-
-    return HFExporter(config, log, iteration)
-
-
-def _load_source(dataset_format: str) -> SourceKind:
-    from megatron.extras.sources.kinds import SOURCE_KINDS
-
-    return SOURCE_KINDS[dataset_format]
-
-
-def _load_guard() -> GuardKind:
-    from megatron.extras.guard.spike_response import SpikeGuardKind
-
-    return SpikeGuardKind()
-
-
-def _build_profiling(config: Config, rank: int, log: Printer) -> Profiling:
-    from megatron.extras.profiling.profilers import Profilers
-
-    return Profilers(config, rank, log)
-
-
-def _build_stragglers(
-    stages: Sequence[GPT], timer: BlockTimer, interval: int, factor: float
-) -> RankComparison:
-    from megatron.extras.stragglers import stragglers
-
-    return stragglers.StragglerWatch(stages, timer, interval, factor)
-
-
-def _load_watchdog(folder: str | None) -> Callable[..., RollCall]:
-    from megatron.extras.watchdog.watchdog import Watchdog
-    from megatron.run.leaving import report_hang
-
-    path = None if folder is None else Path(folder)
-    return functools.partial(Watchdog, folder=path, report=report_hang)
 
 
 def open_indexed(prefix: str) -> IndexedDataset:
@@ -172,73 +133,121 @@ def open_indexed(prefix: str) -> IndexedDataset:
     return JoinedDataset(prefix)
 
 
-def _prepare_tasks(plan: Plan, ranks: Ranks, log: Callable[[str], None]) -> Tasks:
-    from megatron.extras.scoring.eval_tasks import prepare_tasks
+@dataclass(frozen=True)
+class InstalledParts(Parts):
+    """Builds the parts that the flags ask for. `Parts` describes each method."""
 
-    return prepare_tasks(plan, ranks, log)
+    has_extras = True
 
+    def check_flags(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
+        """Check that the packages of trackers and the report of a verification exist."""
+        logging = settings.config.logging
+        if logging.tracker:
+            from megatron.extras.trackers.trackers import check_trackers_are_installed
 
-def _check_trackers(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    if settings.config.logging.tracker:
-        from megatron.extras.trackers.trackers import check_trackers_are_installed
+            yield from check_trackers_are_installed(settings)
+        if logging.verification is not None:
+            from megatron.extras.verify.kept_report import check_report
 
-        yield from check_trackers_are_installed(settings)
+            yield from check_report(settings)
 
+    def load_source(self, dataset_format: str) -> SourceKind:
+        """Load the kind of data of --dataset-format."""
+        from megatron.extras.sources.kinds import SOURCE_KINDS
 
-def _build_tracker(
-    name: str, project: str, folder: Path, metrics: Path, log: Printer
-) -> RunTracker:
-    from megatron.extras.trackers.process import TrackerProcess
+        return SOURCE_KINDS[dataset_format]
 
-    return TrackerProcess(name, project, folder=folder, metrics=metrics, log=log)
+    def open_indexed(self, prefix: str) -> IndexedDataset:
+        """Open an indexed data set, or the manifest of several."""
+        return open_indexed(prefix)
 
+    def load_watchdog(self, folder: str | None) -> Callable[..., RollCall]:
+        """Load the builder of the watchdog of --hang-timeout."""
+        from megatron.extras.watchdog.watchdog import Watchdog
+        from megatron.run.leaving import report_hang
 
-def _start_emissions(folder: str, country_iso_code: str, log: Printer) -> EmissionsMeter:
-    from megatron.extras.trackers import emissions
+        path = None if folder is None else Path(folder)
+        return functools.partial(Watchdog, folder=path, report=report_hang)
 
-    return emissions.Emissions(folder, country_iso_code, log=log)
+    def load_guard(self) -> GuardKind:
+        """Load the guard of --spike-guard."""
+        from megatron.extras.guard.spike_response import SpikeGuardKind
 
+        return SpikeGuardKind()
 
-def _start_goodput(
-    folder: Path, metrics: Path, first_start: Mapping[str, Any] | None
-) -> GoodputReport:
-    from megatron.extras.operations.chronicle import goodput_meter
+    def prepare_tasks(self, plan: Plan, ranks: Ranks, log: Printer) -> Tasks:
+        """Prepare the tasks of --eval-tasks."""
+        if not plan.config.batch.eval_tasks:
+            return Tasks()
+        from megatron.extras.scoring.eval_tasks import prepare_tasks
 
-    return goodput_meter.GoodputMeter(folder, metrics, first_start)
+        return prepare_tasks(plan, ranks, log)
 
+    def build_exporter(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Exporter:
+        """Build the exporter of --hf-export-interval on rank 0."""
+        config = plan.config
+        # An evaluation saves no checkpoint that could be exported.
+        is_asked = config.checkpoint.hf_export_interval is not None and not config.batch.eval_only
+        if mesh.rank != 0 or not is_asked:
+            return Exporter()
+        from megatron.extras.convert.hf_export import HFExporter
 
-def _predict(plan: Plan, device_name: str) -> dict[str, Any]:
-    from megatron.extras.planner.prediction import describe_prediction
+        return HFExporter(config.checkpoint, log, state.iteration)
 
-    return describe_prediction(plan, device_name)
+    def build_profiling(self, plan: Plan, mesh: Mesh, log: Printer) -> Profiling:
+        """Build the recorder of --profile-iterations and --memory-snapshot."""
+        logging = plan.config.logging
+        if logging.profile_iterations is None and not logging.memory_snapshot:
+            return Profiling()
+        from megatron.extras.profiling.profilers import Profilers
 
+        return Profilers(plan.config, mesh.rank, log)
 
-def _check_verification(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    if settings.config.logging.verification is not None:
-        from megatron.extras.verify.kept_report import check_report
+    def build_stragglers(
+        self, plan: Plan, mesh: Mesh, stages: Sequence[GPT], timer: BlockTimer
+    ) -> RankComparison:
+        """Build the comparison of --straggler-interval. A single rank has no other to compare."""
+        parallel = plan.config.parallel
+        if mesh.grid.world_size == 1 or not parallel.straggler_interval:
+            return RankComparison()
+        from megatron.extras.stragglers.stragglers import StragglerWatch
 
-        yield from check_report(settings)
+        return StragglerWatch(stages, timer, parallel.straggler_interval, parallel.straggler_factor)
 
+    def build_trackers(self, config: Config, metrics: Path, log: Printer) -> Sequence[Sink]:
+        """Build what sends the numbers of the metrics file to the trackers of --tracker."""
+        if not config.logging.tracker:
+            return ()
+        from megatron.extras.trackers.process import Trackers
 
-def _keep_verification(plan: Plan, log: Printer) -> dict[str, Any]:
-    from megatron.extras.verify.kept_report import keep_verification
+        return (Trackers(config, metrics, log),)
 
-    return keep_verification(plan.config, plan.world_size, log)
+    def build_emissions(self, logging: LoggingConfig, log: Printer) -> Sequence[Sink]:
+        """Start to measure energy and CO2 with --codecarbon-dir."""
+        if logging.codecarbon_dir is None:
+            return ()
+        from megatron.extras.trackers.emissions import Emissions
 
+        return (Emissions(logging.codecarbon_dir, logging.codecarbon_country_iso_code, log=log),)
 
-_ALL_PARTS = Parts(
-    build_exporter=_build_exporter,
-    load_source=_load_source,
-    open_indexed=open_indexed,
-    load_guard=_load_guard,
-    build_profiling=_build_profiling,
-    build_stragglers=_build_stragglers,
-    load_watchdog=_load_watchdog,
-    prepare_tasks=_prepare_tasks,
-    rules=(_check_trackers, _check_verification),
-    build_tracker=_build_tracker,
-    start_emissions=_start_emissions,
-    start_goodput=_start_goodput,
-    predict=_predict,
-    keep_verification=_keep_verification,
-)
+    def build_goodput(
+        self, folder: Path, metrics: Path, log: Printer, *, is_first: bool
+    ) -> GoodputReport:
+        """Build the goodput of a run with --save."""
+        from megatron.extras.operations.chronicle.goodput_meter import GoodputMeter
+
+        return GoodputMeter(folder, metrics, log, is_first=is_first)
+
+    def predict(self, plan: Plan, device_name: str) -> dict[str, Any]:
+        """Predict the step of a plan on a device."""
+        from megatron.extras.planner.prediction import describe_prediction
+
+        return describe_prediction(plan, device_name)
+
+    def keep_verification(self, plan: Plan, log: Printer) -> dict[str, Any]:
+        """Keep the report of --verification with the run."""
+        if plan.config.logging.verification is None:
+            return {}
+        from megatron.extras.verify.kept_report import keep_verification
+
+        return keep_verification(plan.config, plan.world_size, log)

@@ -37,7 +37,6 @@ from megatron.commands.plan_config import write_config
 from megatron.commands.plan_cost import (
     CostOptions,
     build_cost_json,
-    draw_pipeline,
     format_cost,
     write_trace,
 )
@@ -46,7 +45,6 @@ from megatron.commands.plan_report import build_json, format_plan
 from megatron.commands.plan_search import (
     PlannedSearch,
     build_search_json,
-    draw_pareto,
     format_explanation,
     format_search,
     predict_explained,
@@ -153,12 +151,8 @@ class PlanArguments:
     allow_fp8: bool = False
     """Let the search propose float8 as well, on hardware with such products. It changes the numbers
     of a run. Also searches."""
-    pareto: Path | None = None
-    """Draw time against memory of all layouts that fit or may fit into this file. Also searches."""
     trace: Path | None = None
     """Write the predicted step as a trace for https://ui.perfetto.dev into this file."""
-    picture: Path | None = None
-    """Draw the pipeline of the predicted step into this file."""
     failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
     """Failures that end the run, for each 1,000 days of a node."""
     restart_minutes: float = 10.0
@@ -325,7 +319,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         )
     # A failure to draw is printed in place of the report, so that --json prints one document.
     if not plan.errors:
-        _draw_step(plan, options, hardware)
+        _write_trace(plan, options, hardware)
     search = _print_report(options, plan, at, warnings, assumed, uses, hardware, notes)
     return _choose_exit_code(plan, hardware, search)
 
@@ -430,9 +424,8 @@ def _build_cost_options(options: PlanArguments) -> CostOptions:
 
 
 def _search(plan: Plan, options: PlanArguments, hardware: Hardware) -> _Search | None:
-    """Search if that is asked for, and draw what --pareto asks for."""
-    asked = options.search or options.allow_fp8
-    asked = asked or options.explain is not None or options.pareto is not None
+    """Search if that is asked for."""
+    asked = options.search or options.allow_fp8 or options.explain is not None
     if plan.errors or not asked:
         return None
     explained = None
@@ -440,8 +433,6 @@ def _search(plan: Plan, options: PlanArguments, hardware: Hardware) -> _Search |
     if options.explain is not None:
         explained = predict_explained(options.explain, plan, hardware)
     found = search_plan(plan, hardware, allow_fp8=options.allow_fp8)
-    if options.pareto is not None:
-        draw_pareto(found, options.pareto)
     return _Search(found, explained)
 
 
@@ -455,19 +446,14 @@ def _format_search(search: _Search | None) -> list[str]:
     return lines
 
 
-def _draw_step(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
-    """Write the trace and the picture that are asked for.
+def _write_trace(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
+    """Write the trace of a step if it is asked for.
 
     Raises:
-        ConfigError: The hardware has no peak for fp32, or a file cannot be written.
+        ConfigError: The hardware has no peak for fp32, or the file cannot be written.
     """
-    if options.trace is None and options.picture is None:
-        return
-    prediction = predict_plan(plan, hardware)
     if options.trace is not None:
-        write_trace(prediction, options.trace)
-    if options.picture is not None:
-        draw_pipeline(prediction, options.picture)
+        write_trace(predict_plan(plan, hardware), options.trace)
 
 
 def _choose_hardware(options: PlanArguments, source: CommandSource, on_cpus: bool) -> Hardware:

@@ -15,7 +15,6 @@ from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.tree import Config
-from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.extras.planner.cost.float8 import list_linears
 from megatron.extras.planner.cost.goodput import (
@@ -30,7 +29,7 @@ from megatron.extras.planner.cost.goodput import (
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.pipeline_simulation import SimulatedPipeline, simulate_pipeline
+from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
@@ -45,7 +44,7 @@ _BAR = 50
 _LEAST_GAIN = 0.02
 """Smallest predicted gain that is printed."""
 _MOST_DRAWN = 20_000
-"""Visits of a pipeline that a picture or a trace may have."""
+"""Visits of a pipeline that a trace may have."""
 
 
 @dataclass(frozen=True)
@@ -493,73 +492,23 @@ def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:
     return parts
 
 
-def _simulate(prediction: StepPrediction, purpose: str) -> SimulatedPipeline:
-    """Return the simulation for a trace or a picture.
-
-    Raises:
-        ConfigError: The step has too many visits to be drawn.
-    """
-    schedule = prediction.schedule
-    visits = 2 * schedule.microbatches * schedule.ranks * schedule.stages_per_rank
-    # A trace of a million events opens in no viewer.
-    if visits > _MOST_DRAWN:
-        raise ConfigError(
-            f"{purpose}: the step has {visits:,} passes of a microbatch through a stage, and at "
-            f"most {_MOST_DRAWN:,} are drawn; use a smaller --global-batch-size for it."
-        )
-    return simulate_pipeline(schedule, prediction.stage_times)
-
-
 def write_trace(prediction: StepPrediction, path: Path) -> None:
     """Write the predicted step as a Chrome trace.
 
     Raises:
         ConfigError: The step is too long, or the file cannot be written.
     """
-    trace = build_trace(prediction, _simulate(prediction, f"--trace {path}"))
+    schedule = prediction.schedule
+    visits = 2 * schedule.microbatches * schedule.ranks * schedule.stages_per_rank
+    # A trace of a million events opens in no viewer.
+    if visits > _MOST_DRAWN:
+        raise ConfigError(
+            f"--trace {path}: the step has {visits:,} passes of a microbatch through a stage, and "
+            f"at most {_MOST_DRAWN:,} are drawn; use a smaller --global-batch-size for it."
+        )
+    trace = build_trace(prediction, simulate_pipeline(schedule, prediction.stage_times))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(trace))
     except OSError as failure:
         raise ConfigError(f"--trace {path}: {failure.strerror}; choose another path.") from failure
-
-
-def draw_pipeline(prediction: StepPrediction, path: Path) -> None:
-    """Draw the pipeline of the predicted step: time to the right, pipeline ranks downwards.
-
-    Raises:
-        ConfigError: The step is too long, matplotlib is absent, or the file cannot be written.
-    """
-    pipeline = _simulate(prediction, f"--picture {path}")
-    ranks = len(pipeline.events)
-    # The height grows with the ranks, so that their rows stay readable.
-    figure = make_figure(12, max(1.5, 0.5 + 0.35 * ranks))
-    axes = figure.add_subplot()
-    for forward, colour, label in ((True, "#4477aa", "forward"), (False, "#ee8866", "backward")):
-        for rank, events in enumerate(pipeline.events):
-            spans = [
-                (event.start, event.end - event.start)
-                for event in events
-                if event.visit.forward is forward
-            ]
-            axes.broken_barh(
-                spans,
-                (rank - 0.4, 0.8),
-                facecolors=colour,
-                edgecolors="white",
-                linewidth=0.3,
-                # One entry of the legend for each direction.
-                label=label if rank == 0 else None,
-            )
-    axes.invert_yaxis()
-    axes.set_yticks(range(ranks))
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("pipeline rank")
-    axes.set_title(f"{prediction.schedule.name}: {prediction.job.layout.describe()}", fontsize=9)
-    axes.legend(loc="upper right", fontsize=8)
-    try:
-        save_figure(figure, path)
-    except OSError as failure:
-        raise ConfigError(
-            f"--picture {path}: {failure.strerror}; choose another path."
-        ) from failure

@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.base.errors import ConfigError
@@ -19,7 +18,6 @@ from megatron.commands.plan_cost import (
 )
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, flatten
-from megatron.extras.figure import make_figure, save_figure
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.layout import RankLayout
@@ -28,7 +26,6 @@ from megatron.extras.planner.cost.search import (
     SearchResult,
     find_context_size,
     find_enough_devices,
-    find_pareto_front,
     search_layouts,
 )
 from megatron.extras.planner.cost.step_prediction import StepPrediction
@@ -47,7 +44,7 @@ from megatron.rules.finding import list_errors
 from megatron.rules.float8 import check_float8
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 _SHOWN = 10
 _SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")
@@ -499,97 +496,3 @@ def _compare(prediction: StepPrediction, search: PlannedSearch) -> list[tuple[st
     """Return the parts of a step with the seconds of a layout and of the fastest one."""
     costs = _list_costs(prediction, search.result.fastest[0])
     return [(name, theirs, ours) for name, (theirs, ours) in costs]
-
-
-def _set_time_axis(axes: "Axes", seconds: Sequence[float]) -> None:
-    """Choose the scale of the seconds, with plain numbers at its ticks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    # The slowest layouts may take a hundred times as long as the fastest.
-    if max(seconds) > 3 * min(seconds):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-
-
-def _name_points(axes: "Axes", front: Sequence[StepPrediction]) -> None:
-    """Write the layouts next to the points of the front, where there is room."""
-    last = None
-    for prediction in front:
-        size = prediction.peak_bytes / 2**30
-        # The names are lines of text. Points below each other need some distance.
-        if last is not None and last - size < 0.04 * axes.get_ylim()[1]:
-            continue
-        last = size
-        layout = prediction.job.layout
-        axes.annotate(
-            layout.describe().replace("sequence-parallel ", ""),
-            (prediction.lower_bound, size),
-            xytext=(6, 3),
-            textcoords="offset points",
-            fontsize=6,
-            bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5},
-        )
-
-
-def draw_pareto(search: PlannedSearch, path: Path) -> None:
-    """Draw time against memory of all layouts that may fit, and the front that none beats in both.
-
-    Raises:
-        ConfigError: matplotlib is absent, or the file cannot be written.
-    """
-    figure = make_figure(9, 6)
-    axes = figure.add_subplot()
-    found = search.result
-    hardware = search.configured.job.hardware
-    # Most layouts are not simulated, so the axis has lower bounds.
-    front = find_pareto_front([*found.fitting, *found.uncertain])
-    for layouts, color, label in (
-        (found.fitting, "#bbbbbb", "layouts that fit"),
-        (found.uncertain, "#ddaa33", "layouts that may fit"),
-    ):
-        axes.scatter(
-            [each.lower_bound for each in layouts],
-            [each.peak_bytes / 2**30 for each in layouts],
-            s=8,
-            color=color,
-            label=label,
-        )
-    axes.plot(
-        [each.lower_bound for each in front],
-        [each.peak_bytes / 2**30 for each in front],
-        marker="o",
-        markersize=4,
-        color="#4477aa",
-        label="no other is better in both",
-    )
-    given = search.configured
-    axes.scatter(
-        [given.lower_bound],
-        [given.peak_bytes / 2**30],
-        marker="x",
-        color="#ee6677",
-        label="given",
-    )
-    for limit, style, name in (
-        (hardware.memory_bytes, "-", f"memory of {hardware.name}"),
-        (hardware.usable_bytes, "--", f"{100 * hardware.usable_share:g} % of it"),
-    ):
-        axes.axhline(limit / 2**30, color="black", linewidth=0.8, linestyle=style, label=name)
-    _set_time_axis(axes, [each.lower_bound for each in (*found.fitting, *found.uncertain, given)])
-    _name_points(axes, front)
-    axes.set_xlabel("seconds of an iteration, at least")
-    axes.set_ylabel("peak memory, GiB")
-    axes.set_ylim(bottom=0)
-    devices = format_count(search.plan.world_size, "device")
-    axes.set_title(
-        f"Layouts of {search.plan.parameters / 1e9:.3g}B parameters on {devices} "
-        f"({hardware.name}), batch size {search.plan.batch_size.final:,}",
-        fontsize=10,
-    )
-    axes.legend(fontsize=8)
-    try:
-        save_figure(figure, path)
-    except OSError as failure:
-        raise ConfigError(f"--pareto {path}: {failure.strerror}; choose another path.") from failure

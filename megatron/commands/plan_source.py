@@ -52,8 +52,6 @@ _WITH_VALUE = frozenset(
         "--explain",
         "--failures-per-1000-node-days",
         "--hardware",
-        "--pareto",
-        "--picture",
         "--pue",
         "--ranks-per-node",
         "--restart-minutes",

@@ -3,7 +3,7 @@ r"""Roll a run back to one of its checkpoints.
     python tools/rollback.py RUN_FOLDER --to 8400 --skip 8401-8800 --reason "loss spike" \
         --main-log main_log.txt
 
-Pointers, checkpoints, TensorBoard, metrics, emissions and log are rolled back together. Later
+Pointers, checkpoints, TensorBoard, metrics and log are rolled back together. Later
 checkpoints and the parts that are cut off are kept in RUN_FOLDER/rolled-back/. The run must not be
 training. After an interruption the same command continues the rollback.
 

@@ -7,6 +7,7 @@ and the learning rate of each step.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -68,43 +69,45 @@ class LayerStatistics:
     """Largest absolute value of the logits of the vocabulary. It is infinite if one is nan."""
 
 
-@dataclass(frozen=True)
+class StepOutcome(Enum):
+    """Whether a step has updated the weights, or why it was dropped on all ranks."""
+
+    APPLIED = "applied"
+    """The weights were updated."""
+    OVERFLOW = "overflow"
+    """Loss or gradient norm was not finite in the search for a loss scale, as usual in fp16."""
+    NOT_FINITE = "not finite"
+    """Loss or gradient norm was not finite, and no other loss scale would have prevented it."""
+    REJECTED = "rejected"
+    """Both were finite, and `accept` returned False."""
+    EMPTY = "empty"
+    """No token of the batch counts. Loss and norm are 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The outcome of one global batch, the same on every rank."""
+    """The result of one global batch, the same on every rank."""
 
     loss: float
     """Mean over the batch. It may be nan or inf."""
     grad_norm: float
     """Norm of the complete model's gradient, unscaled and before clipping. It may be nan or inf."""
-    applied: bool
-    """Whether the weights were updated.
-
-    If the loss or the gradient norm is not finite, the step is dropped on all ranks.
-    """
-    num_zeros: int | None
+    outcome: StepOutcome
+    num_zeros: int | None = None
     """Number of zeros in the gradient, or None if they are not counted."""
-    loss_scale: float | None
+    loss_scale: float | None = None
     """The loss scale of this step, or None without fp16."""
-    overflow: bool
-    """Whether the step was dropped as part of the search for a loss scale.
-
-    Such a step is normal in fp16 and does not count as nan.
-    """
     layers: LayerStatistics | None = None
     """None if they were not asked for."""
-    rejected: bool = False
-    """Whether the step was finite and was dropped because `accept` returned False."""
-    empty: bool = False
-    """Whether the step was dropped because no token of the batch counts. Loss and norm are 0."""
     votes: Sequence[float] | None = None
     """The sums of the ranks' votes. None if there was no vote, or no message to carry it."""
     warnings: Sequence[str] = ()
     """What the log and the chronicle must say about the step, one line each."""
 
     @property
-    def is_nan(self) -> bool:
-        """Whether the step was dropped and no other loss scale would have prevented it."""
-        return not (self.applied or self.overflow or self.rejected or self.empty)
+    def applied(self) -> bool:
+        """Whether the weights were updated."""
+        return self.outcome is StepOutcome.APPLIED
 
 
 def build_inputs(

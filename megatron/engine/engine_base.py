@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
     PhaseTimers,
+    StepOutcome,
     StepResult,
     build_inputs,
     skip_timing,
@@ -217,34 +218,33 @@ class EngineBase(ABC):
         return self._loss_scale.scale
 
     def _finish_step(
-        self,
-        loss: float,
-        grad_norm: float,
-        *,
-        applied: bool,
-        num_zeros: int | None,
-        rejected: bool = False,
-        empty: bool = False,
+        self, loss: float, grad_norm: float, outcome: StepOutcome, num_zeros: int | None = None
     ) -> StepResult:
-        """Update the loss scale after a step, and return the result of the step."""
+        """Update the loss scale after a step, and return the result of the step.
+
+        Args:
+            loss: See `StepResult`.
+            grad_norm: See `StepResult`.
+            outcome: See `StepResult`, but NOT_FINITE also in the search for a loss scale.
+            num_zeros: See `StepResult`.
+        """
         used_scale = None
-        overflow = False
         if self._loss_scale is not None:
             used_scale = self._loss_scale.scale
         # A rejected or empty step had no overflow, and must leave all state as it was.
-        if self._loss_scale is not None and not rejected and not empty:
-            overflow = self._loss_scale.update_after_step(
-                applied=applied, loss_is_finite=math.isfinite(loss)
+        ended = outcome in (StepOutcome.APPLIED, StepOutcome.NOT_FINITE)
+        if self._loss_scale is not None and ended:
+            is_overflow = self._loss_scale.update_after_step(
+                applied=outcome is StepOutcome.APPLIED, loss_is_finite=math.isfinite(loss)
             )
+            if is_overflow:
+                outcome = StepOutcome.OVERFLOW
         return StepResult(
-            loss,
-            grad_norm,
-            applied,
-            num_zeros,
-            used_scale,
-            overflow,
-            rejected=rejected,
-            empty=empty,
+            loss=loss,
+            grad_norm=grad_norm,
+            outcome=outcome,
+            num_zeros=num_zeros,
+            loss_scale=used_scale,
         )
 
     def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:

@@ -19,6 +19,7 @@ from megatron.base.plural import format_count
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
     Accept,
+    StepOutcome,
     StepResult,
     Vote,
 )
@@ -212,11 +213,8 @@ class NativeEngine(EngineBase):
         else:
             norm = squares
         # All ranks have the same numbers, so all of them take the same decision.
-        finite = math.isfinite(loss_value) and math.isfinite(norm)
-        usable = finite and not empty
-        rejected = usable and accept is not None and not accept(loss_value, norm)
-        applied = usable and not rejected
-        if applied:
+        outcome = _judge_step(loss_value, norm, accept, empty=empty)
+        if outcome is StepOutcome.APPLIED:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and norm > self._clip:
                 clip_factor = self._clip / (norm + 1e-6)
@@ -232,14 +230,7 @@ class NativeEngine(EngineBase):
         num_zeros = None
         if self._count_zeros:
             num_zeros = int(zeros)
-        result = self._finish_step(
-            loss_value,
-            norm,
-            applied=applied,
-            num_zeros=num_zeros,
-            rejected=rejected,
-            empty=finite and empty,
-        )
+        result = self._finish_step(loss_value, norm, outcome, num_zeros)
         result = replace(result, votes=votes)
         if recorder is None:
             return result
@@ -423,3 +414,14 @@ class NativeEngine(EngineBase):
             self._optimizer.description,
             ("sharding", *shown),
         ]
+
+
+def _judge_step(loss: float, norm: float, accept: Accept | None, *, empty: bool) -> StepOutcome:
+    """Return whether a step is applied, or why it is dropped."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return StepOutcome.NOT_FINITE
+    if empty:
+        return StepOutcome.EMPTY
+    if accept is not None and not accept(loss, norm):
+        return StepOutcome.REJECTED
+    return StepOutcome.APPLIED

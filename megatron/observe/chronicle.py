@@ -23,12 +23,13 @@ from typing import Any
 
 from megatron.base.durable import append_lines
 from megatron.base.plain_text import print_line
+from megatron.observe.report import ReportEvent, RunEvent, Sink
 
 CHRONICLE = "chronicle.jsonl"
 """File name of the chronicle, in the run's --save folder."""
 
 
-class Chronicle:
+class Chronicle(Sink):
     """Writer of the chronicle. Use it from one rank only.
 
     If the file cannot be written, this is reported once. Each further event is attempted again.
@@ -45,11 +46,20 @@ class Chronicle:
         self._path = path
         self._log = log
         self._lost_events = 0
+        self._last: RunEvent | None = None
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the file."""
-        return self._path.parent
+    def write(self, event: ReportEvent) -> None:
+        """Record what happened to the run."""
+        if isinstance(event, RunEvent):
+            if event.at_close:
+                self._last = event
+            else:
+                self.record(event.kind, event.iteration, event.details)
+
+    def close(self) -> None:
+        """Record the last event."""
+        if self._last is not None:
+            self.record(self._last.kind, self._last.iteration, self._last.details)
 
     def record(self, kind: str, iteration: int | None, details: Mapping[str, Any]) -> None:
         """Append one event with the current time.

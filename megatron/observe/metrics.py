@@ -25,14 +25,21 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import print_line
-from megatron.observe.report import IterationReport
+from megatron.observe.report import (
+    EvaluationReport,
+    IterationReport,
+    LaunchStart,
+    NamedNumbers,
+    ReportEvent,
+    Sink,
+)
 from megatron.observe.timers import FORWARD_BACKWARD, compute_seconds
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -45,7 +52,7 @@ _RESULTS = {
 """Kind of a line -> the key that the reader collects it under, and the field with its result."""
 
 
-class MetricsFile:
+class MetricsFile(Sink):
     """Writer that appends to the metrics file. Use it from one rank only.
 
     If the file cannot be written (disk full, no permission), this is reported once and training
@@ -69,14 +76,32 @@ class MetricsFile:
         self._at_line_start = False
         self._descriptor: int | None = None
 
-    def start(self, iteration: int) -> None:
-        """Record a launch that continues after `iteration` (0, or the loaded checkpoint's).
+    def write(self, event: ReportEvent) -> None:
+        """Append the line of an event.
 
-        Readers drop the later iterations that the file has from earlier launches.
+        After the start of a launch, readers drop the later iterations of earlier launches.
         """
-        self._append({"kind": "start", "iteration": iteration})
+        match event:
+            case LaunchStart():
+                self._append({"kind": "start", "iteration": event.iteration})
+            case IterationReport():
+                self._write_training(event)
+            case EvaluationReport():
+                record = {
+                    "kind": "validation",
+                    "iteration": event.at.iteration,
+                    "name": event.name,
+                    "lm_loss": event.loss,
+                    "accuracy": event.accuracy,
+                    "bits_per_byte": event.bits_per_byte,
+                }
+                self._append({key: value for key, value in record.items() if value is not None})
+            case NamedNumbers():
+                record = {"kind": event.kind, "iteration": event.iteration, "name": event.name}
+                _, key = _RESULTS[event.kind]
+                self._append({**record, key: dict(event.numbers)})
 
-    def write_training(self, report: IterationReport) -> None:
+    def _write_training(self, report: IterationReport) -> None:
         """Write one iteration.
 
         The statistics of layers are fields of the iterations that have them. Phases appear as
@@ -93,47 +118,6 @@ class MetricsFile:
         if FORWARD_BACKWARD in phases:
             record["compute_seconds"] = compute_seconds(phases)
         self._append(record)
-
-    def write_validation(
-        self,
-        iteration: int,
-        lm_loss: float,
-        name: str = "validation",
-        *,
-        accuracy: float | None = None,
-        bits_per_byte: float | None = None,
-    ) -> None:
-        """Write one evaluation of one validation or test set. What is None is left out."""
-        record = {
-            "kind": "validation",
-            "iteration": iteration,
-            "name": name,
-            "lm_loss": lm_loss,
-            "accuracy": accuracy,
-            "bits_per_byte": bits_per_byte,
-        }
-        self._append({key: value for key, value in record.items() if value is not None})
-
-    def write_task(self, iteration: int, name: str, scores: Mapping[str, float]) -> None:
-        """Write one evaluation of one task, by metric."""
-        self._append({"kind": "task", "iteration": iteration, "name": name, "scores": dict(scores)})
-
-    def write_filters(self, iteration: int, name: str, counts: Mapping[str, int]) -> None:
-        """Write what the filters have left out of one data set since the start of the run."""
-        self._append(
-            {"kind": "filters", "iteration": iteration, "name": name, "counts": dict(counts)}
-        )
-
-    def write_rank_times(self, iteration: int, name: str, times: Mapping[str, Any]) -> None:
-        """Write one comparison of the ranks' times.
-
-        Args:
-            iteration: The iteration.
-            name: What was measured.
-            times: The median and the largest time in seconds, the slowest rank, and the slow ranks
-                with their multiples of the median.
-        """
-        self._append({"kind": "ranks", "iteration": iteration, "name": name, "times": dict(times)})
 
     def close(self) -> None:
         """Close the file. A network file system may report a failed write only at this point."""

@@ -10,9 +10,10 @@ from typing import TextIO
 from tqdm import tqdm
 
 from megatron.base.plain_text import make_plain_lines, print_line
+from megatron.observe.report import IterationReport, LaunchStart, ReportEvent, RunEvent, Sink
 
 
-class ProgressBar:
+class ProgressBar(Sink):
     """Bar over the iterations of a run. It draws only if `show` is set and `stream` a terminal."""
 
     def __init__(
@@ -34,8 +35,18 @@ class ProgressBar:
                 total=total, initial=initial, unit="it", file=stream, dynamic_ncols=True
             )
 
-    def update(self, iterations: int = 1, note: str = "") -> None:
-        """Advance by some iterations. `note`, as in 'loss 3.21', is shown at the bar's end."""
+    def write(self, event: ReportEvent) -> None:
+        """Advance the bar by the iterations of an event. The loss is shown at its end."""
+        match event:
+            case LaunchStart():
+                self._update(event.iteration)
+            case IterationReport():
+                loss = event.dropped_loss if event.lm_loss is None else event.lm_loss
+                self._update(1, f"loss {loss:.3f}")
+            case RunEvent(kind="skip"):
+                self._update(event.details["last"] - event.details["first"] + 1)
+
+    def _update(self, iterations: int, note: str = "") -> None:
         if self._bar is not None:
             # No refresh here, because the next line draws the bar anyway.
             self._bar.set_postfix_str(note, refresh=False)

@@ -1,13 +1,13 @@
-"""The numbers of one iteration, as plain values.
+"""The events that a run reports, as plain values, and the interface of the outputs.
 
-The log line, TensorBoard and the metrics file all show these numbers.
+Each event goes to all outputs, which are the subclasses of `Sink`. So they cannot disagree.
 
-Invariant: nothing here depends on an engine, a tensor or a file. The loop fills one report and
-passes it to all three, so that they cannot disagree.
+Invariant: nothing here depends on an engine, a tensor or a file.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +101,82 @@ class EvaluationResult:
 
     It is None if the bytes of the tokens are not known.
     """
+
+
+@dataclass(frozen=True)
+class LaunchStart:
+    """The start of a launch that trains."""
+
+    iteration: int
+    """The launch continues after it. It is 0, or that of the loaded checkpoint."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of an iteration, before its report. Or those of the last save and evaluation."""
+
+    phase_seconds: Mapping[str, float]
+    """See `IterationReport`."""
+    seconds: float = 0.0
+    """Wall time of the iteration. It is 0 if no iteration belongs to the phases."""
+    applied: bool = True
+    """Whether the iteration has updated the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationReport:
+    """The result of a validation or test set."""
+
+    at: Axes
+    name: str = "validation"
+    """Name of the set."""
+    loss: float
+    accuracy: float | None = None
+    bits_per_byte: float | None = None
+    is_one_of_several: bool = False
+    """Whether charts need the name. A single validation set needs none, and a test set has one."""
+
+
+@dataclass(frozen=True)
+class NamedNumbers:
+    """Numbers of a task, of the filters of a data set, or of a comparison of the ranks."""
+
+    kind: Literal["task", "filters", "ranks"]
+    iteration: int
+    name: str
+    """The task, the data set, or what was measured."""
+    numbers: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """What happened to a run. The chronicle records it."""
+
+    kind: str
+    """start, stop, save, skip, alert or note."""
+    iteration: int | None
+    """The last iteration of the run. None if it is not known."""
+    details: Mapping[str, Any]
+    """What else is known, by name. The names depend on the kind."""
+    at_close: bool = False
+    """Whether it is recorded when the outputs are closed."""
+
+
+@dataclass(frozen=True)
+class Flush:
+    """A save begins. What is in memory is written, so that a killed run loses little."""
+
+
+ReportEvent = (
+    LaunchStart | StepTimes | IterationReport | EvaluationReport | NamedNumbers | RunEvent | Flush
+)
+
+
+class Sink:
+    """An output of the reports of a run. Only rank 0 has one."""
+
+    def write(self, event: ReportEvent) -> None:
+        """Write an event, or ignore it. A full disk must not end the run."""
+
+    def close(self) -> None:
+        """Write what is left, and close the output."""

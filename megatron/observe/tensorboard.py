@@ -22,7 +22,15 @@ from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line
 from megatron.config.logging import LoggingConfig
 from megatron.observe.log_line import compute_perplexity
-from megatron.observe.report import Axes, IterationReport
+from megatron.observe.report import (
+    Axes,
+    EvaluationReport,
+    Flush,
+    IterationReport,
+    NamedNumbers,
+    ReportEvent,
+    Sink,
+)
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -36,7 +44,7 @@ _RETRY_SECONDS = 10.0
 """Seconds between two attempts if the disk does not accept events."""
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Writer of training and evaluation reports to TensorBoard. Use it from one rank only.
 
     It does nothing if `--tensorboard-dir` was not given.
@@ -63,7 +71,21 @@ class TensorBoard:
         """Whether events are written."""
         return self._file is not None
 
-    def write_training(self, report: IterationReport) -> None:
+    def write(self, event: ReportEvent) -> None:
+        """Write an iteration, an evaluation or the scores of a task."""
+        match event:
+            case IterationReport():
+                self._write_training(event)
+            case EvaluationReport():
+                self._write_evaluation(event)
+            case NamedNumbers(kind="task"):
+                # The tags are those of `tools/evaluate.py`.
+                for metric, value in event.numbers.items():
+                    self._add(f"eval/{event.name}/{metric}", value, event.iteration)
+            case Flush():
+                self.flush()
+
+    def _write_training(self, report: IterationReport) -> None:
         """Write one iteration, if it is due by --tensorboard-log-interval.
 
         The statistics of layers have their own interval.
@@ -100,32 +122,19 @@ class TensorBoard:
         values["params-norm/params-norm"] = report.params_norm
         return values
 
-    def write_validation(
-        self,
-        at: Axes,
-        lm_loss: float,
-        name: str | None = None,
-        *,
-        accuracy: float | None = None,
-        bits_per_byte: float | None = None,
-    ) -> None:
-        """Write one evaluation. `name` is the set's, if there are several."""
-        if name is not None:
-            tag = f"lm-loss-validation/{name}/lm loss validation"
-        else:
-            tag = "lm-loss-validation/lm loss validation"
-        self._add_with_axes(at, tag, lm_loss, gigaflops=True)
+    def _write_evaluation(self, found: EvaluationReport) -> None:
+        folder = "lm-loss-validation"
+        if found.is_one_of_several:
+            folder = f"{folder}/{found.name}"
+        tag = f"{folder}/lm loss validation"
+        self._add_with_axes(found.at, tag, found.loss, gigaflops=True)
         if self._logging.log_validation_ppl_to_tensorboard:
-            self._add_with_axes(at, f"{tag} ppl", compute_perplexity(lm_loss), gigaflops=True)
-        folder, _, _ = tag.rpartition("/")
-        for measure, value in (("next-token accuracy", accuracy), ("bits per byte", bits_per_byte)):
-            if value is not None:
-                self._add(f"{folder}/{measure}", value, at.iteration)
-
-    def write_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
-        """Write the scores of a task, by metric, with the tags of `tools/evaluate.py`."""
-        for metric, value in scores.items():
-            self._add(f"eval/{task}/{metric}", value, iteration)
+            perplexity = compute_perplexity(found.loss)
+            self._add_with_axes(found.at, f"{tag} ppl", perplexity, gigaflops=True)
+        if found.accuracy is not None:
+            self._add(f"{folder}/next-token accuracy", found.accuracy, found.at.iteration)
+        if found.bits_per_byte is not None:
+            self._add(f"{folder}/bits per byte", found.bits_per_byte, found.at.iteration)
 
     def flush(self) -> None:
         """Write the events in memory to disk."""

@@ -55,8 +55,8 @@ def check_curriculum(context: PlanContext) -> Iterator[Finding]:
     if config.batch.rampup_batch_size or config.batch.step_batch_size_schedule:
         yield error(
             "curriculum learning already changes the tokens of a batch: leave out "
-            "--rampup-batch-size and --step-batch-size-schedule; tools/to_curriculum.py lists what "
-            "else changes."
+            "--rampup-batch-size and --step-batch-size-schedule; examples/curriculum_learning has "
+            "what else changes."
         )
     # The number of tokens in an iteration changes with the length. Iterations and samples are
     # therefore no measure of progress.

@@ -23,7 +23,7 @@ from megatron.schedule.clock import (
     TimeBudget,
     TokenForecast,
     format_duration,
-    is_interval_over,
+    is_due,
     parse_duration,
 )
 
@@ -239,8 +239,8 @@ class RunClock:
         batch_size = self._plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
         costs = self.costs.expect(batch_size * self._plan.get_seq_length(state.iteration + 1))
         after = now + costs.step
-        evaluate = is_interval_over(self._eval_interval, self._looked_at, after)
-        save = is_interval_over(self._save_interval, self._looked_at, after)
+        evaluate = is_due(self._eval_interval, self._looked_at, after)
+        save = is_due(self._save_interval, self._looked_at, after)
         # A step may end before its expected time. The same interval would then be over twice.
         self._looked_at = max(after, self._looked_at)
         if self._budget is None:

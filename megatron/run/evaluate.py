@@ -48,7 +48,9 @@ def evaluate_tasks(run: Run) -> None:
         TrainingError: The scores of a task cannot be computed. Every rank raises it.
     """
     tasks = run.tasks
-    if tasks is None or tasks.evaluated_at == run.state.iteration:
+    # Without tasks, the time of an evaluation must not appear among the phases.
+    is_asked = run.plan.config.batch.eval_tasks
+    if not is_asked or tasks.evaluated_at == run.state.iteration:
         return
     with run.timers(EVALUATE), run.mesh.progress.return_after():
         scores = tasks.evaluate(run.engine, run.plan, run.mesh, run.reporter.log)
@@ -69,7 +71,7 @@ def evaluate_only(run: Run) -> None:
     samples = run.plan.config.batch.eval_iters * run.plan.batch_size.final
     if samples and (run.sources.valid or run.sources.test):
         run.reporter.log(f"--eval-only: evaluating the first {samples} samples of each set")
-    elif run.tasks is None:
+    elif not run.plan.config.batch.eval_tasks:
         raise ConfigError(
             "--eval-only has nothing to evaluate: give validation data (--split, "
             "--valid-weighted-split-paths) and --eval-iters, or --eval-tasks"

@@ -36,6 +36,7 @@ from megatron.observe.log_line import (
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_progress import StopRequested
 from megatron.parallel.ranks import Ranks
+from megatron.schedule.clock import is_due
 
 _REPEATED_SECONDS = 10.0
 """The same signal within this time counts as one. A later one ends the process.
@@ -323,9 +324,7 @@ class Exits:
         minutes = config.exit_duration_in_mins
         if minutes is not None and time.monotonic() - self._start > 60 * minutes:
             return StopReason.DURATION
-        # A skipped range is one jump over several iterations. It may pass a multiple of the
-        # interval without ending on it.
-        if config.exit_interval and after // config.exit_interval > before // config.exit_interval:
+        if is_due(config.exit_interval, before, after):
             return StopReason.INTERVAL
         return StopReason.NONE
 

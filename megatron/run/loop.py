@@ -3,15 +3,13 @@
 It reads from top to bottom. Every action of an iteration is visible here.
 """
 
-import contextlib
 import time
-from contextlib import AbstractContextManager
 
 from megatron.base.code_version import get_code_version
 from megatron.base.errors import TrainingError
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.yaml_file import dump_yaml
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
@@ -29,6 +27,7 @@ from megatron.run.forecast import report_end, report_forecast
 from megatron.run.report import StepRecord
 from megatron.run.run import Run
 from megatron.run.state import TrainState
+from megatron.schedule.clock import is_due
 from megatron.schedule.skip import find_range
 
 _PAUSE_SECONDS = 5.0
@@ -51,7 +50,7 @@ def train(run: Run) -> StopReason:
     state = run.state
     first = run.state.iteration
     try:
-        with run.profiling or contextlib.nullcontext():
+        with run.profiling:
             stop = train_until_stop(run)
         if stop == StopReason.ROLLBACK:
             return stop
@@ -104,9 +103,9 @@ def complete(run: Run, first: int) -> None:
         evaluate_validation(run)
     evaluate_test(run)
     evaluate_tasks(run)
-    if run.exporter is not None:
-        with run.mesh.progress.enter(Phase("the export", is_limited=False)):
-            run.exporter.finish(lambda: run.mesh.progress.stop_signal > 0)
+    # Only rank 0 may have to wait for an export. The others leave the phase immediately.
+    with run.mesh.progress.enter(Phase("the export", is_limited=False)):
+        run.exporter.finish(lambda: run.mesh.progress.stop_signal > 0)
     run.reporter.log(f"{format_training_complete_line()} at iteration {state.iteration}")
     report_end(run)
 
@@ -146,10 +145,7 @@ def train_until_stop(run: Run) -> StopReason:
             with run.step_clock.pause():
                 skip_range(run, skipped)
         else:
-            recorder: AbstractContextManager[None] = contextlib.nullcontext()
-            if run.profiling is not None:
-                recorder = run.profiling.record(before + 1)
-            with recorder:
+            with run.profiling.record(before + 1):
                 train_iteration(run)
         # The run goes back, so nothing of this iteration is kept.
         if run.rollback is not None:
@@ -171,8 +167,7 @@ def train_until_stop(run: Run) -> StopReason:
         # The decision comes last, because the time of evaluation and save counts in the decision
         # about the next step.
         stop = decide(run, before)
-        if run.exporter is not None:
-            run.exporter.poll()
+        run.exporter.poll()
     return stop
 
 
@@ -185,9 +180,7 @@ def decide(run: Run, before: int) -> StopReason:
     save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
     eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
     proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
-    own_time = None
-    if run.stragglers is not None:
-        own_time = run.stragglers.take_report(before, iteration)
+    own_time = run.stragglers.take_report(before, iteration)
     stop, decided, times = run.exits.decide(
         before,
         iteration,
@@ -197,8 +190,7 @@ def decide(run: Run, before: int) -> StopReason:
         waits=list_waits(run),
     )
     run.clock.accept(decided)
-    if run.stragglers is not None:
-        run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
+    run.reporter.report_rank_times(iteration, run.stragglers.compare(times))
     return stop
 
 
@@ -271,8 +263,7 @@ def announce_phase(run: Run) -> None:
     for number, planned in enumerate(phases, 1):
         if planned.first_iteration == run.state.iteration + 1 > 1:
             run.reporter.log(f"data phase {number} of {len(phases)} begins")
-            if run.guard is not None:
-                run.guard.start_phase()
+            run.guard.start_phase()
 
 
 def is_finished(plan: Plan, state: TrainState) -> bool:
@@ -286,15 +277,6 @@ def is_finished(plan: Plan, state: TrainState) -> bool:
     return state.iteration >= plan.train_iters or (
         tokens is not None and state.consumed_tokens >= tokens
     )
-
-
-def is_due(interval: int | None, before: int, after: int) -> bool:
-    """Return whether a multiple of `interval` lies in (before, after].
-
-    A skipped range is one jump over several iterations, so `after` alone is not enough. With an
-    interval of 0 or None, nothing is ever due.
-    """
-    return bool(interval) and after // interval > before // interval  # type: ignore[operator]
 
 
 def train_iteration(run: Run) -> None:
@@ -313,10 +295,7 @@ def train_iteration(run: Run) -> None:
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
-    measurement: AbstractContextManager[None] = contextlib.nullcontext()
-    if run.stragglers is not None:
-        measurement = run.stragglers.measure(iteration)
-    with measurement:
+    with run.stragglers.measure(iteration):
         result = run.engine.train_batch(
             microbatches,
             iteration=iteration,
@@ -325,7 +304,7 @@ def train_iteration(run: Run) -> None:
             with_layer_statistics=is_due(
                 plan.config.logging.log_layer_stats_interval, state.iteration, iteration
             ),
-            accept=None if run.guard is None else run.guard.accept,
+            accept=run.guard.accept,
             vote=lambda: run.exits.vote(iteration - 1, iteration, list_waits(run)),
         )
     run.exits.count_votes(result.votes, iteration)
@@ -360,12 +339,12 @@ def train_iteration(run: Run) -> None:
         warning = run.divergence.observe(result.loss, state.iteration)
         if warning is not None:
             run.reporter.log(warning)
-    if result.empty:
+    if result.outcome is StepOutcome.EMPTY:
         run.reporter.log(
             f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
             "weights. Its samples are consumed"
         )
-    elif run.guard is not None:
+    else:
         # With a rollback, the loop ends, and the run goes back to a checkpoint.
         run.rollback = run.guard.respond(result, rate, state, run.saver)
 
@@ -384,8 +363,8 @@ def count_step(
     if result.applied:
         state.advance_lr(plan.lr_schedule, batch_size, tokens)
         state.nan_iterations_in_a_row = 0
-    else:
-        state.nan_iterations_in_a_row += result.is_nan
+    elif result.outcome is StepOutcome.NOT_FINITE:
+        state.nan_iterations_in_a_row += 1
 
 
 def skip_range(run: Run, skipped: tuple[int, int]) -> None:
@@ -467,23 +446,21 @@ def save_when_due(run: Run, before: int) -> None:
     """Start the next stage of a save in progress, and start a new save when it is due.
 
     Raises:
-        TrainingError: See `begin_save`.
-        DataError: See `begin_save`.
-        CheckpointError: See `begin_save`.
+        TrainingError: See `save`.
+        DataError: See `save`.
+        CheckpointError: See `save`.
     """
     saver = run.saver
     if saver is None:
         return
     # The ranks have agreed on how far the save is. This must therefore run on every rank in every
     # iteration, also when no save is due.
-    saver.poll(stage_is_done=run.exits.take_stage_is_done())
-    saver.record_iterations(before, run.state.iteration)
-    if saver.is_due(before, run.state.iteration) or run.clock.next_step.save_is_due:
+    save_is_due = saver.poll(
+        before, run.state.iteration, stage_is_done=run.exits.take_stage_is_done()
+    )
+    if save_is_due or run.clock.next_step.save_is_due:
         with run.step_clock.pause():
-            begin_save(run, saver)
-            if not run.plan.config.checkpoint.async_save:
-                with run.timers(SAVE):
-                    saver.complete()
+            save(run, saver)
     if not saver.in_flight:
         run.clock.end_save()
 
@@ -501,9 +478,9 @@ def save_at_end(run: Run) -> None:
     have failed.
 
     Raises:
-        TrainingError: See `begin_save`.
-        DataError: See `begin_save`.
-        CheckpointError: See `begin_save`.
+        TrainingError: See `save`.
+        DataError: See `save`.
+        CheckpointError: See `save`.
     """
     saver = run.saver
     if saver is None:
@@ -521,7 +498,7 @@ def save_at_end(run: Run) -> None:
     with run.timers(SAVE):
         saver.complete()
     while saver.saved_iteration != run.state.iteration:
-        begin_save(run, saver)
+        save(run, saver)
         with run.timers(SAVE):
             saver.complete()
         if saver.saved_iteration != run.state.iteration:
@@ -535,7 +512,7 @@ def report_filters(run: Run) -> None:
         run.reporter.report_filters(run.state.iteration, reports)
 
 
-def begin_save(run: Run, saver: Saver) -> None:
+def save(run: Run, saver: Saver) -> None:
     """Pass the current state to the saver.
 
     Replicas are compared first. Only the first rank's replica is stored, so a later start could not
@@ -557,8 +534,7 @@ def begin_save(run: Run, saver: Saver) -> None:
         state.data["valid"] = run.valid_data
     report_filters(run)
     state.data_digests = run.data_files.record()
-    if run.guard is not None:
-        state.spike_guard = run.guard.state()
+    run.guard.record(state)
     state.elapsed_seconds = run.clock.begin_save()
     with_optimizer = plan.config.checkpoint.save_optim
     contents = CheckpointContents(
@@ -573,4 +549,4 @@ def begin_save(run: Run, saver: Saver) -> None:
     # most those after its last checkpoint.
     run.reporter.flush()
     with run.timers(SAVE):
-        saver.begin(contents, run.engine.shards(optimizer=with_optimizer))
+        saver.save(contents, run.engine.shards(optimizer=with_optimizer))

@@ -1,28 +1,30 @@
-"""Interfaces of the parts of a run that are extras, and the flags that need them.
+"""The parts of a run that are extras: what the loop calls, and the flags that need them.
 
-`Parts` has a builder for each part, or None if this installation does not have it.
-`megatron.commands.parts` has the builders. The loop calls what they return by name.
+Each class here does nothing, so that the loop needs no condition. An extra derives from it. `Parts`
+builds them, and `InstalledParts` (`megatron.commands.parts`) builds the extras in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megatron.rules.finding import Finding, Rule, error
+from megatron.observe.report import Sink
+from megatron.rules.finding import Finding, error
 
 # This module is used before torch is imported, which takes seconds.
 if TYPE_CHECKING:
     from megatron.checkpoint.lease import Lease
     from megatron.checkpoint.load import Checkpoint
     from megatron.checkpoint.save import Saver
-    from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.config_with_origin import ConfigWithOrigin
+    from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
-    from megatron.data.source_kind import OpenIndexed, SourceKind
+    from megatron.data.indexed import IndexedDataset
+    from megatron.data.source_kind import SourceKind
     from megatron.engine.base import Accept, Engine, StepResult
     from megatron.engine.kind import EngineKind
     from megatron.model.gpt import GPT
@@ -37,14 +39,15 @@ Printer = Callable[[str], None]
 """Prints a line of the log."""
 
 
-class Exporter(Protocol):
-    """Exports checkpoints while the run trains. Only rank 0 has one."""
+class Exporter:
+    """Exports checkpoints while the run trains. Only rank 0 has one that does."""
 
     def record_checkpoint(self, iteration: int) -> None:
         """Record that a checkpoint is complete. It is exported if it is due."""
 
     def list_iterations_in_use(self) -> Collection[int]:
         """Return the checkpoints that are being read, and must not be removed."""
+        return ()
 
     def poll(self) -> None:
         """Report exports that have ended, and start the next one."""
@@ -56,12 +59,11 @@ class Exporter(Protocol):
         """End the exports immediately."""
 
 
-class Guard(Protocol):
+class Guard:
     """Judges the steps of a run. It may drop one, go back to a checkpoint, or end the run."""
 
-    @property
-    def accept(self) -> Accept | None:
-        """The function that decides whether a step may change weights. None accepts each step."""
+    accept: Accept | None = None
+    """The function that decides whether a step may change weights. None accepts each step."""
 
     def respond(
         self, result: StepResult, learning_rate: float, state: TrainState, saver: Saver | None
@@ -80,19 +82,24 @@ class Guard(Protocol):
             TrainingError: The run has diverged.
             CheckpointError: A save in progress failed, or the rollback cannot be recorded.
         """
+        return None
 
     def start_phase(self) -> None:
         """Forget the level of the losses, because the data change."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON values, for `TrainState.spike_guard`."""
+    def record(self, state: TrainState) -> None:
+        """Store the state of the guard in `TrainState.spike_guard`, as JSON values.
+
+        Without a guard, that of an earlier launch stays.
+        """
 
 
-class GuardKind(Protocol):
+class GuardKind:
     """Builds a guard, and carries out its rollbacks while the training loop does not run."""
 
     def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Guard:
-        """Return the guard of a run with --spike-guard."""
+        """Return the guard of a run."""
+        return Guard()
 
     def finish_interrupted_rollback(self, config: Config, ranks: Ranks, log: Printer) -> None:
         """Complete a rollback that an earlier launch did not finish. All ranks call it.
@@ -112,6 +119,7 @@ class GuardKind(Protocol):
         Raises:
             CheckpointError: The records of the rollbacks cannot be read.
         """
+        return plan, []
 
     def roll_back(
         self, record: dict[str, Any], plan: Plan, mesh: Mesh, lease: Lease | None
@@ -125,20 +133,22 @@ class GuardKind(Protocol):
         """
 
 
-class Profiling(Protocol):
+class Profiling:
     """Records chosen iterations with a profiler, and the history of the memory.
 
     It is a context manager around training, which writes what is left at the end.
     """
 
-    def __enter__(self) -> object:
+    def __enter__(self) -> Profiling:
         """Return itself."""
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Write the iterations recorded so far, unless there was an error."""
 
     def record(self, iteration: int) -> AbstractContextManager[None]:
         """Return a context manager around an iteration."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -155,11 +165,12 @@ class RankTimes:
     """The time of each rank."""
 
 
-class RankComparison(Protocol):
+class RankComparison:
     """Measures this rank's blocks, and compares the times of all ranks."""
 
     def measure(self, iteration: int) -> AbstractContextManager[None]:
         """Return a context manager around a step."""
+        return nullcontext()
 
     def take_report(self, before: int, after: int) -> float | None:
         """Return this rank's seconds for a block, or None if no comparison is due.
@@ -170,15 +181,17 @@ class RankComparison(Protocol):
             before: The iteration before the last step or jump.
             after: The iteration after it.
         """
+        return None
 
     def compare(self, seconds: Sequence[float]) -> RankTimes | None:
         """Compare what `take_report` returned on each rank. Return None if nothing was measured."""
+        return None
 
 
-class Tasks(Protocol):
+class Tasks:
     """Tasks that are evaluated while the run trains."""
 
-    evaluated_at: int | None
+    evaluated_at: int | None = None
     """The last iteration after which the tasks were evaluated."""
 
     def evaluate(
@@ -191,95 +204,94 @@ class Tasks(Protocol):
         Raises:
             TrainingError: A score cannot be computed. Every rank raises it.
         """
+        return {}
 
 
-class RunTracker(Protocol):
-    """Sends the numbers of the metrics file to an experiment tracker. Only `close` waits for it."""
-
-    def start(self, iteration: int) -> None:
-        """Start tracking a launch that continues after `iteration`."""
-
-    def poll(self) -> None:
-        """Print the messages of the tracker."""
-
-    def request_end(self) -> None:
-        """Ask the tracker to send the rest. The metrics file must be closed."""
-
-    def close(self) -> None:
-        """Wait a limited time until the tracker ends. Call it after `request_end`."""
-
-
-class EmissionsMeter(Protocol):
-    """Measures energy and CO2. A failure does not end the training."""
-
-    def flush(self) -> None:
-        """Write the measurement so far."""
-
-    def stop(self) -> float | None:
-        """End the measurement. Return kilograms of CO2 equivalent, or None without them."""
-
-
-class GoodputReport(Protocol):
+class GoodputReport(Sink):
     """Measures which share of the run's time went into steps that were kept."""
-
-    def add_step(self, seconds: float, phases: Mapping[str, float], *, applied: bool) -> None:
-        """Add an iteration: its wall time, the seconds of its phases, and whether it was kept."""
-
-    def add_phases(self, phases: Mapping[str, float]) -> None:
-        """Add a save and an evaluation outside of an iteration."""
 
     def compute_share(self) -> float | None:
         """Return the share, from 0 to 1. It is None until the files of the run are read."""
-
-    def report_if_due(self, log: Printer) -> None:
-        """Print the goodput at a save, if the last line was long enough ago."""
-
-    def report_end(self, log: Printer) -> None:
-        """Print the goodput at the end of a launch."""
+        return None
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Builders of the parts of a run. None stands for a part that is not installed.
+    """Builds the parts of a run. These do nothing, so the run is the core alone.
 
-    A builder imports its package when it is called, so a run pays only for what it uses.
+    A subclass imports the package of a part when it builds it, so a run pays only for what it uses.
     """
 
     engine: EngineKind | None = None
     """The kind of the engine. None stands for the engine of the core."""
-    build_exporter: Callable[[CheckpointConfig, Printer, int], Exporter] | None = None
-    """Builds the exporter of --hf-export-interval, from settings, printer and last iteration."""
-    load_source: Callable[[str], SourceKind] | None = None
-    """Loads the kind of data of --dataset-format."""
-    open_indexed: OpenIndexed | None = None
-    """Opens an indexed data set or the manifest of several. None opens no manifest."""
-    load_guard: Callable[[], GuardKind] | None = None
-    """Loads the guard of --spike-guard. A run without one completes its earlier rollbacks too."""
-    build_profiling: Callable[[Config, int, Printer], Profiling] | None = None
-    """Builds the recorder of --profile-iterations and --memory-snapshot of a rank."""
-    build_stragglers: Callable[[Sequence[GPT], BlockTimer, int, float], RankComparison] | None = (
-        None
-    )
-    """Builds the comparison of --straggler-interval, from stages, their timer and both flags."""
-    load_watchdog: Callable[[str | None], Callable[..., RollCall]] | None = None
-    """Loads the builder of the watchdog of --hang-timeout, for the folder of --save."""
-    prepare_tasks: Callable[[Plan, Ranks, Printer], Tasks] | None = None
-    """Prepares the tasks of --eval-tasks. All ranks call it together."""
-    rules: tuple[Rule[ConfigWithOrigin], ...] = ()
-    """Rules about the flags of the parts. They import no torch."""
-    build_tracker: Callable[[str, str, Path, Path, Printer], RunTracker] | None = None
-    """Builds a tracker from its name, project, the --save folder and the metrics file."""
-    start_emissions: Callable[[str, str, Printer], EmissionsMeter] | None = None
-    """Starts the measurement of --codecarbon-dir, with the folder and the country."""
-    start_goodput: Callable[[Path, Path, Mapping[str, Any] | None], GoodputReport] | None = None
-    """Starts the goodput of a run with --save, from that folder and the metrics file.
+    has_extras = False
+    """Whether it builds the parts of `check_parts`."""
 
-    The last argument has the details of the event "start", if the run has no earlier launch.
-    """
-    predict: Callable[[Plan, str], dict[str, Any]] | None = None
-    """Predicts the step of a plan on a device, for the chronicle."""
-    keep_verification: Callable[[Plan, Printer], dict[str, Any]] | None = None
-    """Keeps the report of --verification with the run. Returns its verdict, for the chronicle."""
+    def check_flags(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
+        """Check the flags of the parts. It imports no torch."""
+        yield from ()
+
+    def load_source(self, dataset_format: str) -> SourceKind | None:
+        """Load the kind of data of --dataset-format."""
+        return None
+
+    def open_indexed(self, prefix: str) -> IndexedDataset:
+        """Open an indexed data set. An extra also opens the manifest of several."""
+        # It imports NumPy, which only a run that opens data needs.
+        from megatron.data.indexed import IndexedDataset
+
+        return IndexedDataset(prefix)
+
+    def load_watchdog(self, folder: str | None) -> Callable[..., RollCall] | None:
+        """Load the builder of the watchdog of --hang-timeout, for the folder of --save."""
+        return None
+
+    def load_guard(self) -> GuardKind:
+        """Load the guard. A run without --spike-guard completes its earlier rollbacks too."""
+        return GuardKind()
+
+    def prepare_tasks(self, plan: Plan, ranks: Ranks, log: Printer) -> Tasks:
+        """Prepare the tasks of --eval-tasks. All ranks call it together."""
+        return Tasks()
+
+    def build_exporter(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Exporter:
+        """Build the exporter of --hf-export-interval."""
+        return Exporter()
+
+    def build_profiling(self, plan: Plan, mesh: Mesh, log: Printer) -> Profiling:
+        """Build the recorder of --profile-iterations and --memory-snapshot."""
+        return Profiling()
+
+    def build_stragglers(
+        self, plan: Plan, mesh: Mesh, stages: Sequence[GPT], timer: BlockTimer
+    ) -> RankComparison:
+        """Build the comparison of --straggler-interval, which times the blocks of the stages."""
+        return RankComparison()
+
+    def build_trackers(self, config: Config, metrics: Path, log: Printer) -> Sequence[Sink]:
+        """Build what sends the numbers of the metrics file to the trackers of --tracker."""
+        return ()
+
+    def build_emissions(self, logging: LoggingConfig, log: Printer) -> Sequence[Sink]:
+        """Start to measure energy and CO2 with --codecarbon-dir."""
+        return ()
+
+    def build_goodput(
+        self, folder: Path, metrics: Path, log: Printer, *, is_first: bool
+    ) -> GoodputReport:
+        """Build the goodput of a run, from its --save folder and its metrics file.
+
+        With `is_first`, the run has no earlier launch.
+        """
+        return GoodputReport()
+
+    def predict(self, plan: Plan, device_name: str) -> dict[str, Any]:
+        """Predict the step of a plan on a device, for the chronicle."""
+        return {}
+
+    def keep_verification(self, plan: Plan, log: Printer) -> dict[str, Any]:
+        """Keep the report of --verification with the run. Return its verdict, for the chronicle."""
+        return {}
 
 
 NO_PARTS = Parts()
@@ -296,34 +308,32 @@ class PartsContext:
 
 def check_parts(context: PartsContext) -> Iterator[Finding]:
     """Check that each part that the configuration asks for is installed."""
+    # An installation has all packages of `megatron.extras`, or none.
+    if context.parts.has_extras:
+        return
     config = context.config
-    parts = context.parts
     logging = config.logging
-    exports = config.checkpoint.hf_export_interval
-    interval = config.parallel.straggler_interval
+    parallel = config.parallel
     # Ranks are compared by default. Without the package, only another value is refused.
-    compares = interval not in (0, type(config.parallel).straggler_interval)
+    compares = parallel.straggler_interval not in (0, type(parallel).straggler_interval)
     needed = [
-        (exports, parts.build_exporter, "hf-export-interval", "convert"),
-        (config.parallel.deepspeed, parts.engine, "deepspeed", "deepspeed"),
-        *(
-            (True, parts.engine, flag.removeprefix("--"), "kernels")
-            for flag in config.kernels.fusion_flags
-        ),
-        (config.precision.fp8_format, parts.engine, "fp8-format", "float8"),
-        (config.data.dataset_format, parts.load_source, "dataset-format", "sources"),
-        (config.guard.is_on, parts.load_guard, "spike-guard", "guard"),
-        (logging.profile_iterations, parts.build_profiling, "profile-iterations", "profiling"),
-        (logging.memory_snapshot, parts.build_profiling, "memory-snapshot", "profiling"),
-        (config.batch.eval_tasks, parts.prepare_tasks, "eval-tasks", "scoring"),
-        (config.parallel.hang_timeout, parts.load_watchdog, "hang-timeout", "watchdog"),
-        (compares, parts.build_stragglers, "straggler-interval", "stragglers"),
-        (logging.tracker, parts.build_tracker, "tracker", "trackers"),
-        (logging.codecarbon_dir, parts.start_emissions, "codecarbon-dir", "trackers"),
-        (logging.verification, parts.keep_verification, "verification", "verify"),
+        (config.checkpoint.hf_export_interval, "hf-export-interval", "convert"),
+        (parallel.deepspeed, "deepspeed", "deepspeed"),
+        *((True, flag.removeprefix("--"), "kernels") for flag in config.kernels.fusion_flags),
+        (config.precision.fp8_format, "fp8-format", "float8"),
+        (config.data.dataset_format, "dataset-format", "sources"),
+        (config.guard.is_on, "spike-guard", "guard"),
+        (logging.profile_iterations, "profile-iterations", "profiling"),
+        (logging.memory_snapshot, "memory-snapshot", "profiling"),
+        (config.batch.eval_tasks, "eval-tasks", "scoring"),
+        (parallel.hang_timeout, "hang-timeout", "watchdog"),
+        (compares, "straggler-interval", "stragglers"),
+        (logging.tracker, "tracker", "trackers"),
+        (logging.codecarbon_dir, "codecarbon-dir", "trackers"),
+        (logging.verification, "verification", "verify"),
     ]
-    for is_needed, part, flag, package in needed:
-        if is_needed and part is None:
+    for is_needed, flag, package in needed:
+        if is_needed:
             yield error(
                 f"--{flag} needs megatron.extras.{package}, which this installation does not have. "
                 "Install the complete package, or leave out the flag"

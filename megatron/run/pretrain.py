@@ -88,21 +88,17 @@ def pretrain(
         ranks,
         config.parallel.distributed_timeout_minutes,
         hang_timeout=config.parallel.hang_timeout,
-        build_watchdog=None if parts.load_watchdog is None else parts.load_watchdog(saving),
+        build_watchdog=parts.load_watchdog(saving),
     ) as roll_call:
         if ranks.size > 1:
             check_agreement(config, ranks, parts.engine or NATIVE)
         log = make_printer(ranks.rank)
-        guards = None
-        if parts.load_guard is not None:
-            guards = parts.load_guard()
-            # First, because no run starts from a folder that is half rolled back.
-            guards.finish_interrupted_rollback(config, ranks, log)
+        guards = parts.load_guard()
+        # First, because no run starts from a folder that is half rolled back.
+        guards.finish_interrupted_rollback(config, ranks, log)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(loaded, ranks, log, parts, early)
-        tasks = None
-        if parts.prepare_tasks is not None and config.batch.eval_tasks:
-            tasks = parts.prepare_tasks(job.plan, ranks, log)
+        tasks = parts.prepare_tasks(job.plan, ranks, log)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         if roll_call is not None:
@@ -117,8 +113,7 @@ def pretrain(
             # A read that hangs must not keep the files from being closed, so the data come last.
             opened.callback(run.sources.close)
             opened.callback(run.reporter.close)
-            if run.exporter is not None:
-                opened.callback(run.exporter.stop)
+            opened.callback(run.exporter.stop)
             if config.batch.eval_only:
                 evaluate_only(run)
             else:
@@ -134,7 +129,6 @@ def pretrain(
             del run
             build_ranks(mesh).work(opened.close, "closing the files", log)
             gc.collect()
-            assert guards is not None, "the guard has decided on the rollback"
             guards.roll_back(rollback, job.plan, mesh, lease)
             job = agree_on_job(loaded, ranks, log, parts)
 

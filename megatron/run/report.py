@@ -1,4 +1,4 @@
-"""Reports of a run while it trains: log line, TensorBoard, metrics, chronicle and emissions.
+"""Reports of a run while it trains: the log, and the events that all other outputs get.
 
 Only rank 0 reports. The methods do nothing on the other ranks.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.logging import LogFormat
 from megatron.data.source import LeftOut
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.model.flops import compute_causal_share, count_iteration_flops
 from megatron.observe.chronicle import CHRONICLE, Chronicle
 from megatron.observe.log_line import (
@@ -23,7 +23,19 @@ from megatron.observe.log_line import (
 )
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.progress_bar import ProgressBar
-from megatron.observe.report import Axes, EvaluationResult, IterationReport
+from megatron.observe.report import (
+    Axes,
+    EvaluationReport,
+    EvaluationResult,
+    Flush,
+    IterationReport,
+    LaunchStart,
+    NamedNumbers,
+    ReportEvent,
+    RunEvent,
+    Sink,
+    StepTimes,
+)
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import (
     compute_throughput,
@@ -32,7 +44,7 @@ from megatron.observe.throughput import (
 )
 from megatron.parallel.mesh import Mesh
 from megatron.plan.run_plan import Plan
-from megatron.run.parts import EmissionsMeter, GoodputReport, Parts, RankTimes, RunTracker
+from megatron.run.parts import GoodputReport, Parts, RankTimes
 from megatron.run.state import TrainState
 
 
@@ -56,7 +68,7 @@ class _Interval:
         # over the interval useless.
         self.iterations += 1
         self.applied += step.result.applied
-        self.nan += step.result.is_nan
+        self.nan += step.result.outcome is StepOutcome.NOT_FINITE
         self.loss_sum += step.result.loss if step.result.applied else 0.0
         self.seconds += step.seconds
         self.samples += step.batch_size
@@ -106,18 +118,11 @@ class Reporter:
         """The ranks that the last comparison found to be slow. None before the first one."""
         self._interval = _Interval()
         self._bar = ProgressBar(total=plan.train_iters, show=False)
-        self._tensorboard: TensorBoard | None = None
-        self._metrics: MetricsFile | None = None
-        self._trackers: list[RunTracker] = []
-        self._chronicle: Chronicle | None = None
-        self._metrics_path: Path | None = None
-        self._goodput: GoodputReport | None = None
-        self._is_first_launch = False
-        self._first_start: Mapping[str, Any] | None = None
-        """The details of the start of this launch, if it is the first one of the run."""
-        self._last_event: tuple[str, Mapping[str, Any]] | None = None
+        self._sinks: list[Sink] = []
+        self._goodput = GoodputReport()
+        self.has_chronicle = False
+        """Whether this rank writes the chronicle."""
         self._iteration: int | None = None
-        self._emissions: EmissionsMeter | None = None
         self._pipeline_schedule: str | None = None
         # Data sets of which the filters leave out more than half.
         self._mostly_left_out: set[str] = set()
@@ -142,30 +147,29 @@ class Reporter:
         show = logging.show_progress and self._is_rank_zero and self._plan.train_seconds is None
         self._bar = ProgressBar(total=self._plan.train_iters, show=show)
         # Other ranks must not open the files. Two writers would corrupt them.
-        if self._is_rank_zero:
-            self._tensorboard = TensorBoard(logging, log=self.log)
-            save = self._plan.config.checkpoint.save
-            # By default the metrics are stored with the checkpoints that they belong to.
-            path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
-            if path:
-                self._metrics_path = Path(path)
-                self._metrics = MetricsFile(path, log=self.log)
-            # A dictionary removes a name that was given twice.
-            for name in dict.fromkeys(logging.tracker):
-                build = self._parts.build_tracker
-                assert build is not None, "`check_parts` has checked it"
-                project = logging.tracker_project
-                tracker = build(name, project, Path(str(save)), Path(str(path)), self.log)
-                self._trackers.append(tracker)
+        if not self._is_rank_zero:
+            return
+        # The sinks get each event, and are closed, in the order of this list. A tracker starts
+        # before the metrics file has a line of the launch, and the goodput after that. Events in
+        # memory are written first, because little time is left after a signal.
+        self._sinks = [TensorBoard(logging, log=self.log)]
+        save = self._plan.config.checkpoint.save
+        # By default the metrics are stored with the checkpoints that they belong to.
+        path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
+        if path:
+            metrics = Path(path)
+            self._sinks += self._parts.build_trackers(self._plan.config, metrics, self.log)
+            self._sinks.append(MetricsFile(metrics, log=self.log))
             if save and not self._plan.config.batch.eval_only:
                 chronicle = Path(save) / CHRONICLE
-                self._is_first_launch = not (chronicle.exists() or Path(str(path)).exists())
-                self._chronicle = Chronicle(chronicle, log=self._bar.log)
-            start_emissions = self._parts.start_emissions
-            if logging.codecarbon_dir is not None and start_emissions is not None:
-                self._emissions = start_emissions(
-                    logging.codecarbon_dir, logging.codecarbon_country_iso_code, self.log
+                is_first = not (chronicle.exists() or metrics.exists())
+                self._goodput = self._parts.build_goodput(
+                    Path(save), metrics, self.log, is_first=is_first
                 )
+                self._sinks += [self._goodput, Chronicle(chronicle, log=self._bar.log)]
+                self.has_chronicle = True
+        self._sinks += self._parts.build_emissions(logging, self.log)
+        self._sinks.append(self._bar)
 
     def describe_conventions(self) -> list[tuple[str, str, str]]:
         """Return the row of the start table for the definitions of TFLOPs and MFU."""
@@ -200,48 +204,34 @@ class Reporter:
             if text and not prefix:
                 self.record("alert", {"text": text})
 
-    @property
-    def has_chronicle(self) -> bool:
-        """Whether this rank writes the chronicle."""
-        return self._chronicle is not None
+    def _write(self, event: ReportEvent) -> None:
+        for sink in self._sinks:
+            sink.write(event)
 
-    def record(self, kind: str, details: Mapping[str, Any], iteration: int | None = None) -> None:
-        """Record an event in the chronicle. See `Chronicle.record`.
+    def record(
+        self,
+        kind: str,
+        details: Mapping[str, Any],
+        iteration: int | None = None,
+        *,
+        at_close: bool = False,
+    ) -> None:
+        """Record an event of the run. See `RunEvent`.
 
         Args:
             kind: Kind of the event.
             details: What else is known.
             iteration: Iteration of the event. Default: the last one that was trained or skipped.
+            at_close: Record it when the outputs are closed.
         """
-        if self._chronicle is not None:
-            self._chronicle.record(
-                kind, self._iteration if iteration is None else iteration, details
-            )
-
-    def record_start(self, details: Mapping[str, Any], iteration: int) -> None:
-        """Record the start of the launch, after `iteration`."""
-        if self._is_first_launch:
-            self._first_start = details
-        self.record("start", details, iteration)
-
-    def record_at_close(self, kind: str, details: Mapping[str, Any]) -> None:
-        """Record an event when the outputs are closed."""
-        self._last_event = (kind, details)
+        if iteration is None:
+            iteration = self._iteration
+        self._write(RunEvent(kind, iteration, details, at_close))
 
     def start(self, iteration: int) -> None:
         """Start the reports of a run that continues after `iteration`."""
-        self._bar.update(iteration)
         self._iteration = iteration
-        for tracker in self._trackers:
-            tracker.start(iteration)
-        if self._metrics is not None:
-            self._metrics.start(iteration)
-        # The chronicle and the metrics file have the start of this launch now.
-        start_goodput = self._parts.start_goodput
-        if self._chronicle is not None and self._metrics_path is not None and start_goodput:
-            self._goodput = start_goodput(
-                self._chronicle.folder, self._metrics_path, self._first_start
-            )
+        self._write(LaunchStart(iteration))
 
     def report_pipeline_schedule(self, batch_size: int) -> None:
         """Print the pipeline schedule of a step of `batch_size` samples, and how long ranks idle.
@@ -256,8 +246,7 @@ class Reporter:
             self.log(schedule.describe(batch_size))
 
     def jump(self, iterations: int) -> None:
-        """Move the progress bar over iterations that were skipped, and record them."""
-        self._bar.update(iterations)
+        """Record iterations that were skipped."""
         first = (self._iteration or 0) + 1
         self._iteration = first + iterations - 1
         self.record("skip", {"first": first, "last": self._iteration})
@@ -280,22 +269,14 @@ class Reporter:
             self._plan.shape, step.batch_size, step.seq_length, recompute=recompute
         )
         model_flops = count_iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
-        if self._goodput is not None:
-            self._goodput.add_step(step.seconds, step.phase_seconds, applied=step.result.applied)
-        # TensorBoard and the metrics file get single iterations. The log line gets the mean over
-        # the iterations since the last one.
+        # The goodput, which the report has, includes this step.
+        self._write(StepTimes(step.phase_seconds, step.seconds, step.result.applied))
+        # The sinks get single iterations. The log line gets the mean over the iterations since the
+        # last one.
         one = _Interval()
         for interval in (one, self._interval):
             interval.add(step, flops, model_flops)
-        report = self._report(state, step, one)
-        if self._tensorboard is not None:
-            self._tensorboard.write_training(report)
-        if self._metrics is not None:
-            self._metrics.write_training(report)
-        # Trackers read the metrics file. They get no numbers here, but their messages are printed.
-        for tracker in self._trackers:
-            tracker.poll()
-        self._bar.update(1, f"loss {step.result.loss:.3f}")
+        self._write(self._report(state, step, one))
         if state.iteration % config.logging.log_interval == 0:
             due = self._report(state, step, self._interval)
             self.log(self._format_line(due))
@@ -365,24 +346,15 @@ class Reporter:
         return (step.train_iters - state.iteration) * tokens / tokens_per_second
 
     def _compute_goodput(self) -> float | None:
-        share = None
-        if self._goodput is not None:
-            share = self._goodput.compute_share()
+        share = self._goodput.compute_share()
         # The files of a long run are read in a thread, so the share may not be known yet.
         if share is None:
             return None
         return round(share, 4)
 
-    def report_save(self, iteration: int) -> None:
-        """Record a checkpoint that is safe, and print the goodput from time to time."""
-        self.record("save", {}, iteration)
-        if self._goodput is not None:
-            self._goodput.report_if_due(self.log)
-
     def add_last_phases(self, phases: Mapping[str, float]) -> None:
-        """Count the save and the evaluation after the last iteration in the goodput."""
-        if self._goodput is not None:
-            self._goodput.add_phases(phases)
+        """Report the times of the save and the evaluation after the last iteration."""
+        self._write(StepTimes(phases))
 
     def report_rank_times(self, iteration: int, times: RankTimes | None) -> None:
         """Report which ranks compute more slowly than the others, if they were compared.
@@ -396,14 +368,13 @@ class Reporter:
         slowest = self._rank_names[times.slowest]
         largest = times.seconds[times.slowest]
         # The times of all ranks would make the file large, so only those that matter are written.
-        if self._metrics is not None:
-            record = {
-                "median_seconds": times.median,
-                "largest_seconds": largest,
-                "slowest": slowest,
-                "slow": slow,
-            }
-            self._metrics.write_rank_times(iteration, "block forward", record)
+        numbers = {
+            "median_seconds": times.median,
+            "largest_seconds": largest,
+            "slowest": slowest,
+            "slow": slow,
+        }
+        self._write(NamedNumbers("ranks", iteration, "block forward", numbers))
         line = format_slow_ranks_line(
             iteration, slow, (slowest, largest / times.median), times.median
         )
@@ -430,30 +401,21 @@ class Reporter:
             self.evaluated[name] = state.iteration, result
             self.log(format_validation_line(state.iteration, result.loss, name))
             self.log(format_measures_line(state.iteration, result, name))
-            if self._tensorboard is not None:
-                self._tensorboard.write_validation(
-                    at,
-                    result.loss,
-                    name if test or len(results) > 1 else None,
+            self._write(
+                EvaluationReport(
+                    at=at,
+                    name=name,
+                    loss=result.loss,
                     accuracy=result.accuracy,
                     bits_per_byte=result.bits_per_byte,
+                    is_one_of_several=test or len(results) > 1,
                 )
-            if self._metrics is not None:
-                self._metrics.write_validation(
-                    state.iteration,
-                    result.loss,
-                    name,
-                    accuracy=result.accuracy,
-                    bits_per_byte=result.bits_per_byte,
-                )
+            )
 
     def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
         """Report the scores of one task, by metric."""
         self.log(format_task_line(iteration, task, scores))
-        if self._tensorboard is not None:
-            self._tensorboard.write_task(iteration, task, scores)
-        if self._metrics is not None:
-            self._metrics.write_task(iteration, task, scores)
+        self._write(NamedNumbers("task", iteration, task, scores))
 
     def report_filters(self, iteration: int, reports: Sequence[LeftOut]) -> None:
         """Report what was left out of each data set since the start of the run.
@@ -468,31 +430,13 @@ class Reporter:
                     "warning: the filters leave out more than half of the documents of data set "
                     f"{report.name}. Check their limits against some documents"
                 )
-            if self._metrics is not None:
-                self._metrics.write_filters(iteration, report.name, report.to_json())
+            self._write(NamedNumbers("filters", iteration, report.name, report.to_json()))
 
     def flush(self) -> None:
         """Write all buffered output to disk. This is called with each save."""
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
-        if self._emissions is not None:
-            self._emissions.flush()
+        self._write(Flush())
 
     def close(self) -> None:
         """Close all outputs."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        # They send the rest at the same time.
-        for tracker in self._trackers:
-            tracker.request_end()
-        for tracker in self._trackers:
-            tracker.close()
-        if self._goodput is not None:
-            self._goodput.report_end(self.log)
-        if self._last_event is not None:
-            self.record(*self._last_event)
-        if self._emissions is not None:
-            self._emissions.stop()
-        self._bar.close()
+        for sink in self._sinks:
+            sink.close()

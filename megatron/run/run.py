@@ -40,18 +40,18 @@ class Run:
     step_clock: StepClock
     saver: Saver | None
     """None if nothing is saved."""
-    # The parts from `profiling` to `guard` are extras. The core knows only their interfaces
-    # (`megatron.run.parts`).
-    profiling: Profiling | None = None
+    # The parts from `profiling` to `guard` do nothing unless an extra takes their place. See
+    # `megatron.run.parts`.
+    profiling: Profiling = field(default_factory=Profiling)
     """With --profile-iterations or --memory-snapshot."""
-    stragglers: RankComparison | None = None
+    stragglers: RankComparison = field(default_factory=RankComparison)
     """With --straggler-interval and several ranks."""
-    exporter: Exporter | None = None
+    exporter: Exporter = field(default_factory=Exporter)
     """Only on rank 0, with --hf-export-interval."""
-    tasks: Tasks | None = None
+    tasks: Tasks = field(default_factory=Tasks)
     """With --eval-tasks."""
-    guard: Guard | None = None
-    """None with --spike-guard off."""
+    guard: Guard = field(default_factory=Guard)
+    """With --spike-guard."""
     training_data: Sequence[DatasetUse] = ()
     """Each indexed training data set, and how much of it the run reads.
 

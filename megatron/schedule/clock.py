@@ -161,9 +161,13 @@ class TimeBudget:
         return NextStep(min(self.seconds, max(position, here)))
 
 
-def is_interval_over(interval: float | None, last: float, now: float) -> bool:
-    """Return whether a multiple of `interval` lies in (last, now]. All are in seconds."""
-    return interval is not None and now // interval > last // interval
+def is_due(interval: float | None, before: float, after: float) -> bool:
+    """Return whether a multiple of `interval` lies in (before, after].
+
+    All are iterations, or all are seconds. A skipped range is one jump over several iterations, so
+    `after` alone is not enough. With an interval of 0 or None, nothing is ever due.
+    """
+    return bool(interval) and after // interval > before // interval  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def poll_until_done(saver: Saver) -> int:
         if not saver.in_flight:
             return polls
         time.sleep(0.01)
-        saver.poll(stage_is_done=not saver.is_working)
+        saver.poll(0, 0, stage_is_done=not saver.is_working)
     raise AssertionError("the save never ends")
 
 

@@ -16,7 +16,6 @@ from megatron.extras.planner.cost.search import (
     SearchSpace,
     find_context_size,
     find_enough_devices,
-    find_pareto_front,
     iterate_layouts,
     search_layouts,
 )
@@ -130,18 +129,6 @@ def test_no_layout_is_an_error_that_names_the_batch():
     shape = make_gpt(2048, 24, 16, 2048, 51200)
     with pytest.raises(ConfigError, match="batch of 3 samples"):
         search_layouts(SearchSpace(shape, 3, 1024, load_hardware("h100"), TRAINER))
-
-
-def test_the_pareto_front_trades_time_for_memory():
-    shape = make_gpt(2048, 24, 16, 2048, 51200)
-    found = search_layouts(SearchSpace(shape, 64, 16, load_hardware("a100-40g"), TRAINER))
-    front = find_pareto_front(found.fitting)
-    assert len(front) > 1
-    for faster, slower in pairwise(front):
-        assert faster.lower_bound <= slower.lower_bound
-        assert faster.peak_bytes > slower.peak_bytes
-    least = min(each.peak_bytes for each in found.fitting)
-    assert front[-1].peak_bytes == least
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from training.runs import SIZES
 from megatron.base.errors import ConfigError
 from megatron.commands.parts import choose_parts
 from megatron.data.batches import Microbatch
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.extras.translators.translator import load_config
 from megatron.model.gpt import GPT
@@ -35,7 +35,7 @@ class CountingEngine:
 
     def train_batch(self, microbatches: Sequence[Microbatch], **options: Any) -> StepResult:
         CALLS["train_batch"] += 1
-        return StepResult(1.0, 1.0, applied=True, num_zeros=None, loss_scale=None, overflow=False)
+        return StepResult(loss=1.0, grad_norm=1.0, outcome=StepOutcome.APPLIED)
 
     def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         CALLS["eval_batch"] += 1

@@ -1,13 +1,17 @@
 """Tests of the search for a loss scale. x is an overflow, a dot is a good step."""
 
 import json
+import math
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from process_pool import ProcessPool, succeed
 
 from megatron.config.precision import PrecisionConfig
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome
+from megatron.engine.engine_base import EngineBase
 from megatron.engine.loss_scale import LossScale
 
 TR8 = PrecisionConfig(
@@ -171,11 +175,22 @@ def test_the_scale_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("applied", "overflow", "is_nan"),
-    [(True, False, False), (False, True, False), (False, False, True)],
+    ("given", "loss", "expected"),
+    [
+        (StepOutcome.APPLIED, 1.0, StepOutcome.APPLIED),
+        (StepOutcome.NOT_FINITE, 1.0, StepOutcome.OVERFLOW),
+        (StepOutcome.NOT_FINITE, math.inf, StepOutcome.NOT_FINITE),
+        (StepOutcome.REJECTED, 1.0, StepOutcome.REJECTED),
+        (StepOutcome.EMPTY, 0.0, StepOutcome.EMPTY),
+    ],
 )
-def test_an_overflow_does_not_count_as_nan(applied: bool, overflow: bool, is_nan: bool) -> None:
-    result = StepResult(
-        loss=1.0, grad_norm=1.0, applied=applied, num_zeros=None, loss_scale=8.0, overflow=overflow
-    )
-    assert result.is_nan == is_nan
+def test_only_the_search_for_a_scale_makes_a_dropped_step_an_overflow(
+    given: StepOutcome, loss: float, expected: StepOutcome
+) -> None:
+    engine: Any = SimpleNamespace(_loss_scale=LossScale(TR8))
+    result = EngineBase._finish_step(engine, loss, math.inf, given)
+    assert (result.outcome, result.loss_scale) == (expected, 4096)
+    halves = expected in (StepOutcome.OVERFLOW, StepOutcome.NOT_FINITE)
+    assert (engine._loss_scale.state() != LossScale(TR8).state()) == (halves or result.applied)
+    static: Any = SimpleNamespace(_loss_scale=LossScale(PrecisionConfig(fp16=True, loss_scale=8)))
+    assert EngineBase._finish_step(static, loss, math.inf, given).outcome is given

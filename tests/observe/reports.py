@@ -1,6 +1,9 @@
 """A report with every field set, for the tests of log line, TensorBoard and metrics file."""
 
-from megatron.observe.report import IterationReport
+from dataclasses import replace
+from typing import Any
+
+from megatron.observe.report import EvaluationReport, IterationReport
 
 
 def full_report() -> IterationReport:
@@ -24,3 +27,9 @@ def full_report() -> IterationReport:
         params_norm=33.25,
         curriculum_seqlen=512,
     )
+
+
+def make_evaluation(iteration: int, loss: float, **further: Any) -> EvaluationReport:
+    """Return the result of a validation set at an iteration."""
+    at = replace(full_report(), iteration=iteration).axes
+    return EvaluationReport(at=at, loss=loss, **further)

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.base.errors import ConfigError
 from megatron.config.logging import LoggingConfig
 from megatron.observe import tensorboard
+from megatron.observe.report import EvaluationReport
 from megatron.observe.tensorboard import TensorBoard
 
 ALL = LoggingConfig(
@@ -37,9 +38,9 @@ def point(accumulator: EventAccumulator, tag: str) -> tuple[int, float]:
 
 def test_tags_and_axes(tmp_path: Path) -> None:
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "tb")))
-    board.write_training(replace(REPORT, decoupled_learning_rate=4e-3))
-    board.write_validation(REPORT.axes, 2.5)
-    board.write_validation(REPORT.axes, 3.5, "wiki")
+    board.write(replace(REPORT, decoupled_learning_rate=4e-3))
+    board.write(EvaluationReport(at=REPORT.axes, loss=2.5))
+    board.write(EvaluationReport(at=REPORT.axes, loss=3.5, name="wiki", is_one_of_several=True))
     board.close()
     events = read(tmp_path / "tb")
     axes = {
@@ -79,7 +80,7 @@ def test_tags_and_axes(tmp_path: Path) -> None:
 
 def test_loss_of_a_dropped_step_has_a_tag_of_its_own(tmp_path: Path) -> None:
     board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path)))
-    board.write_training(replace(REPORT, lm_loss=None, dropped_loss=9.5))
+    board.write(replace(REPORT, lm_loss=None, dropped_loss=9.5))
     board.close()
     events = read(tmp_path)
     assert point(events, "lm-loss-training/lm loss of dropped steps") == (42, 9.5)
@@ -94,7 +95,7 @@ def test_only_requested_values_are_written_and_only_when_due(tmp_path: Path) -> 
         log_loss_scale_to_tensorboard=False,
     )
     board = TensorBoard(off)
-    board.write_training(replace(REPORT, iteration=4))
+    board.write(replace(REPORT, iteration=4))
     bare = replace(
         REPORT,
         iteration=5,
@@ -104,7 +105,7 @@ def test_only_requested_values_are_written_and_only_when_due(tmp_path: Path) -> 
         params_norm=None,
         curriculum_seqlen=None,
     )
-    board.write_training(bare)
+    board.write(bare)
     board.close()
     tags = read(tmp_path).Tags()["scalars"]
     assert {tag.split("/")[0] for tag in tags} == {"steps-vs-samples", "steps-vs-tokens"}
@@ -114,7 +115,7 @@ def test_only_requested_values_are_written_and_only_when_due(tmp_path: Path) -> 
 def test_one_event_file_for_each_launch_flushed_on_demand(tmp_path: Path) -> None:
     for _ in range(2):
         board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path)))
-        board.write_training(REPORT)
+        board.write(REPORT)
         board.flush()
         assert read(tmp_path).Scalars("lm-loss-training/lm loss")
         board.close()
@@ -126,8 +127,8 @@ def test_one_event_file_for_each_launch_flushed_on_demand(tmp_path: Path) -> Non
 def test_no_folder_means_no_events(tmp_path: Path) -> None:
     board = TensorBoard(LoggingConfig())
     assert not board.enabled
-    board.write_training(REPORT)
-    board.write_validation(REPORT.axes, 1.0)
+    board.write(REPORT)
+    board.write(EvaluationReport(at=REPORT.axes, loss=1.0))
     board.flush()
     board.close()
 
@@ -142,12 +143,12 @@ def test_truncated_record_is_written_again(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        board.write_training(replace(REPORT, iteration=1))
+        board.write(replace(REPORT, iteration=1))
         board.flush()
         (file,) = tmp_path.iterdir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 1000, limit[1]))
         for iteration in (2, 3):
-            board.write_training(replace(REPORT, iteration=iteration))
+            board.write(replace(REPORT, iteration=iteration))
             board.flush()
         truncated_size = file.stat().st_size
     finally:
@@ -155,7 +156,7 @@ def test_truncated_record_is_written_again(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, before)
     assert len(messages) == 1
     assert "cannot write TensorBoard events" in messages[0]
-    board.write_training(replace(REPORT, iteration=4))
+    board.write(replace(REPORT, iteration=4))
     board.close()
     assert file.stat().st_size > truncated_size
     assert "again; 0 were lost" in messages[1]
@@ -179,18 +180,18 @@ def test_events_dropped_from_memory_are_counted(
         (file,) = tmp_path.iterdir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limit[1]))
         for iteration in range(1, 9):
-            board.write_training(replace(REPORT, iteration=iteration))
+            board.write(replace(REPORT, iteration=iteration))
             board.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
-    board.write_training(replace(REPORT, iteration=9))
+    board.write(replace(REPORT, iteration=9))
     board.close()
     lost = int(messages[-1].rpartition("; ")[2].split()[0])
     events = read(tmp_path)
     kept = sum(len(events.Scalars(tag)) for tag in events.Tags()["scalars"])
     reference = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "reference")))
-    reference.write_training(REPORT)
+    reference.write(REPORT)
     reference.close()
     assert lost > 0
     assert lost + kept == 9 * len(read(tmp_path / "reference").Tags()["scalars"])
@@ -206,7 +207,7 @@ def test_statistics_of_layers_have_a_chart_each_and_their_own_interval(tmp_path:
     """Numbers of layers have the same width, because TensorBoard sorts charts by their text."""
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path), tensorboard_log_interval=5))
     norms = [float(layer) for layer in range(11)]
-    board.write_training(
+    board.write(
         replace(REPORT, layer_statistics={"layer_grad_norm": norms, "output_logit": float("inf")})
     )
     board.close()

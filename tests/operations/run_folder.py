@@ -24,7 +24,7 @@ from megatron.observe.log_line import (
     format_validation_line,
 )
 from megatron.observe.metrics import MetricsFile
-from megatron.observe.report import IterationReport
+from megatron.observe.report import EvaluationReport, IterationReport, LaunchStart
 from megatron.observe.tensorboard import TensorBoard
 from megatron.run.state import TrainState
 
@@ -128,7 +128,7 @@ class FakeRun:
         lines = [f"srun: launch {self._launches}"]
         if first > 1:
             lines.append(format_loaded_checkpoint_line(str(self.root), first - 1))
-        metrics.start(first - 1)
+        metrics.write(LaunchStart(first - 1))
         for iteration in range(first, last + 1):
             self._iteration(iteration, board, metrics, lines, skip_ranges or [], scale)
         board.close()
@@ -149,12 +149,13 @@ class FakeRun:
     ) -> None:
         found = report(iteration, loss=scale * 10.0 / iteration)
         assert found.lm_loss is not None
-        board.write_training(found)
-        metrics.write_training(found)
+        board.write(found)
+        metrics.write(found)
         lines += [format_training_line(found), f"[rank 1] iteration {iteration} of nothing"]
         if iteration % 4 == 0:
-            board.write_validation(found.axes, found.lm_loss)
-            metrics.write_validation(iteration, found.lm_loss)
+            evaluation = EvaluationReport(at=found.axes, loss=found.lm_loss)
+            board.write(evaluation)
+            metrics.write(evaluation)
             lines.append(format_validation_line(iteration, found.lm_loss))
             self._emission(iteration)
             self.save(iteration, skip_ranges)
@@ -222,7 +223,6 @@ class FakeRun:
             "main_log": str(self.log),
             "tensorboard_dir": str(self.tensorboard),
             "metrics_file": str(self.metrics),
-            "codecarbon_dir": str(self.codecarbon),
         }
 
 

@@ -1,14 +1,12 @@
 """Cutting removes the later iterations of each kind of record, and loses no byte."""
 
-import csv
 import os
 import struct
 import tempfile
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from operations.run_folder import STARTED, FakeRun, charts, report
+from operations.run_folder import FakeRun, charts, report
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
@@ -17,14 +15,14 @@ from megatron.config.logging import LoggingConfig
 from megatron.extras.operations.rollback.cutting import (
     CutSpans,
     cut_out,
-    find_emissions_cut,
     find_events_cut,
+    find_last_iteration,
     find_log_cut,
     find_metrics_cut,
-    find_when_passed,
 )
 from megatron.observe.log_line import format_training_line
 from megatron.observe.metrics import read_metrics
+from megatron.observe.report import EvaluationReport
 from megatron.observe.tensorboard import TensorBoard
 
 TEMPORARY = ".cutting"
@@ -61,9 +59,9 @@ def event_file(folder: Path, first: int, last: int, *, ramp_up: bool = True) -> 
             found = report(iteration)
         else:
             found = report(iteration, samples=40 * iteration)
-        board.write_training(found)
+        board.write(found)
         if iteration % 4 == 0:
-            board.write_validation(found.axes, 5.0)
+            board.write(EvaluationReport(at=found.axes, loss=5.0))
     board.close()
     (path,) = [path for path in folder.iterdir() if ".done" not in path.name]
     return path.rename(path.with_name(f"{path.name}.done{len(list(folder.iterdir()))}"))
@@ -280,58 +278,13 @@ def test_unreadable_lines_are_treated_like_the_line_before(run: FakeRun, tmp_pat
     assert sorted(curve(path)) == [1, 2, *range(4, 9)]
 
 
-def test_the_last_time_at_which_the_run_passed_an_iteration_counts(run: FakeRun) -> None:
-    """If the run went back to an earlier iteration, the earlier time does not count any more."""
+def test_the_last_iteration_is_found_in_all_launches(run: FakeRun) -> None:
     run.launch(1, 12)
-    found = find_when_passed(run.metrics, 8)
-    assert found.to == 12
-    assert found.passed
-    assert found.moment == STARTED + timedelta(minutes=9)
     run.back_to(4)
     run.launch(5, 8)
-    # The second launch ended at iteration 8, so it has no later iteration.
-    assert find_when_passed(run.metrics, 8).moment is None
-    assert not find_when_passed(run.metrics, 0).passed
-
-
-# Emissions
-
-
-def test_emissions_are_cut_by_time_and_both_parts_are_tables(run: FakeRun, tmp_path: Path) -> None:
-    """Rows of a later time are removed, and both files have the names of the columns."""
-    run.launch(1, 16)
-    path = run.codecarbon / "emissions.csv"
-    with path.open("a") as file:
-        # The last row is incomplete.
-        file.write("2026-01-3")
-    part = tmp_path / "part.csv"
-    cut_out(path, part, find_emissions_cut(path, STARTED + timedelta(minutes=9)), TEMPORARY)
-    assert read_durations(path) == ["240", "480"]
-    assert read_durations(part) == ["720", "960", None]
-
-
-def read_durations(path: Path) -> list[str | None]:
-    """Return the column `duration` of a table of emissions."""
-    with path.open() as file:
-        return [row["duration"] for row in csv.DictReader(file)]
-
-
-def test_emissions_of_the_same_second_stay(run: FakeRun) -> None:
-    """The table has seconds, so a row of the given second is not later."""
-    run.launch(1, 8)
-    path = run.codecarbon / "emissions.csv"
-    at = STARTED + timedelta(minutes=8)
-    assert find_emissions_cut(path, at + timedelta(milliseconds=200)).gone == ()
-    assert find_emissions_cut(path, at - timedelta(seconds=1)).count == 1
-    assert find_emissions_cut(path, None).gone == ()
-
-
-def test_a_table_without_times_is_refused(tmp_path: Path) -> None:
-    """A table without the column `timestamp` was not written by codecarbon."""
-    path = tmp_path / "emissions.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(OperationsError, match="no column 'timestamp'"):
-        find_emissions_cut(path, datetime.now(UTC))
+    with run.metrics.open("a") as file:
+        file.write('{"kind": "start", "iteration": 20}\n{"kind": "train", "itera')
+    assert find_last_iteration(run.metrics) == 12
 
 
 # Log

@@ -29,11 +29,11 @@ from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.start import find_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.operations.rollback.execution import roll_back
-from megatron.extras.operations.rollback.rollback_plan import RollbackRequest
+from megatron.extras.operations.rollback.rollback_plan import RollbackPlan, RollbackRequest
 from megatron.observe.log_line import parse_log_line
 from megatron.observe.metrics import read_metrics
 
-RECORD_KINDS = {"tensorboard", "metrics", "emissions", "log"}
+RECORD_KINDS = {"tensorboard", "metrics", "log"}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def read_all_files(run: FakeRun) -> dict[str, bytes]:
 
 
 def test_all_records_are_rolled_back_together(run: FakeRun) -> None:
-    """Pointers, checkpoints, metrics, log, emissions and charts end at the same iteration.
+    """Pointers, checkpoints, metrics, log and charts end at the same iteration.
 
     What was later is in the rollback's folder, and nothing is lost.
     """
@@ -107,8 +107,9 @@ def test_all_records_are_rolled_back_together(run: FakeRun) -> None:
     assert [entry["iteration"] for entry in read_metrics(aside / "metrics.jsonl")] == [5, 6, 7, 8]
     assert run.log.read_text() + (aside / "main_log.txt").read_text() == before_log
     assert "launch 2" not in run.log.read_text()
-    assert (run.codecarbon / "emissions.csv").read_text().count("\n") == 2
-    assert (aside / "emissions.csv").read_text().count("\n") == 2
+    # Energy of undone iterations was used too.
+    assert (run.codecarbon / "emissions.csv").read_text().count("\n") == 3
+    assert not (aside / "emissions.csv").exists()
     removed = charts(aside / "tensorboard")
     for tag, points in charts(run.tensorboard).items():
         expected = 1 if "validation" in tag else 4
@@ -239,20 +240,14 @@ def test_a_rollback_from_a_damaged_checkpoint_works(run: FakeRun) -> None:
     assert find_start_of(run) == 4
 
 
-def test_emissions_are_cut_by_the_times_of_the_metrics(run: FakeRun) -> None:
-    """The checkpoint's own time does not count, because it may have been restored from a copy."""
-    os.utime(run.root / "global_step4" / "manifest.json")
+def test_a_plan_of_an_earlier_version_leaves_the_emissions(run: FakeRun) -> None:
     roll_run_back(run)
-    assert (run.codecarbon / "emissions.csv").read_text().count("\n") == 2
-
-
-def test_emissions_are_cut_by_the_checkpoints_time_without_metrics(run: FakeRun) -> None:
-    """With --metrics-file nowhere, the modification time of the manifest counts."""
-    moment = datetime(2026, 1, 31, 12, 5, tzinfo=UTC).timestamp()
-    os.utime(run.root / "global_step4" / "manifest.json", (moment, moment))
-    roll_run_back(run, metrics_file="nowhere")
-    assert (run.codecarbon / "emissions.csv").read_text().count("\n") == 2
-    assert len(read_metrics(run.metrics)) == 8
+    (path,) = (run.root / "rolled-back").glob("*/plan.json")
+    record = json.loads(path.read_text())
+    kinds = {file["kind"] for file in record["files"]}
+    record["files"].append({"kind": "emissions", "path": "a", "part": "b", "said": ""})
+    plan = RollbackPlan.parse_json(json.dumps({**record, "moment": record["time"]}))
+    assert {file.kind for file in plan.files} == kinds == RECORD_KINDS
 
 
 # Paths
@@ -360,7 +355,6 @@ def test_the_checkpoints_own_ranges_to_skip_are_repeated(tmp_path: Path) -> None
         ({"chronicles": "/nowhere/chronicles.md"}, "--chronicles /nowhere/chronicles.md"),
         ({"tensorboard_dir": "/nowhere"}, "--tensorboard-dir /nowhere is not a folder"),
         ({"metrics_file": "/nowhere"}, "--metrics-file /nowhere is not a file"),
-        ({"codecarbon_dir": "/nowhere"}, "--codecarbon-dir /nowhere is not a folder"),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True], ids=["", "dry"])

@@ -15,7 +15,7 @@ from megatron.schedule.clock import (
     TimeBudget,
     TokenForecast,
     format_duration,
-    is_interval_over,
+    is_due,
     parse_duration,
 )
 
@@ -61,10 +61,10 @@ def test_durations_as_text() -> None:
 
 
 def test_intervals_of_time() -> None:
-    assert is_interval_over(10.0, 9.9, 10.0)
-    assert is_interval_over(10.0, 9.9, 55.0)
-    assert not is_interval_over(10.0, 10.0, 19.9)
-    assert not is_interval_over(None, 0.0, 1e9)
+    assert is_due(10.0, 9.9, 10.0)
+    assert is_due(10.0, 9.9, 55.0)
+    assert not is_due(10.0, 10.0, 19.9)
+    assert not is_due(None, 0.0, 1e9)
 
 
 class Simulation:

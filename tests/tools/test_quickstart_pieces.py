@@ -8,9 +8,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from observe.reports import make_evaluation
 
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.observe.metrics import MetricsFile
+from megatron.observe.report import LaunchStart
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 
@@ -64,10 +66,10 @@ def dataset(tmp_path: Path) -> Path:
 
 def compare(dataset: Path, loss: float | None) -> int:
     metrics = MetricsFile(dataset.parent / "metrics.jsonl")
-    metrics.start(0)
+    metrics.write(LaunchStart(0))
     if loss is not None:
-        metrics.write_validation(5, 9.0)
-        metrics.write_validation(10, loss)
+        metrics.write(make_evaluation(5, 9.0))
+        metrics.write(make_evaluation(10, loss))
     arguments = [
         "--dataset",
         str(dataset),

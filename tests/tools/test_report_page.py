@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from tools.chromium import CHROMIUM, start_browser
 
 from megatron.commands import chronicle
+from megatron.extras.figure import save_figure
 from megatron.extras.operations.chronicle.charts import Charts, Curve, build_charts, find_stretches
 from megatron.extras.operations.chronicle.events import describe_events
 from megatron.extras.operations.chronicle.history import RunHistory, read_history
@@ -292,7 +294,7 @@ def test_runs_of_the_same_name_have_different_names(tmp_path: Path) -> None:
         assert f"</svg>{name}</span>" in text
 
 
-def test_page_has_charts_without_a_script(tmp_path: Path) -> None:
+def test_page_has_the_elements_of_its_charts(tmp_path: Path) -> None:
     text = write_page(tmp_path, write_run(tmp_path / "run"))
     drawings = re.findall(r"<svg viewBox=\"0 0 1000.*?</svg>", text, re.DOTALL)
     # Loss, events, gradient norm, learning rate, goodput, wait for data, and layers.
@@ -309,6 +311,31 @@ def test_page_has_charts_without_a_script(tmp_path: Path) -> None:
     paper = re.search(r"@page \{ margin: (\d+)mm; \}", text)
     assert paper is not None
     assert int(paper[1]) >= 10
+
+
+def test_the_picture_has_each_trained_iteration_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run")
+    drawn = []
+
+    def keep(figure: Figure, path: Path) -> None:
+        drawn.append(figure)
+        save_figure(figure, path)
+
+    monkeypatch.setattr("megatron.extras.operations.chronicle.picture.save_figure", keep)
+    path = tmp_path / "pictures" / "loss.png"
+    assert chronicle.main([str(run), "--png", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    loss, rate = drawn[0].axes
+    training, evaluation = loss.lines
+    iterations = np.asarray(training.get_xdata())
+    # No line crosses 31 to 40, which were skipped, and 52, which was dropped.
+    assert np.flatnonzero(np.isnan(iterations)).tolist() == [30, 42]
+    trained = [*range(1, 31), *range(41, 52), *range(53, 61)]
+    assert iterations[~np.isnan(iterations)].tolist() == trained
+    assert evaluation.get_label() == "held-out"
+    assert len(rate.lines) == 1
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

@@ -26,11 +26,20 @@ FLAGS = (
 )
 
 
+class ByteParts(Parts):
+    """The core with another kind of data."""
+
+    has_extras = True
+
+    def load_source(self, dataset_format: str) -> ByteText:
+        return ByteText()
+
+
 def pretrain_bytes(argv: list[str]) -> None:
     """Run a command line on this rank with another kind of data."""
     import megatron.run.pretrain as pretrain_module
 
-    pretrain_module.pretrain(load_config(argv), parts=Parts(load_source=lambda name: ByteText()))
+    pretrain_module.pretrain(load_config(argv), parts=ByteParts())
 
 
 class ByteRunner(Runner):
@@ -86,7 +95,7 @@ def test_a_format_without_its_package_is_refused() -> None:
     config = load_config(f"{SIZES} {FLAGS} --data-path words.txt".split()).config
     with pytest.raises(ConfigError, match=r"--dataset-format needs megatron\.extras\.sources"):
         refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
-    refuse_errors(check_parts(PartsContext(config, Parts(load_source=lambda name: ByteText()))))
+    refuse_errors(check_parts(PartsContext(config, ByteParts())))
 
 
 def test_kernels_without_their_package_are_refused() -> None:

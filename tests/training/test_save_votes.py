@@ -68,9 +68,9 @@ def train_with_slow_write(argv: list[str], fails: bool) -> Seen:
             run.saver._save.work.wait()
         train_iteration(run)
 
-    def poll_and_note(saver: Saver, **options: Any) -> None:
+    def poll_and_note(saver: Saver, *iterations: int, **options: Any) -> bool:
         with mock.patch.object(Saver, "_advance", note_advance):
-            poll(saver, **options)
+            return poll(saver, *iterations, **options)
 
     def note_advance(saver: Saver) -> None:
         seen.advanced.append(len(seen.sent))

@@ -16,7 +16,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.config.tree import Config
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.extras.guard.interventions import (
     GuardRecords,
     build_record,
@@ -40,8 +40,12 @@ LOG = replace(CONFIG, spike_guard="log")
 
 def make_step(loss: float = 5.0, grad_norm: float = 1.0, *, overflow: bool = False) -> StepResult:
     """Return an applied step, or a step that was dropped because it is not finite."""
-    applied = math.isfinite(loss) and math.isfinite(grad_norm) and not overflow
-    return StepResult(loss, grad_norm, applied, None, None, overflow)
+    outcome = StepOutcome.APPLIED
+    if overflow:
+        outcome = StepOutcome.OVERFLOW
+    elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        outcome = StepOutcome.NOT_FINITE
+    return StepResult(loss=loss, grad_norm=grad_norm, outcome=outcome)
 
 
 def run_steps(guard: SpikeGuard, steps: list[StepResult], start: int = 1) -> list[Spike | None]:
@@ -50,7 +54,7 @@ def run_steps(guard: SpikeGuard, steps: list[StepResult], start: int = 1) -> lis
     for iteration, step in enumerate(steps, start):
         judged = step
         if step.applied and not guard.accepts(step.loss, step.grad_norm):
-            judged = replace(step, applied=False, rejected=True)
+            judged = replace(step, outcome=StepOutcome.REJECTED)
         found.append(guard.observe(judged, iteration))
     return found
 
@@ -119,7 +123,7 @@ def test_step_without_a_known_norm_is_judged_by_its_loss() -> None:
     guard = make_guard()
     assert guard.accepts(5.0, None)
     assert not guard.accepts(9.0, None)
-    spike = guard.observe(replace(make_step(9.0, math.inf), rejected=True), 41)
+    spike = guard.observe(replace(make_step(9.0, math.inf), outcome=StepOutcome.REJECTED), 41)
     assert spike is not None
     assert "norm" not in spike.reason
 
@@ -330,7 +334,7 @@ def test_a_step_in_which_no_token_counts_is_no_spike() -> None:
     guard = make_guard(SKIP)
     run_steps(guard, [make_step()] * 5, 41)
     state = guard.state
-    empty = replace(make_step(0.0, 0.0), applied=False, empty=True)
+    empty = replace(make_step(0.0, 0.0), outcome=StepOutcome.EMPTY)
     assert guard.observe(empty, 46) is None
     assert guard.state == state
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.config.spike_guard import SpikeGuardConfig
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.extras.guard.spike_estimator import LASTING
 from megatron.extras.guard.spike_guard import SpikeGuard
 
@@ -32,8 +32,8 @@ def find_spikes(losses: np.ndarray, norms: np.ndarray) -> list[int]:
     guard = SpikeGuard(SpikeGuardConfig(spike_guard="skip-step"), {})
     found = []
     for at, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
-        applied = guard.accepts(loss, norm)
-        result = StepResult(loss, norm, applied, None, None, overflow=False, rejected=not applied)
+        outcome = StepOutcome.APPLIED if guard.accepts(loss, norm) else StepOutcome.REJECTED
+        result = StepResult(loss=loss, grad_norm=norm, outcome=outcome)
         if guard.observe(result, at) is not None:
             found.append(at)
     return found

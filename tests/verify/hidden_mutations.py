@@ -13,13 +13,14 @@ def _is_last_rank() -> bool:
 
 
 def count_dropped_step_in_adam() -> None:
+    from megatron.engine.base import StepOutcome
     from megatron.engine.engine_base import EngineBase
 
     def make(finish: Any) -> Any:
-        def finish_step(engine: Any, *args: Any, applied: bool, **further: Any) -> Any:
-            if not applied and _is_last_rank():
+        def finish_step(engine: Any, loss: float, norm: float, outcome: Any, *args: Any) -> Any:
+            if outcome is not StepOutcome.APPLIED and _is_last_rank():
                 engine._set_step_count(engine._get_step_count() + 1)
-            return finish(engine, *args, applied=applied, **further)
+            return finish(engine, loss, norm, outcome, *args)
 
         return finish_step
 
@@ -27,12 +28,14 @@ def count_dropped_step_in_adam() -> None:
 
 
 def move_rate_in_dropped_step() -> None:
+    from megatron.engine.base import StepOutcome
     from megatron.run import loop
 
     def make(count: Any) -> Any:
         def count_step(plan: Any, state: Any, result: Any, *args: Any) -> None:
-            applied = result.applied or _is_last_rank()
-            count(plan, state, dataclasses.replace(result, applied=applied), *args)
+            if _is_last_rank():
+                result = dataclasses.replace(result, outcome=StepOutcome.APPLIED)
+            count(plan, state, result, *args)
 
         return count_step
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from megatron.base.durable import without_links
 from megatron.checkpoint.folder import UNFINISHED, list_saved_iterations, step_folder
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.run.parts import Exporter
+from megatron.schedule.clock import is_due
 
 FOLDER = "hf"
 """Folder in --save that has the exported models."""
@@ -28,7 +30,7 @@ _LOWER_PRIORITY = 10
 _LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
-class HFExporter:
+class HFExporter(Exporter):
     """Exports the checkpoints of a run, one at a time."""
 
     def __init__(
@@ -66,7 +68,7 @@ class HFExporter:
     def record_checkpoint(self, iteration: int) -> None:
         """Export a checkpoint that is complete on the disk, if it is the first of its interval."""
         # Saves by --save-at or before an exit need not be at a multiple of the interval.
-        due = iteration // self._interval > self._last // self._interval
+        due = is_due(self._interval, self._last, iteration)
         self._last = iteration
         if not due or step_folder(self._folder, iteration).exists():
             return

@@ -37,6 +37,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
     Accept,
+    StepOutcome,
     StepResult,
     Vote,
 )
@@ -563,19 +564,21 @@ class DeepSpeedEngine(EngineBase):
         # DeepSpeed updates moments and weights also if all gradients are 0, so it does not run. The
         # host reads a number here, as DeepSpeed does in its update.
         if self._counted_tokens is not None and float(self._counted_tokens) == 0:
-            return self._finish_step(0.0, 0.0, applied=False, num_zeros=None, empty=True)
+            return self._finish_step(0.0, 0.0, StepOutcome.EMPTY)
         with self._timers("forward-backward"):
             loss, votes = self._train(inputs, vote)
         applied = engine.was_step_applied()
         # What DeepSpeed returns after a dropped step depends on its optimizer.
+        norm = math.inf
         if applied:
+            outcome = StepOutcome.APPLIED
             norm = float(engine.get_global_grad_norm())
+        elif self._rejected:
+            outcome = StepOutcome.REJECTED
         else:
-            norm = math.inf
+            outcome = StepOutcome.NOT_FINITE
         self._step_count += applied
-        result = self._finish_step(
-            loss, norm, applied=applied, num_zeros=None, rejected=self._rejected
-        )
+        result = self._finish_step(loss, norm, outcome)
         return replace(result, votes=votes)
 
     def _train(

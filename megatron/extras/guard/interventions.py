@@ -211,7 +211,6 @@ def decide_rollback(
         reason=f"spike guard at iteration {spike.iteration}: {spike.reason}",
         tensorboard_dir=_find_given(config.logging.tensorboard_dir),
         metrics_file=_find_given(config.logging.metrics_file or str(root / "metrics.jsonl")),
-        codecarbon_dir=_find_given(config.logging.codecarbon_dir),
     ).make_absolute()
     record = {
         **record,
@@ -340,7 +339,9 @@ def _keep_if_unfinished(
 
 
 def _read_request(record: dict[str, Any]) -> RollbackRequest:
-    request = RollbackRequest(**record["request"])
+    # A record of an earlier version also names the folder of the emissions, which are not cut.
+    given = {name: value for name, value in record["request"].items() if name != "codecarbon_dir"}
+    request = RollbackRequest(**given)
     return replace(request, skip=tuple(request.skip))
 
 

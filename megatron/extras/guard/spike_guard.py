@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any
 
 from megatron.config.spike_guard import SpikeGuardConfig
-from megatron.engine.base import StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.extras.guard.spike_estimator import SpikeEstimator
 from megatron.run.divergence import compute_high_loss
 
@@ -189,11 +189,12 @@ class SpikeGuard:
         """
         # An overflow in fp16 only lowers the loss scale. A step in which no token counts has no
         # loss. Neither is a spike.
-        if result.overflow or result.empty:
+        if result.outcome in (StepOutcome.OVERFLOW, StepOutcome.EMPTY):
             return None
         norm: float | None = result.grad_norm
         # DeepSpeed computes no norm for a step that was dropped for its loss.
-        if result.rejected and not math.isfinite(result.grad_norm):
+        is_rejected = result.outcome is StepOutcome.REJECTED
+        if is_rejected and not math.isfinite(result.grad_norm):
             norm = None
         self._dropped = [at for at in self._dropped if self._is_within_reach(at, iteration)]
         verdict = self._judge(result.loss, norm)
@@ -264,7 +265,7 @@ class SpikeGuard:
         # because their steps were dropped.
         high_loss = verdict.bad_data and not verdict.low_loss
         raised_loss = verdict.raised_loss and not verdict.high_norm
-        counts = high_loss or raised_loss or result.is_nan
+        counts = high_loss or raised_loss or result.outcome is StepOutcome.NOT_FINITE
         self._in_a_row += counts
         if not result.applied:
             self._dropped.append(iteration)

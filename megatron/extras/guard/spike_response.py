@@ -8,7 +8,7 @@ from typing import Any
 from megatron.base.errors import TrainingError
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.save import Saver
-from megatron.engine.base import Accept, StepResult
+from megatron.engine.base import StepResult
 from megatron.extras.guard.guard_windows import add_guard_windows
 from megatron.extras.guard.interventions import (
     GuardRecords,
@@ -21,20 +21,22 @@ from megatron.extras.guard.spike_guard import Response, Spike, SpikeGuard
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import build_ranks
 from megatron.plan.run_plan import Plan
+from megatron.run.parts import Guard, GuardKind
 from megatron.run.start.join import make_printer
 from megatron.run.state import TrainState
 
 
-class SpikeGuardKind:
+class SpikeGuardKind(GuardKind):
     """See `GuardKind`."""
 
     finish_interrupted_rollback = staticmethod(finish_interrupted_rollback)
     add_windows = staticmethod(add_guard_windows)
 
-    def build(
-        self, plan: Plan, state: TrainState, mesh: Mesh, log: Callable[[str], None]
-    ) -> "RunGuard":
+    def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Callable[[str], None]) -> Guard:
         """See `GuardKind`."""
+        # An evaluation has no steps to judge.
+        if not plan.config.guard.is_on or plan.config.batch.eval_only:
+            return Guard()
         return RunGuard(plan, state, mesh, log)
 
     def roll_back(
@@ -50,7 +52,7 @@ class SpikeGuardKind:
         build_ranks(mesh).call_on_rank_0(execute, "rolling back", log)
 
 
-class RunGuard:
+class RunGuard(Guard):
     """The spike guard of a run, and its records. See `Guard`."""
 
     def __init__(
@@ -73,17 +75,12 @@ class RunGuard:
             self._records = GuardRecords(Path(save))
         untrained_loss = math.log(plan.padded_vocab_size)
         self._guard = SpikeGuard(plan.config.guard, state.spike_guard, untrained_loss)
+        if plan.config.guard.drops_steps:
+            self.accept = self._guard.accepts
 
-    @property
-    def accept(self) -> Accept | None:
-        """The function that drops the step of a spike. It is None if no step is dropped."""
-        if not self._plan.config.guard.drops_steps:
-            return None
-        return self._guard.accepts
-
-    def state(self) -> dict[str, Any]:
+    def record(self, state: TrainState) -> None:
         """See `Guard`."""
-        return self._guard.state()
+        state.spike_guard = self._guard.state()
 
     def start_phase(self) -> None:
         """See `Guard`."""

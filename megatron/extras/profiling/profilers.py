@@ -9,9 +9,10 @@ from megatron.config.profiling import ALL_RANKS, choose_profile_folder, parse_pr
 from megatron.config.tree import Config
 from megatron.extras.profiling.memory_history import MemoryHistory
 from megatron.extras.profiling.profiler import Profiler
+from megatron.run.parts import Profiling
 
 
-class Profilers:
+class Profilers(Profiling):
     """Writes profiler traces and memory snapshots. See `Profiling`."""
 
     def __init__(self, config: Config, rank: int, log: Callable[[str], None]) -> None:

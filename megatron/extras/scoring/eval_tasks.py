@@ -23,6 +23,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_integers
 from megatron.parallel.ranks import Ranks
 from megatron.plan.run_plan import Plan
+from megatron.run.parts import Tasks
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class EvalTasks:
+class EvalTasks(Tasks):
     """The tasks of a run."""
 
     requests: PackedRequests

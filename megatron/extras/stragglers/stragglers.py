@@ -16,13 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.model.gpt import GPT
 from megatron.observe.block_timer import BlockTimer
-from megatron.run.parts import RankTimes
+from megatron.run.parts import RankComparison, RankTimes
+from megatron.schedule.clock import is_due
 
 MEASURED_STEPS = 10
 """Number of steps before a comparison that are measured."""
 
 
-class StragglerWatch:
+class StragglerWatch(RankComparison):
     """Measures this rank's blocks, and compares the times of all ranks."""
 
     def __init__(
@@ -77,7 +78,7 @@ class StragglerWatch:
             before: The iteration before the last step or jump.
             after: The iteration after it.
         """
-        if after // self._interval == before // self._interval:
+        if not is_due(self._interval, before, after):
             return None
         return statistics.median(self._timer.take_steps() or [0.0])
 

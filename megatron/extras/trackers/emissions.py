@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 from megatron.base.plain_text import print_line
+from megatron.observe.report import Flush, ReportEvent, Sink
 
 
-class Emissions:
+class Emissions(Sink):
     """Measurement from construction to `stop`, written to `emissions.csv`. Use from one rank only.
 
     All methods do nothing if the measurement is off or has failed.
@@ -51,6 +52,15 @@ class Emissions:
     def enabled(self) -> bool:
         """Whether a measurement is running."""
         return self._tracker is not None
+
+    def write(self, event: ReportEvent) -> None:
+        """Write the measurement so far at each save."""
+        if isinstance(event, Flush):
+            self.flush()
+
+    def close(self) -> None:
+        """End the measurement."""
+        self.stop()
 
     def flush(self) -> None:
         """Write the measurement so far, so that a killed run loses little. Call it at each save."""

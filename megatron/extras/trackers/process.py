@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron.config.tree import Config
 from megatron.extras.trackers.feed import WORKS_AGAIN, FeedRequest
+from megatron.observe.report import IterationReport, LaunchStart, ReportEvent, Sink
 
 _CLOSE_SECONDS = 10.0
 """Longest time that the end of a launch waits for a tracker."""
@@ -110,7 +112,7 @@ class TrackerProcess:
             self._report(self._messages.get())
 
     def request_end(self) -> None:
-        """Ask the feed to send the rest and to end. Call it when the metrics file is closed."""
+        """Ask the feed to send the rest and to end. The metrics file has its last line."""
         if self._process is not None:
             assert self._process.stdin is not None, "the feed was started with a pipe"
             # A byte, because a process that was forked from this one may keep the pipe open.
@@ -144,3 +146,38 @@ class TrackerProcess:
         # A warning becomes an alert of the chronicle, which the end of a problem is not.
         prefix = "" if text == WORKS_AGAIN else "warning: "
         self._log(f"{prefix}tracker {self._tracker}: {text}")
+
+
+class Trackers(Sink):
+    """All trackers of a run. They read the metrics file, so most events do not concern them."""
+
+    def __init__(self, config: Config, metrics: Path, log: Callable[[str], None]) -> None:
+        """Store what to do. Nothing is started before the start of the launch.
+
+        Args:
+            config: The configuration, with --tracker and --save.
+            metrics: The metrics file.
+            log: Prints a line of the log.
+        """
+        logging = config.logging
+        folder = Path(str(config.checkpoint.save))
+        # A dictionary removes a name that was given twice.
+        self._trackers = [
+            TrackerProcess(name, logging.tracker_project, folder=folder, metrics=metrics, log=log)
+            for name in dict.fromkeys(logging.tracker)
+        ]
+
+    def write(self, event: ReportEvent) -> None:
+        """Start the trackers with the launch, and print their messages after each iteration."""
+        for tracker in self._trackers:
+            if isinstance(event, LaunchStart):
+                tracker.start(event.iteration)
+            elif isinstance(event, IterationReport):
+                tracker.poll()
+
+    def close(self) -> None:
+        """Wait a limited time until all trackers have sent the rest, at the same time."""
+        for tracker in self._trackers:
+            tracker.request_end()
+        for tracker in self._trackers:
+            tracker.close()

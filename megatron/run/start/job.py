@@ -278,9 +278,7 @@ def _resolve_resume(
     _refuse_kill_switch(config.batch)
     about_checkpoint = compare_with_checkpoint(given, plan, state, checkpoint)
     plan = keep_saved_choices(plan, state)
-    about_windows: list[str] = []
-    if parts.load_guard is not None:
-        plan, about_windows = parts.load_guard().add_windows(plan, state, checkpoint)
+    plan, about_windows = parts.load_guard().add_windows(plan, state, checkpoint)
     return plan, [*about_steps, *about_checkpoint, *about_windows]
 
 

@@ -26,7 +26,7 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     Args:
         run: The run.
         start_seconds: Seconds from the start of this launch until now.
-        parts: They may predict the time of a step.
+        parts: They may predict the time of a step, and keep the report of a verification.
 
     Raises:
         MegatronError: See `train`.
@@ -34,18 +34,16 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     if run.reporter.has_chronicle:
         details = describe_start(run, start_seconds)
         # The report compares the measured time of a step with the predicted one.
-        if parts.predict is not None and run.mesh.device.type == "cuda":
+        if run.mesh.device.type == "cuda":
             details |= parts.predict(run.plan, run.reporter.device_name)
-        verification = run.plan.config.logging.verification
-        if verification is not None and parts.keep_verification is not None:
-            details |= parts.keep_verification(run.plan, run.reporter.log)
-        run.reporter.record_start(details, run.state.iteration)
+        details |= parts.keep_verification(run.plan, run.reporter.log)
+        run.reporter.record("start", details, run.state.iteration)
     try:
         stop = train(run)
     except BaseException as error:
         # The event is written when the files are closed, after the error was printed. A file system
         # that does not respond must not delay the message.
-        run.reporter.record_at_close("stop", describe_error(error))
+        run.reporter.record("stop", describe_error(error), at_close=True)
         raise
     if stop == StopReason.NONE:
         reason = "complete"
@@ -56,7 +54,7 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     run.reporter.add_last_phases(phases)
     # The metrics file has these seconds for each iteration. No iteration follows the last ones.
     seconds = {f"{name}_seconds": round(phases.get(name, 0.0), 3) for name in (SAVE, EVALUATE)}
-    run.reporter.record_at_close("stop", {"reason": reason, **seconds})
+    run.reporter.record("stop", {"reason": reason, **seconds}, at_close=True)
 
 
 def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:

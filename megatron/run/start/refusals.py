@@ -90,4 +90,4 @@ def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) 
         # A type without its path also leaves the size of the vocabulary unknown.
         raise combine_errors(tuple(dict.fromkeys(errors)))
     refuse_unsupported(plan, parts.engine or NATIVE)
-    refuse_errors(apply_rules((*parts.rules, *NEEDED_BY_RUNS), settings))
+    refuse_errors(apply_rules((parts.check_flags, *NEEDED_BY_RUNS), settings))

@@ -26,7 +26,7 @@ from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
 from megatron.run.exits import Exits
 from megatron.run.loop import check_invariants
-from megatron.run.parts import Exporter, Guard, Profiling, RankComparison
+from megatron.run.parts import Exporter
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
@@ -154,7 +154,7 @@ def start_run(
         for line in format_warnings(job.notes):
             log(line)
         reporter = Reporter(job.plan, mesh, job.parts, device_name=get_device_name(mesh.device))
-        exporter = build_exporter(job, mesh, reporter)
+        exporter = job.parts.build_exporter(job.plan, job.state, mesh, reporter.log)
         saver = build_saver(job, mesh, reporter, lease, exporter)
         # The optimizer must not change tensors that the saver is still copying.
         before_update = skip_waiting
@@ -195,7 +195,7 @@ def build_run(
     exits: Exits,
     reporter: Reporter,
     saver: Saver | None,
-    exporter: Exporter | None,
+    exporter: Exporter,
 ) -> Run:
     """Open data and reports around an engine that has its weights, and print the start.
 
@@ -208,10 +208,11 @@ def build_run(
     config = job.plan.config
     ranks = build_ranks(mesh)
     log = make_printer(mesh.rank)
+    parts = job.parts
     kind = None
-    if config.data.dataset_format is not None and job.parts.load_source is not None:
-        kind = job.parts.load_source(config.data.dataset_format)
-    sources = open_data(plan, mesh, state, log, kind, job.parts.open_indexed)
+    if config.data.dataset_format is not None:
+        kind = parts.load_source(config.data.dataset_format)
+    sources = open_data(plan, mesh, state, log, kind, parts.open_indexed)
     data_files = DataFiles(
         sources.registry,
         state,
@@ -250,10 +251,10 @@ def build_run(
         clock=RunClock(plan, state, sets=(len(sources.valid), len(sources.test))),
         step_clock=StepClock(mesh.device),
         saver=saver,
-        profiling=build_profiling(job, mesh, reporter),
-        stragglers=build_stragglers(job, mesh, engine, timers),
+        profiling=parts.build_profiling(plan, mesh, reporter.log),
+        stragglers=parts.build_stragglers(plan, mesh, engine.stages, timers.blocks),
         exporter=exporter,
-        guard=build_guard(job, mesh, reporter),
+        guard=parts.load_guard().build(plan, state, mesh, reporter.log),
         training_data=uses,
     )
     check_invariants(run)
@@ -262,51 +263,8 @@ def build_run(
     return run
 
 
-def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> Exporter | None:
-    """Build the exporter of --hf-export-interval on rank 0, or return None."""
-    config = job.plan.config
-    build = job.parts.build_exporter
-    # An evaluation saves no checkpoint that could be exported.
-    is_asked = config.checkpoint.hf_export_interval is not None and not config.batch.eval_only
-    if mesh.rank != 0 or build is None or not is_asked:
-        return None
-    return build(config.checkpoint, reporter.log, job.state.iteration)
-
-
-def build_guard(job: Job, mesh: Mesh, reporter: Reporter) -> Guard | None:
-    """Build the guard of --spike-guard, or return None without one."""
-    config = job.plan.config
-    if job.parts.load_guard is None or not config.guard.is_on or config.batch.eval_only:
-        return None
-    return job.parts.load_guard().build(job.plan, job.state, mesh, reporter.log)
-
-
-def build_profiling(job: Job, mesh: Mesh, reporter: Reporter) -> Profiling | None:
-    """Build what writes profiler traces and memory snapshots, or return None without them."""
-    config = job.plan.config
-    build = job.parts.build_profiling
-    is_asked = config.logging.memory_snapshot or config.logging.profile_iterations is not None
-    if build is None or not is_asked:
-        return None
-    return build(config, mesh.rank, reporter.log)
-
-
-def build_stragglers(job: Job, mesh: Mesh, engine: Engine, timers: Timers) -> RankComparison | None:
-    """Build the comparison of how fast ranks compute, or return None without one.
-
-    A single rank has no other to compare with.
-    """
-    parallel = job.plan.config.parallel
-    build = job.parts.build_stragglers
-    if build is None or mesh.grid.world_size == 1 or not parallel.straggler_interval:
-        return None
-    return build(
-        engine.stages, timers.blocks, parallel.straggler_interval, parallel.straggler_factor
-    )
-
-
 def build_saver(
-    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: Exporter | None
+    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: Exporter
 ) -> Saver | None:
     """Build the saver, or return None if nothing is saved.
 
@@ -326,9 +284,8 @@ def build_saver(
 
     def report_saved(iteration: int) -> None:
         reporter.log(format_saved_checkpoint_line(iteration, str(config.save)))
-        reporter.report_save(iteration)
-        if exporter is not None:
-            exporter.record_checkpoint(iteration)
+        reporter.record("save", {}, iteration)
+        exporter.record_checkpoint(iteration)
 
     return Saver(
         Path(str(config.save)),
@@ -338,7 +295,7 @@ def build_saver(
         log=reporter.log,
         saved=report_saved,
         # A checkpoint that is removed during its export would make the export fail.
-        in_use=tuple if exporter is None else exporter.list_iterations_in_use,
+        in_use=exporter.list_iterations_in_use,
         lineage=lineage,
         rollback_distance=job.plan.config.guard.rollback_distance,
     )

@@ -1,15 +1,14 @@
-"""The curves, marks and shaded ranges of a report, and their drawing without a script.
+"""The curves, marks and shaded ranges of a report.
 
 Invariants:
 - A curve has no line across iterations that it lacks, and none between two lineages or launches.
 - The number of points does not depend on the number of iterations, because curves are downsampled.
 
-`page.js` draws the same charts again for another axis, scale or range.
+`page.js` draws them, for each axis, scale and range.
 """
 
 import html
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -504,89 +503,39 @@ def format_number(value: float, *, is_percent: bool = False) -> str:
 # Drawing
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """A linear scale from values to positions in a drawing."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
-
-
-def _make_scale(values: Sequence[float | None], start: float, end: float) -> _Scale:
-    finite = [value for value in values if value is not None and abs(value) < LARGEST]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    return _Scale(low, high, start, end)
-
-
-def list_ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers from `low` to `high`."""
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * raw)
-    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
 def draw_charts(charts: Charts) -> str:
-    """Return the charts as HTML with SVG, by iteration and on linear scales."""
-    curves = [curve for panel in charts.panels for curve in panel.curves]
-    positions = [each for curve in curves for each in curve.x["iteration"]]
-    positions += [each for band in charts.bands for each in band.x["iteration"]]
-    positions += [each for mark in charts.events for each in mark.x["iteration"]]
-    scale = _make_scale(positions, LEFT, WIDTH - RIGHT)
-    drawn = [
-        _draw_panel(number, panel, charts, scale) for number, panel in enumerate(charts.panels)
-    ]
+    """Return the charts as HTML with SVG. `page.js` places everything in them."""
+    drawn = [_draw_panel(number, panel, charts) for number, panel in enumerate(charts.panels)]
     if charts.events:
-        drawn.insert(1, _draw_events(charts, scale))
+        drawn.insert(1, _draw_events(charts))
     return "\n".join(drawn)
 
 
-def _draw_panel(number: int, panel: Panel, charts: Charts, x: _Scale) -> str:
-    values = [value for curve in panel.curves for value in curve.y[1]]
+def _draw_panel(number: int, panel: Panel, charts: Charts) -> str:
     bottom = panel.height - BOTTOM
-    y = _make_scale([*values, *(mark.y for mark in panel.marks)], bottom, TOP)
-    curves = "".join(
-        f'<path class="{curve.kind} c{curve.colour % 8}" d="{_draw_path(curve, x, y)}"/>'
-        for curve in panel.curves
-    )
+    curves = "".join(f'<path class="{curve.kind} c{curve.colour % 8}"/>' for curve in panel.curves)
     marks = "".join(
-        f'<path class="dropped c{mark.colour % 8}" d="M-4-4L4 4M-4 4L4-4" '
-        f'transform="translate({_place(mark.x, x)} {_place_mark(mark, y)})">'
+        f'<path class="dropped c{mark.colour % 8}" d="M-4-4L4 4M-4 4L4-4">'
         f"<title>{html.escape(mark.text)}</title></path>"
         for mark in panel.marks
     )
     # Only the colours of layers differ within a panel.
     layers = {c.colour: c.name.rpartition(": ")[2] for c in panel.curves if c.kind == "layer"}
     keys = "".join(f'<span class="key c{colour}">{name}</span>' for colour, name in layers.items())
-    ticks = "".join(
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" class="y">'
-        f"{format_number(value, is_percent=panel.is_percent)}</text>"
-        for value in list_ticks(y.low, y.high, max(2, panel.height // 40))
-    )
     return (
         f'<figure data-panel="{number}"><figcaption>{html.escape(panel.title)}{keys}'
         f'<span class="values"></span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {panel.height}" role="img" '
         f'aria-label="{html.escape(panel.title)} by iteration">'
         f'<clipPath id="clip{number}"><rect x="{LEFT}" y="0" width="{WIDTH - LEFT - RIGHT}" '
-        f'height="{bottom + 1}"/></clipPath>'
-        f'<g class="grid">{ticks}{_draw_x_ticks(x, bottom)}</g>'
-        f'<g clip-path="url(#clip{number})">{_draw_background(charts, x, bottom)}'
+        f'height="{bottom + 1}"/></clipPath><g class="grid"></g>'
+        f'<g clip-path="url(#clip{number})">{_draw_background(charts, bottom)}'
         f'<g class="curves">{curves}</g></g><g class="marks">{marks}</g>'
         f'<line class="cursor" y1="0" y2="{bottom}" x1="-9" x2="-9"/></svg></figure>'
     )
 
 
-def _draw_events(charts: Charts, x: _Scale) -> str:
+def _draw_events(charts: Charts) -> str:
     """Return the rows of events, one for each label."""
     height = LANE * len(charts.labels) + BOTTOM
     names = "".join(
@@ -594,16 +543,14 @@ def _draw_events(charts: Charts, x: _Scale) -> str:
         for row, label in enumerate(charts.labels)
     )
     marks = "".join(
-        f'<circle class="event c{mark.colour % 8} {_get_class(mark.kind)}" r="4.5" '
-        f'transform="translate({_place(mark.x, x)} {LANE * charts.labels.index(mark.kind) + 8})">'
+        f'<circle class="event c{mark.colour % 8} {_get_class(mark.kind)}" r="4.5">'
         f"<title>{html.escape(mark.text)}</title></circle>"
         for mark in charts.events
     )
     return (
         '<figure data-panel="events"><figcaption>events<span class="values"></span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="events by iteration">'
-        f'<g class="grid">{names}{_draw_x_ticks(x, height - BOTTOM)}</g>'
-        f"{_draw_background(charts, x, height - BOTTOM)}"
+        f'<g class="grid">{names}</g>{_draw_background(charts, height - BOTTOM)}'
         f'<g class="marks">{marks}</g>'
         f'<line class="cursor" y1="0" y2="{height - BOTTOM}" x1="-9" x2="-9"/></svg></figure>'
     )
@@ -616,18 +563,15 @@ def _get_class(label: str) -> str:
     return ""
 
 
-def _draw_background(charts: Charts, x: _Scale, bottom: float) -> str:
+def _draw_background(charts: Charts, bottom: float) -> str:
     """Return the shaded ranges, and the lines of launches and rollbacks."""
     bands = "".join(
-        f'<rect class="{band.kind}" y="0" height="{bottom}" x="{_place(band.x, x)}" '
-        f'width="{max(1.5, x(band.x["iteration"][1] or 0) - x(band.x["iteration"][0] or 0)):.1f}">'
-        f"<title>{html.escape(band.text)}</title></rect>"
+        f'<rect class="{band.kind}" y="0" height="{bottom}"><title>{html.escape(band.text)}</title>'
+        "</rect>"
         for band in charts.bands
     )
     lines = "".join(
-        f'<line class="{mark.kind}" y1="0" y2="{bottom}" x1="{_place(mark.x, x)}" '
-        f'x2="{_place(mark.x, x)}"/>'
-        for mark in list_lines(charts)
+        f'<line class="{mark.kind}" y1="0" y2="{bottom}"/>' for mark in list_lines(charts)
     )
     return f'<g class="bands">{bands}</g><g class="lines">{lines}</g>'
 
@@ -635,38 +579,3 @@ def _draw_background(charts: Charts, x: _Scale, bottom: float) -> str:
 def list_lines(charts: Charts) -> list[Mark]:
     """Return the events that have a line through all panels."""
     return [mark for mark in charts.events if mark.kind in _LINES]
-
-
-def _draw_x_ticks(x: _Scale, bottom: float) -> str:
-    return "".join(
-        f'<text x="{x(value):.1f}" y="{bottom + 15}" class="x">{format_number(value)}</text>'
-        for value in list_ticks(x.low, x.high, 8)
-    )
-
-
-def _place(positions: Mapping[str, Sequence[float | None]], x: _Scale) -> str:
-    return f"{x(positions['iteration'][0] or 0):.1f}"
-
-
-def _place_mark(mark: Mark, y: _Scale) -> str:
-    if mark.y is None or abs(mark.y) >= LARGEST:
-        return f"{TOP}"
-    return f"{y(mark.y):.1f}"
-
-
-def _draw_path(curve: Curve, x: _Scale, y: _Scale) -> str:
-    """Return the commands of an SVG path. A point alone is drawn as a dot."""
-    commands = []
-    is_open = False
-    for at, value in zip(curve.x["iteration"], curve.y[1], strict=True):
-        if at is None or value is None or abs(value) >= LARGEST:
-            is_open = False
-            continue
-        point = f"{x(at):.1f} {y(value):.1f}"
-        if is_open:
-            commands.append(f"L{point}")
-        else:
-            # A line without length has round ends, so it is a dot.
-            commands.append(f"M{point}h0")
-        is_open = True
-    return "".join(commands)

@@ -2,9 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron.base.errors import MegatronError
 from megatron.extras.operations.chronicle.goodput import (
@@ -19,7 +18,9 @@ from megatron.extras.operations.chronicle.goodput import (
     format_goodput,
 )
 from megatron.extras.operations.chronicle.history import read_history
+from megatron.observe.report import LaunchStart, ReportEvent, RunEvent, StepTimes
 from megatron.observe.timers import EVALUATE, SAVE
+from megatron.run.parts import GoodputReport
 
 _LINE_SECONDS = 600.0
 """Shortest time between two lines of the log. Frequent saves would otherwise fill it."""
@@ -27,21 +28,25 @@ _READ_SECONDS = 5.0
 """Longest time that the end of a launch waits for the files of earlier launches."""
 
 
-class GoodputMeter:
+class GoodputMeter(GoodputReport):
     """Measures one launch. Use it from one rank only."""
 
     def __init__(
-        self, folder: Path, metrics: Path, first_start: Mapping[str, Any] | None = None
+        self, folder: Path, metrics: Path, log: Callable[[str], None], *, is_first: bool
     ) -> None:
-        """Start to read the files of the run in a thread. A long run has millions of lines.
+        """Store where the files of the run are. They are read when the launch starts.
 
         Args:
-            folder: The --save folder. Its chronicle has the start of this launch.
-            metrics: The metrics file, which has that start too, but no iteration of this launch.
-            first_start: The details of that start, if this is the first launch of the run. Its
-                files have nothing else, so they are not read.
+            folder: The --save folder.
+            metrics: The metrics file.
+            log: Prints a line of the log.
+            is_first: Whether this is the first launch. Its files have only its start, so they are
+                not read.
         """
         self._folder = folder
+        self._metrics = metrics
+        self._log = log
+        self._is_first = is_first
         self._totals: Totals | None = None
         """The totals of the files. None until they are read."""
         self._failure: str | None = None
@@ -49,14 +54,36 @@ class GoodputMeter:
         """Seconds by cause of this launch."""
         self._line_at = time.monotonic()
         self._thread: threading.Thread | None = None
-        if first_start is not None:
-            self._totals = count_first_start(time.time(), first_start)
-        else:
-            size = _find_size(metrics)
-            self._thread = threading.Thread(
-                target=self._read, args=(size,), name="goodput", daemon=True
-            )
-            self._thread.start()
+
+    def write(self, event: ReportEvent) -> None:
+        """Count the time of an event, and print the goodput at a save from time to time."""
+        match event:
+            case RunEvent(kind="start"):
+                if self._is_first:
+                    self._totals = count_first_start(time.time(), event.details)
+            case LaunchStart():
+                self._start_reading()
+            case StepTimes():
+                self._own[KEPT if event.applied else DROPPED] += event.seconds
+                self._own[SAVES] += event.phase_seconds.get(SAVE, 0.0)
+                self._own[EVALUATIONS] += event.phase_seconds.get(EVALUATE, 0.0)
+            case RunEvent(kind="save"):
+                if time.monotonic() - self._line_at >= _LINE_SECONDS:
+                    self._line_at = time.monotonic()
+                    self._report()
+
+    def _start_reading(self) -> None:
+        """Start to read the files in a thread. A long run has millions of lines.
+
+        The chronicle and the metrics file have the start of this launch, but no iteration of it.
+        """
+        if self._is_first:
+            return
+        size = _find_size(self._metrics)
+        self._thread = threading.Thread(
+            target=self._read, args=(size,), name="goodput", daemon=True
+        )
+        self._thread.start()
 
     def _read(self, metrics_bytes: int) -> None:
         try:
@@ -64,22 +91,6 @@ class GoodputMeter:
             self._totals = add_up(history)
         except (MegatronError, OSError, ValueError) as error:
             self._failure = str(error)
-
-    def add_step(self, seconds: float, phases: Mapping[str, float], *, applied: bool) -> None:
-        """Add an iteration.
-
-        Args:
-            seconds: Its wall time.
-            phases: Seconds of its phases, in which the last save and evaluation are.
-            applied: Whether its update was applied.
-        """
-        self._own[KEPT if applied else DROPPED] += seconds
-        self.add_phases(phases)
-
-    def add_phases(self, phases: Mapping[str, float]) -> None:
-        """Add the save and the evaluation among the phases."""
-        self._own[SAVES] += phases.get(SAVE, 0.0)
-        self._own[EVALUATIONS] += phases.get(EVALUATE, 0.0)
 
     def compute(self) -> Goodput | None:
         """Return the goodput of the run until now. It is None until the files are read."""
@@ -97,24 +108,18 @@ class GoodputMeter:
         goodput = self.compute()
         return None if goodput is None else goodput.share
 
-    def report_if_due(self, log: Callable[[str], None]) -> None:
-        """Print the goodput at a save, if the last line was long enough ago."""
-        if time.monotonic() - self._line_at >= _LINE_SECONDS:
-            self._line_at = time.monotonic()
-            self._report(log)
-
-    def report_end(self, log: Callable[[str], None]) -> None:
+    def close(self) -> None:
         """Print the goodput at the end of a launch."""
         if self._thread is not None:
             self._thread.join(_READ_SECONDS)
         if self._failure is not None:
-            log(f"warning: the goodput is not known: {self._failure}")
-        self._report(log)
+            self._log(f"warning: the goodput is not known: {self._failure}")
+        self._report()
 
-    def _report(self, log: Callable[[str], None]) -> None:
+    def _report(self) -> None:
         goodput = self.compute()
         if goodput is not None:
-            log(format_goodput(goodput))
+            self._log(format_goodput(goodput))
 
 
 def _find_size(path: Path) -> int:

@@ -1,4 +1,4 @@
-// Draws the charts again for another axis, scale, mean or range, and filters the tables.
+// Draws the charts for each axis, scale, mean and range, and filters the tables.
 // The elements of the charts exist already, in the order of the data. Text from a run is only ever
 // written as text.
 "use strict";

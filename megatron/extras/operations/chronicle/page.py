@@ -86,7 +86,7 @@ def build_page(histories: Sequence[RunHistory]) -> str:
     script = (folder / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
-    names = _name_runs(histories)
+    names = name_runs(histories)
     # A file that was edited may have numbers whose sums are infinite. They are left out.
     with np.errstate(over="ignore", invalid="ignore"):
         shown = [_limit_by_label(describe_events(history)) for history in histories]
@@ -120,7 +120,7 @@ def build_page(histories: Sequence[RunHistory]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _name_runs(histories: Sequence[RunHistory]) -> list[str]:
+def name_runs(histories: Sequence[RunHistory]) -> list[str]:
     """Return the name of each run, with as many folders above it as make the names differ."""
     folders = [history.folder.absolute().parts for history in histories]
     parts = list(map(_leave_out_common_names, folders))
@@ -264,7 +264,9 @@ def _format_charts(drawn: charts.Charts, names: Sequence[str]) -> str:
         '<label><input type="checkbox" id="log"> log scale</label>'
         '<button id="reset" hidden>show all</button>'
         f'<div id="readout" data-help="{_HELP}"></div></div>'
-        f'<div class="legend">{legend}</div>{charts.draw_charts(drawn)}{constants}'
+        f'<div class="legend">{legend}</div><noscript><p>The charts need JavaScript. '
+        "<code>--png FILE</code> writes a picture of the loss.</p></noscript>"
+        f"{charts.draw_charts(drawn)}{constants}"
     )
 
 

@@ -9,20 +9,17 @@ Rules:
 - TensorBoard: each record is judged by its own iteration (see `_EventSteps`).
 - Metrics: a line is judged by its iteration. A start record at the target iteration itself is
   removed, together with what followed it.
-- Emissions: rows of a later second than the given time are removed.
 - Log: everything after the last line that belongs to the target iteration or an earlier one is
   removed.
 - A line that cannot be read is treated like the line before it.
 """
 
-import csv
 import filecmp
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -61,7 +58,7 @@ class CutSpans:
     head: Span = (0, 0)
     """Range that stays and is also copied to the removed part.
 
-    It holds a table's column names, or the version of an event file.
+    It holds the version of an event file.
     """
     unreadable: tuple[Span, ...] = ()
     """Damaged ranges in a file that is cut.
@@ -175,93 +172,14 @@ def find_metrics_cut(path: Path, iteration: int) -> CutSpans:
     return _find_lines_cut(path, is_later)
 
 
-@dataclass(frozen=True)
-class PassedIteration:
-    """When a run passed an iteration, according to its metrics file."""
-
-    to: int
-    """Last iteration in the file."""
-    passed: bool
-    """Whether the file has iterations up to the one in question.
-
-    If not, the time is unknown.
-    """
-    moment: datetime | None
-    """Time at which the first later iteration was done.
-
-    If the run was at the iteration several times, the time after the last of them counts. None: no
-    later iteration exists.
-    """
-
-
-def find_when_passed(path: Path, iteration: int) -> PassedIteration:
-    """Find when the run last went beyond `iteration`."""
-    to = 0
-    passed = False
-    moment = None
+def find_last_iteration(path: Path) -> int:
+    """Return the last iteration in a metrics file, or 0 if it has none."""
+    last = 0
     for _, line in _iterate_lines(path):
         record = _parse_metrics_record(line)
-        if record is None or record.get("kind") == "start":
-            continue
-        to = max(to, record["iteration"])
-        # The run went back to this or an earlier iteration, so the time found so far is that of a
-        # lineage that was left.
-        if record["iteration"] <= iteration:
-            passed = True
-            moment = None
-        elif moment is None:
-            try:
-                moment = datetime.fromisoformat(record["time"])
-            except (KeyError, TypeError, ValueError):
-                # The time is unreadable, so that of the next later iteration is used.
-                continue
-    return PassedIteration(to, passed, moment)
-
-
-def find_emissions_cut(path: Path, moment: datetime | None) -> CutSpans:
-    """Find the rows of a later second than `moment`.
-
-    codecarbon writes the host's local time without a zone, in seconds.
-
-    Args:
-        path: Table that codecarbon wrote.
-        moment: Time after which rows are removed. None: no row is removed.
-
-    Raises:
-        OperationsError: The table has no column `timestamp`.
-    """
-    first = next(_iterate_lines(path), None)
-    if first is None or moment is None:
-        return CutSpans(_read_stamp(path), unit="rows")
-    head, line = first
-    names = _parse_row(line)
-    if "timestamp" not in names:
-        raise OperationsError(
-            f"{path} has no column 'timestamp' in its first line, so codecarbon did not write it; "
-            "restore the table of codecarbon"
-        )
-    column = names.index("timestamp")
-    # astimezone() converts to the host's zone. Microseconds are dropped, because the table has
-    # seconds.
-    boundary = moment.astimezone().replace(tzinfo=None, microsecond=0)
-
-    def is_later(line: bytes) -> bool | None:
-        """Return whether a row is removed, or None if it has no readable time."""
-        try:
-            written = datetime.fromisoformat(_parse_row(line)[column])
-        except (IndexError, ValueError):
-            return None
-        if written.tzinfo is not None:
-            written = written.astimezone().replace(tzinfo=None)
-        return written > boundary
-
-    cut = _find_lines_cut(path, is_later, head)
-    return CutSpans(cut.stamp, cut.gone, head, count=cut.count, total=cut.total, unit="rows")
-
-
-def _parse_row(line: bytes) -> list[str]:
-    """Split a line of a CSV table into its fields."""
-    return next(csv.reader([line.decode("utf-8", "replace").rstrip("\r\n")]), [])
+        if record is not None and record.get("kind") != "start":
+            last = max(last, record["iteration"])
+    return last
 
 
 _SAVED = re.compile(r"successfully saved checkpoint at iteration +(\d+) to")

@@ -388,12 +388,8 @@ def _cut_file(
         if not (folder / file.part).exists():
             log(f"{path} was removed after the rollback was planned; nothing was cut")
         return
-    if plan.moment is None:
-        moment = None
-    else:
-        moment = datetime.fromisoformat(plan.moment)
     # After an interruption the places are found in the file as it is now.
-    cut = cuts.get(file.path) or find_cut(file.kind, path, plan.axes, moment)
+    cut = cuts.get(file.path) or find_cut(file.kind, path, plan.axes)
     cut_out(path, folder / file.part, cut, f".rollback.{plan.name}")
 
 

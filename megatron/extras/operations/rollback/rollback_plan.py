@@ -28,7 +28,6 @@ from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.manifest import (
     CONFIG,
     INDEX,
-    MANIFEST,
     Manifest,
     check_size,
     read_checked_text,
@@ -38,11 +37,10 @@ from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
 from megatron.extras.operations.rollback.cutting import (
     CutSpans,
-    find_emissions_cut,
     find_events_cut,
+    find_last_iteration,
     find_log_cut,
     find_metrics_cut,
-    find_when_passed,
 )
 from megatron.observe.report import Axes
 from megatron.schedule.skip import parse_ranges
@@ -78,12 +76,10 @@ class RollbackRequest:
     chronicles: str | None = None
     """File in which the rollback is noted. Default: chronicles.md in RUN_FOLDER, if it exists."""
     tensorboard_dir: str | None = None
-    """Folder of the run's TensorBoard events. Default, also of --metrics-file and --codecarbon-dir:
-    the path in the checkpoint's configuration. 'nowhere': the run wrote none."""
+    """Folder of the run's TensorBoard events. Default, also of --metrics-file: the path in the
+    checkpoint's configuration. 'nowhere': the run wrote none."""
     metrics_file: str | None = None
     """metrics.jsonl of the run."""
-    codecarbon_dir: str | None = None
-    """Folder of emissions.csv."""
 
     def make_absolute(self) -> "RollbackRequest":
         """Return the request with absolute paths, so that it is the same in another folder."""
@@ -93,7 +89,6 @@ class RollbackRequest:
             chronicles=_make_absolute(self.chronicles),
             tensorboard_dir=_make_absolute(self.tensorboard_dir),
             metrics_file=_make_absolute(self.metrics_file),
-            codecarbon_dir=_make_absolute(self.codecarbon_dir),
         )
 
     def convert_to_record(self) -> dict[str, Any]:
@@ -114,7 +109,7 @@ class FileCut:
     """A file from which the records of later iterations are moved out."""
 
     kind: str
-    """One of tensorboard, metrics, emissions and log."""
+    """One of tensorboard, metrics and log."""
     path: str
     """Path of the file."""
     part: str
@@ -139,8 +134,6 @@ class RollbackPlan:
     """Last iteration in the metrics, and at least `stood_at`."""
     digest: str
     """Digest of the checkpoint that the run goes back to."""
-    moment: str | None
-    """Time at which the run went beyond that checkpoint. None: it did not."""
     axes: dict[str, Any]
     """Counters of that checkpoint, for the axes of the charts."""
     files: list[FileCut]
@@ -179,7 +172,11 @@ class RollbackPlan:
                 the rollback's folder.
         """
         record = parse_json(text)
-        plan = cls(**{**record, "files": [FileCut(**entry) for entry in record["files"]]})
+        files = [FileCut(**entry) for entry in record["files"]]
+        # A plan of an earlier version also cuts the emissions, from a time on.
+        record.pop("moment", None)
+        kept = [file for file in files if file.kind != "emissions"]
+        plan = cls(**{**record, "files": kept})
         # A plan is read back from the disk. A damaged one must not move files to another folder.
         for name in (plan.name, *(file.part for file in plan.files)):
             if (
@@ -347,19 +344,11 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
     found = gather_facts(root, request)
     to = request.to
     axes = {f.name: found.target.state[f.name] for f in fields(Axes)}
-    trained = [find_when_passed(path, to) for kind, path in found.files if kind == "metrics"]
-    # Without metrics, the time of the manifest counts as the time at which the run went beyond it.
-    moment: datetime | None = datetime.fromtimestamp(
-        (find_stored_folder(root, to) / MANIFEST).stat().st_mtime, UTC
-    )
-    # Metrics are better evidence. The manifest of a copied checkpoint may be newer than the
-    # iterations that followed it.
-    if any(each.passed for each in trained):
-        moment = min((each.moment for each in trained if each.moment is not None), default=None)
+    trained = [find_last_iteration(path) for kind, path in found.files if kind == "metrics"]
     files: list[FileCut] = []
     cuts: dict[str, CutSpans] = {}
     for kind, path in found.files:
-        cut = find_cut(kind, path, axes, moment)
+        cut = find_cut(kind, path, axes)
         if cut.gone:
             # Files of different folders may have the same name, and plan.json is in the same
             # folder.
@@ -380,9 +369,8 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
         time=time.isoformat(timespec="seconds"),
         request=request.convert_to_record(),
         stood_at=found.stands_at,
-        trained_to=max([found.stands_at, *(each.to for each in trained)]),
+        trained_to=max([found.stands_at, *trained]),
         digest=found.target.digest,
-        moment=None if moment is None else moment.isoformat(),
         axes=axes,
         files=files,
         checkpoints=[entry.name for entry in list_later_entries(root, to)],
@@ -513,9 +501,6 @@ def _find_records(
     usual = root / "metrics.jsonl"
     if request.metrics_file is None and None in metrics and usual.is_file():
         found.append(("metrics", Path(os.path.realpath(usual))))
-    for path in _find_paths(root, "--codecarbon-dir", request.codecarbon_dir, configs, notes):
-        if (path / "emissions.csv").is_file():
-            found.append(("emissions", Path(os.path.realpath(path / "emissions.csv"))))
     if request.main_log is not None:
         log = Path(request.main_log)
         if not log.is_file():
@@ -581,14 +566,12 @@ def _find_paths(
     return list(dict.fromkeys(found))
 
 
-def find_cut(kind: str, path: Path, axes: dict[str, Any], moment: datetime | None) -> CutSpans:
+def find_cut(kind: str, path: Path, axes: dict[str, Any]) -> CutSpans:
     """Find where a file is to be cut, by its kind."""
     if kind == "tensorboard":
         return find_events_cut(path, Axes(**axes))
     if kind == "metrics":
         return find_metrics_cut(path, axes["iteration"])
-    if kind == "emissions":
-        return find_emissions_cut(path, moment)
     assert kind == "log", kind
     return find_log_cut(path, axes["iteration"])
 

@@ -350,18 +350,3 @@ def find_enough_devices(space: SearchSpace) -> int | None:
         if any(each.verdict is Verdict.FITS for each in _predict_layouts(larger)):
             return larger.devices
     return None
-
-
-def find_pareto_front(predictions: Sequence[StepPrediction]) -> list[StepPrediction]:
-    """Return the predictions that no other one beats in both time and memory.
-
-    Times are the lower bounds, because most layouts are not simulated.
-    """
-    front = []
-    # From fast to slow, each layout of the front needs less memory than all before it.
-    least = float("inf")
-    for prediction in sorted(predictions, key=lambda each: (each.lower_bound, each.peak_bytes)):
-        if prediction.peak_bytes < least:
-            front.append(prediction)
-            least = prediction.peak_bytes
-    return front
