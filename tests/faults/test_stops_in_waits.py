@@ -90,9 +90,9 @@ def signal_itself_in_tasks(rank: int) -> None:
 
     make = EngineScorer._make_microbatches
 
-    def make_and_signal(self: Any, *arguments: Any) -> Any:
+    def make_and_signal(self: EngineScorer, rows: Any, length: int) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return make(self, *arguments)
+        return make(self, rows, length)
 
     if is_last(rank):
         EngineScorer._make_microbatches = make_and_signal  # type: ignore[method-assign]
@@ -214,6 +214,25 @@ def test_repeated_signals_within_a_second(new_job: NewJob) -> None:
     assert time.monotonic() - start < SLOW + SECONDS
     saved = saved_lines(launch.output())
     job.check(saved[-1], saved)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("second", "ends"), [(signal.SIGTERM, False), (signal.SIGUSR1, True)])
+def test_a_second_signal_during_a_save(second: int, ends: bool, new_job: NewJob) -> None:
+    """SIGTERM at the time limit, after SIGUSR1 before it, does not take the rest of the time."""
+    job = new_job("job", ENDLESS, ranks=2)
+    slow = {"megatron.checkpoint.stages.write_shard_file": SLOW}
+    constants = {"megatron.run.exits._REPEATED_SECONDS": 1.0}
+    launch = job.launch(delays=dict.fromkeys(range(2), slow), constants=constants)
+    launch.wait_for_line("iteration        2/")
+    for number in (signal.SIGUSR1, second):
+        for rank in range(2):
+            os.kill(launch.pids[rank], number)
+        launch.wait_for_line("takes 4 s")
+        time.sleep(1.5)
+    codes = launch.codes(by_themselves=True)
+    assert codes == ([-second] * 2 if ends else [0, 0]), launch.all_output()
+    assert len(saved_lines(launch.output())) == (not ends)
 
 
 @pytest.mark.full
