@@ -56,7 +56,7 @@ import hashlib, json, resource, sys, time
 started = time.perf_counter()
 from pathlib import Path
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preprocess.pipeline import PreprocessJob, preprocess
+from megatron.extras.preprocess.build_dataset import PreprocessJob, preprocess
 def read_cpu(whose):
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime
@@ -71,7 +71,7 @@ job = PreprocessJob(
     workers=int(workers),
     overwrite=True,
 )
-preprocess(job, say=lambda line: None, choose=lambda *_: encoder)
+preprocess(job, log=lambda line: None, choose=lambda *_: encoder)
 result = {
     "parent": read_cpu(resource.RUSAGE_SELF),
     "workers": read_cpu(resource.RUSAGE_CHILDREN),

@@ -9,7 +9,6 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.extras.translators.launch_script import (
     LaunchScript,
-    expand_launch_script,
     parse_command,
     read_launch_script,
 )
@@ -21,12 +20,6 @@ def read(tmp_path: Path, text: str, **given) -> LaunchScript:
     path = tmp_path / "run.slurm"
     path.write_text(text)
     return read_launch_script(path, **given)
-
-
-def expand(tmp_path: Path, text: str, **given) -> LaunchScript:
-    path = tmp_path / "run.slurm"
-    path.write_text(text)
-    return expand_launch_script(path, **given)
 
 
 def value_of(arguments: tuple[str, ...], flag: str) -> str:
@@ -51,7 +44,8 @@ def test_slurm_script_with_nested_variables():
     assert script.unresolved == ("SCRATCH", "SLURM_JOBID", "WORK")
 
 
-def test_shell_script_with_arrays_and_torchrun():
+def test_shell_script_with_arrays_and_torchrun(monkeypatch):
+    monkeypatch.chdir(SCRIPTS)
     script = read_launch_script(SCRIPTS / "llama-arrays.sh")
     assert script.world_size == 8
     expected = shlex.split(
@@ -59,10 +53,10 @@ def test_shell_script_with_arrays_and_torchrun():
         "--seq-length 1024 --normalization RMSNorm --glu-activation swiglu --ffn-hidden-size 1408 "
         "--position-embedding-type rotary --micro-batch-size 4 --global-batch-size 64 "
         "--train-iters 1000 --lr 3e-4 --vocab-size 5000 --tensor-model-parallel-size=2 "
-        "--save '$PWD/check points'"
+        f"--save '{SCRIPTS}/check points'"
     )
     assert script.arguments == tuple(expected)
-    assert script.unresolved == ("EXTRA_ARGS", "PWD")
+    assert script.unresolved == ("EXTRA_ARGS",)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,8 @@ def test_slurm_variables_come_from_the_header(tmp_path):
         ("python pretrain_gpt.py --a 1 2>&1 | tee log", ("--a", "1")),
         ("python pretrain_gpt.py --a 1 > log", ("--a", "1")),
         ("cd /x && python ./pretrain_gpt.py --a 1; echo done", ("--a", "1")),
-        ("X=1 Y=2 python pretrain_gpt.py --a $X", ("--a", "1")),
+        # bash expands $X before it assigns.
+        ("X=1 Y=2 python pretrain_gpt.py --a=$X", ("--a=",)),
         ("A=1\nA=2\npython pretrain_gpt.py --a $A", ("--a", "2")),
         ("ARGS='--a 1'\nARGS+=' --b 2'\npython pretrain_gpt.py $ARGS", ("--a", "1", "--b", "2")),
         (
@@ -116,7 +111,6 @@ def test_slurm_variables_come_from_the_header(tmp_path):
             "python pretrain_gpt.py --a $NOWHERE --flag=1 $OPTIONAL --b 2",
             ("--a", "$NOWHERE", "--flag=1", "--b", "2"),
         ),
-        ("CMD='pretrain_gpt.py --a 1'\nbash other.sh", ("--a", "1")),
         ("echo python pretrain_gpt.py --a 0\npython pretrain_gpt.py --a 1", ("--a", "1")),
         (
             "cat <<EOF > x\npython pretrain_gpt.py --a 0\nEOF\npython pretrain_gpt.py --a 1",
@@ -198,31 +192,31 @@ def test_variables_come_from_the_environment(tmp_path):
 
 def test_what_is_not_known_is_named(tmp_path):
     text = (
-        "D=$(date +%F)\nUNUSED=$(hostname)\nN=$(nproc)\nif [ $D ]; then A=1; fi\n"
-        "python pretrain_gpt.py --save x/$D --a $A --seed $1 --b $((N * 2)) --c $N $@\n"
+        "D=$(date +%F)\nUNUSED=$(hostname)\nN=$(nproc)\nM=$((N * 2))\nif [ $D ]; then A=1; fi\n"
+        "python pretrain_gpt.py --save x/$D --a $A --seed $1 --b $((M + 1)) --c $N\n"
     )
     found = read(tmp_path, text)
-    assert found.commands == ("$(date +%F)", "$(nproc)")
-    assert found.parameters == ("1", "@")
-    assert found.branches == ("A",)
-    assert found.arguments[:4] == ("--save", "x/$(date +%F)", "--a", "1")
-    assert found.arguments[4:8] == ("--seed", "$1", "--b", "$((N * 2))")
-    given = read(tmp_path, text, parameters=["7", "--d", "x y"])
+    assert found.commands == ("$((M + 1))", "$(date +%F)", "$(nproc)")
+    assert found.parameters == ("1",)
+    assert found.arguments == (
+        *("--save", "x/$(date +%F)", "--a", "1"),
+        *("--seed", "$1", "--b", "$((M + 1))", "--c", "$(nproc)"),
+    )
+    given = read(tmp_path, text.replace("$N", "$N $@"), parameters=["7", "--d", "x y"])
     assert given.parameters == ()
     assert given.arguments[4:6] == ("--seed", "7")
     # Without quotes $@ is split again, as in bash.
     assert given.arguments[-4:] == ("7", "--d", "x", "y")
 
 
-@pytest.mark.parametrize("follow", [read, expand])
-def test_documents_that_the_script_writes(tmp_path, follow):
+def test_documents_that_the_script_writes(tmp_path):
     text = (
         'S=1\nJ=./ds.$S.json\ncat <<EOT > $J\n{"stage": $S, "note": "\\$S \'x\'"}\nEOT\n'
         "cat > literal.json <<'EOT'\n{\"stage\": $S}\nEOT\n"
         'echo "{\\"a\\": $S}" > c.json\n'
         "python pretrain_gpt.py --deepspeed_config $J\n"
     )
-    found = follow(tmp_path, text)
+    found = read(tmp_path, text)
     assert found.arguments == ("--deepspeed_config", "./ds.1.json")
     assert found.documents["./ds.1.json"] == '{"stage": 1, "note": "$S \'x\'"}\n'
     assert found.documents["literal.json"] == '{"stage": $S}\n'
@@ -258,36 +252,33 @@ torchrun --nproc_per_node 8 --nnodes=2 pretrain_gpt.py --num-layers $LAYERS --lr
 """
 
 
-def test_control_flow_is_followed_on_request(tmp_path):
-    small = expand(tmp_path, CONTROL_FLOW)
+def test_control_flow_is_followed(tmp_path):
+    small = read(tmp_path, CONTROL_FLOW)
     assert small.arguments == (
         *("--num-layers", "4", "--lr", "3e-4", "--data-path", "0.5", "a", "0.5", "b", "0.5", "c"),
         *("--seed", "3", "--save", "runs/$(date +%F)"),
     )
     assert small.world_size == 16
     assert small.commands == ("$(date +%F)",)
-    large = expand(tmp_path, CONTROL_FLOW, parameters=["large", "--fp16"])
+    large = read(tmp_path, CONTROL_FLOW, parameters=["large", "--fp16"])
     assert large.arguments[:4] == ("--num-layers", "40", "--lr", "1e-4")
     assert large.arguments[-1] == "--fp16"
-    debug = expand(tmp_path, CONTROL_FLOW, environment={"DEBUG": "1"})
+    debug = read(tmp_path, CONTROL_FLOW, environment={"DEBUG": "1"})
     assert debug.arguments[2:4] == ("--lr", "1e-4")
     with pytest.raises(ConfigError, match=r"run.slurm:\d+: the script ends here \(exit\)"):
-        expand(tmp_path, CONTROL_FLOW, parameters=["1", "2", "3"])
-    # Read as text, the last branch applies, which is named.
-    as_text = read(tmp_path, CONTROL_FLOW)
-    assert {"LR", "layers"} <= set(as_text.branches)
+        read(tmp_path, CONTROL_FLOW, parameters=["1", "2", "3"])
     assert list(tmp_path.iterdir()) == [tmp_path / "run.slurm"]
 
 
-def test_quoted_command_lines_are_followed_on_request(tmp_path):
+def test_quoted_command_lines_are_followed(tmp_path):
     text = (
         "#SBATCH --nodes=3\n#SBATCH --gres=gpu:8\nexport LR=1e-4\n"
         "CMD=\"pretrain_gpt.py --lr $LR --tokenizer 'a b' --nodes $SLURM_NNODES\"\n"
     )
-    double = expand(tmp_path, text + 'srun bash -c "python $CMD"\n')
+    double = read(tmp_path, text + 'srun bash -c "python $CMD"\n')
     assert double.arguments == ("--lr", "1e-4", "--tokenizer", "a b", "--nodes", "3")
     assert double.world_size == 24
-    single = expand(tmp_path, text + "export CMD\nsrun bash -c 'python $CMD' 2>&1 | tee log\n")
+    single = read(tmp_path, text + "export CMD\nsrun bash -c 'python $CMD' 2>&1 | tee log\n")
     assert single.arguments == ("--lr", "1e-4", "--tokenizer", "'a", "b'", "--nodes", "3")
 
 
@@ -305,7 +296,7 @@ def test_quoted_command_lines_are_followed_on_request(tmp_path):
     ],
 )
 def test_file_that_a_script_needs_is_assumed_to_exist(tmp_path, guard):
-    found = expand(tmp_path, f"P=/data/x\n{guard}\npython pretrain_gpt.py --seed 1\n")
+    found = read(tmp_path, f"P=/data/x\n{guard}\npython pretrain_gpt.py --seed 1\n")
     assert found.arguments == ("--seed", "1")
     assert "$P" in found.assumed_files
 
@@ -320,13 +311,13 @@ def test_file_that_a_script_needs_is_assumed_to_exist(tmp_path, guard):
     ],
 )
 def test_files_that_a_script_does_not_need_are_absent(tmp_path, other):
-    found = expand(tmp_path, f"SEED=1\n{other}\npython pretrain_gpt.py --seed $SEED\n")
+    found = read(tmp_path, f"SEED=1\n{other}\npython pretrain_gpt.py --seed $SEED\n")
     assert found.arguments == ("--seed", "1")
     assert found.assumed_files == ()
 
 
 def test_unset_variables_stay_as_written_unless_they_are_tested(tmp_path):
-    found = expand(
+    found = read(
         tmp_path,
         'if [ -z "$STAGES" ]; then PIPE=; else PIPE="--pipeline $STAGES"; fi\n'
         "N=$COUNT\nTOTAL=$((N * 2))\nNEVER_SET_HERE=1\nunset NEVER_SET_HERE\n"
@@ -338,15 +329,14 @@ def test_unset_variables_stay_as_written_unless_they_are_tested(tmp_path):
     assert set(found.tested) == {"COUNT"}
 
 
-@pytest.mark.parametrize("follow", [read, expand])
-def test_placeholders_are_words(tmp_path, follow):
+def test_placeholders_are_words(tmp_path):
     text = (
         "SAVE=<Specify path>\nDATA=<Specify path and prefix>_text_document # here\n"
         'VOCAB="<path to file>/vocab.json"\n'
         "python pretrain_gpt.py --save $SAVE --data-path $DATA --vocab-file $VOCAB \\\n"
         "    --load <your folder> --eod '<pad>' < input > output\n"
     )
-    found = follow(tmp_path, text)
+    found = read(tmp_path, text)
     assert found.arguments == (
         *("--save", "<Specify path>", "--data-path", "<Specify path and prefix>_text_document"),
         *("--vocab-file", "<path to file>/vocab.json", "--load", "<your folder>"),
@@ -356,22 +346,22 @@ def test_placeholders_are_words(tmp_path, follow):
 
 
 def test_options_in_one_word_are_split(tmp_path):
-    script = expand(tmp_path, 'A="--seed 1 --lr 2"\nmpirun run pretrain_gpt.py "$A --fp16 "\n')
+    script = read(tmp_path, 'A="--seed 1 --lr 2"\nmpirun run pretrain_gpt.py "$A --fp16 "\n')
     assert script.arguments == ("--seed", "1", "--lr", "2", "--fp16")
 
 
 def test_loop_that_starts_training_is_named(tmp_path):
     text = "for s in 1 2; do\n  python pretrain_gpt.py --seed $s\ndone\n"
-    assert expand(tmp_path, text).loop == "for s in 1 2"
+    assert read(tmp_path, text).loop == "for s in 1 2"
     nested = f"while true; do\n{text}done\n"
-    assert expand(tmp_path, nested).loop == "while true"
+    assert read(tmp_path, nested).loop == "while true"
     before = "for s in 1 2; do :; done\n"
-    assert expand(tmp_path, before + "python pretrain_gpt.py --seed $s\n").loop == ""
+    assert read(tmp_path, before + "python pretrain_gpt.py --seed $s\n").loop == ""
 
 
 def test_slurm_sets_what_the_header_asks_for(tmp_path):
     header = "#SBATCH --gpus-per-node=4\n#SBATCH --ntasks-per-node=2\n"
-    script = expand(tmp_path, header + "python pretrain_gpt.py --tp $SLURM_GPUS_PER_NODE\n")
+    script = read(tmp_path, header + "python pretrain_gpt.py --tp $SLURM_GPUS_PER_NODE\n")
     assert script.arguments == ("--tp", "4")
 
 
@@ -411,31 +401,17 @@ def usual_recursion_limit():
 
 
 def test_deep_nesting_is_an_error(tmp_path, usual_recursion_limit):
-    nested = "${a:-" * 250 + "x" + "}" * 250
+    nested = "${a:-" * 990 + "x" + "}" * 990
     with pytest.raises(ConfigError, match="nested too deeply"):
         read(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
 
 
 def test_shell_follows_deep_nesting(tmp_path):
     nested = "${a:-" * 150 + "x" + "}" * 150
-    script = expand(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
+    script = read(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
     assert script.arguments == ("--seed", "x")
 
 
-def test_deep_arithmetic_stays_as_written(tmp_path):
-    nested = "$((" + "(" * 200 + "1" + ")" * 200 + "))"
-    script = read(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
-    assert script.arguments == ("--seed", nested)
-    assert script.commands == (nested,)
-
-
-def test_braces_that_name_too_many_words_are_cut(tmp_path):
-    script = read(tmp_path, "python pretrain_gpt.py --data-path {1..99999}{1..99999}\n")
-    assert 1 < len(script.arguments) <= 10_001
-    assert script.arguments[1:3] == ("11", "12")
-
-
-@pytest.mark.parametrize("follow", [read, expand])
-def test_private_characters_are_refused(tmp_path, follow):
+def test_private_characters_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"U\+E000"):
-        follow(tmp_path, "python pretrain_gpt.py --seed \ue0005\ue001\n")
+        read(tmp_path, "python pretrain_gpt.py --seed \ue0005\ue001\n")

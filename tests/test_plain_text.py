@@ -134,6 +134,6 @@ def test_plan_of_a_hostile_script(
         "--seq-length 32 --max-position-embeddings 32 --global-batch-size 4 --train-iters 9 "
         "--lr 1e-3 --vocab-size 64 --micro-batch-size 1 --data-path 'forged\x1b[2J\r\u202e'\n"
     )
-    plan.main([str(script), "--no-expand", "--world-size", "1"])
+    plan.main([str(script), "--world-size", "1"])
     printed = capsys.readouterr()
     check_output(printed.out + printed.err)

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 
 from megatron.config.fields import Field, all_fields, list_groups
 from megatron.config.help import format_help_line
-from megatron.extras.translators.compat import SYSTEMS
+from megatron.extras.translators.compat import NEOX, NEOX_KEYS, SYSTEMS, Row
 from megatron.extras.translators.compat import find_rows as compat_rows
-from megatron.extras.translators.compat_neox import NEOX, NEOX_KEYS
-from megatron.extras.translators.compat_row import Row
 
 INTRODUCTION = """# Command-line flags
 

@@ -60,14 +60,19 @@ class OperationsError(MegatronError):
     """A tool for operating runs has failed, such as a rollback, a sync or a query of the queue."""
 
 
+MOST_ERRORS = 50
+"""Errors that a message lists. A file of another kind could give one for each line."""
+_LONGEST_ERROR = 4000
+
+
 def combine_errors(errors: Sequence[str]) -> ConfigError:
-    """Return one error that lists all of the messages."""
+    """Return one error that lists the messages, up to a number and a length of each."""
+    shown = [error[:_LONGEST_ERROR] for error in errors[:MOST_ERRORS]]
     if len(errors) == 1:
-        return ConfigError(errors[0])
-    return ConfigError(
-        f"{len(errors)} errors in the configuration:"
-        + "".join(f"\n  - {error}" for error in errors)
-    )
+        return ConfigError(shown[0])
+    if len(errors) > MOST_ERRORS:
+        shown.append("and more")
+    return ConfigError("\n  - ".join([f"{len(errors)} errors in the configuration:", *shown]))
 
 
 def describe_os_error(error: OSError) -> str:

@@ -42,8 +42,13 @@ def open_regular(
         OSError: It cannot be read, is no regular file, or is larger. The error names the file.
     """
     follow = not flags & os.O_NOFOLLOW
+    try:
+        status = os.stat(path, dir_fd=dir_fd, follow_symlinks=follow)
+    # The file that names this one has the character NUL in the name, or half a surrogate pair.
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"its name is not possible ({error})", repr(path)) from None
     # Opening a device can have effects, for example rewind a tape. So check before.
-    _check(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=follow), limit)
+    _check(path, status, limit)
     # The name may be replaced after the check. O_NONBLOCK does not wait for the writer of a FIFO.
     flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     file = os.fdopen(os.open(path, flags, dir_fd=dir_fd), "rb")

@@ -42,6 +42,7 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.prediction import describe_software, predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
+from megatron.rules.layout import WORLD_SIZE
 
 _SKIPPED = 10
 """First steps of a run that are left out: they compile and allocate."""
@@ -155,7 +156,8 @@ def _fit_run(options: CalibrateArguments, training: list[str], base: Hardware | 
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} must be at least 1.")
     loaded = load_config(list(source.arguments), prog="calibrate.py")
-    plan = resolve(loaded.config, world_size, loaded.origin, ranks_per_node=base.ranks_per_node)
+    origin = {**loaded.origin, WORLD_SIZE: "--world-size"}
+    plan = resolve(loaded.config, world_size, origin, ranks_per_node=base.ranks_per_node)
     plan.raise_on_errors()
     if not describe_software(plan, base).half:
         # gemm_share is that of Tensor Cores, and fp32 does not use them.

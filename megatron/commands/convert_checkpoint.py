@@ -34,8 +34,7 @@ from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.convert.export import SHARD_BYTES, ExportOptions, export_checkpoint
-from megatron.extras.convert.from_megatron import MegatronImport, System, import_megatron
-from megatron.extras.convert.from_trainer import Trainer, TrainerImport, import_trainer
+from megatron.extras.convert.foreign_import import ForeignImport, Trainer, import_checkpoint
 from megatron.extras.convert.importing import import_model
 from megatron.extras.inspection.verification import ensure_undisturbed
 from megatron.extras.preprocess.flags import TokenizerFlags
@@ -161,6 +160,15 @@ Command = (
     | Annotated[FromFms, tyro.conf.subcommand("from-fms-fsdp")]
 )
 
+_TRAINERS: dict[type, Trainer] = {
+    FromMegatronDeepSpeed: "megatron-deepspeed",
+    FromMegatronLM: "megatron-lm",
+    FromNeox: "gpt-neox",
+    FromNanoGPT: "nanogpt",
+    FromLlmBaselines: "llm-baselines",
+    FromFms: "fms-fsdp",
+}
+
 
 def run_export(command: ToHF) -> None:
     """Export a checkpoint.
@@ -208,65 +216,24 @@ def run_import(command: FromHF) -> None:
     print_line(f"{command.model} is imported to {command.out}")
 
 
-def run_megatron_import(command: FromMegatron) -> None:
-    """Import a checkpoint of Megatron.
-
-    Raises:
-        MegatronError: See `import_megatron`.
-    """
-    system: System = "megatron-lm"
-    if isinstance(command, FromMegatronDeepSpeed):
-        system = "megatron-deepspeed"
-    import_megatron(
-        MegatronImport(command.load, command.out, system, command.vocab_size, command.weights_only),
-        print_line,
-    )
-    print_line(f"{command.load} is imported to {command.out}")
-
-
-def run_neox_import(command: FromNeox, flags: list[str]) -> None:
-    """Import a checkpoint of GPT-NeoX. `flags` are those of the run.
-
-    Raises:
-        MegatronError: See `import_megatron`.
-    """
-    import_megatron(
-        MegatronImport(
-            command.load,
-            command.out,
-            "gpt-neox",
-            command.vocab_size,
-            weights_only=True,
-            flags=tuple(flags),
-        ),
-        print_line,
-    )
-    print_line(f"{command.load} is imported to {command.out}")
-
-
-def run_trainer_import(command: FromTrainer, flags: list[str]) -> None:
-    """Import a checkpoint of nanoGPT, llm-baselines or fms-fsdp.
+def run_foreign_import(command: FromMegatron | FromNeox | FromTrainer, flags: list[str]) -> None:
+    """Import a checkpoint of another trainer.
 
     Args:
         command: The command.
         flags: The flags of the run.
 
     Raises:
-        MegatronError: See `import_trainer`.
+        MegatronError: See `import_checkpoint`.
     """
-    trainer: Trainer = "nanogpt"
-    if isinstance(command, FromLlmBaselines):
-        trainer = "llm-baselines"
-    elif isinstance(command, FromFms):
-        trainer = "fms-fsdp"
-    import_trainer(
-        TrainerImport(
+    import_checkpoint(
+        ForeignImport(
             command.load,
             command.out,
-            trainer,
-            tuple(flags),
+            _TRAINERS[type(command)],
             command.vocab_size,
-            command.weights_only,
+            isinstance(command, FromNeox) or command.weights_only,
+            tuple(flags),
         ),
         print_line,
     )
@@ -290,14 +257,10 @@ def main(argv: list[str] | None = None) -> int:
             )
         if isinstance(command, ToHF):
             run_export(command)
-        elif isinstance(command, FromMegatron):
-            run_megatron_import(command)
-        elif isinstance(command, FromNeox):
-            run_neox_import(command, flags or [])
-        elif isinstance(command, FromTrainer):
-            run_trainer_import(command, flags or [])
-        else:
+        elif isinstance(command, FromHF):
             run_import(command)
+        else:
+            run_foreign_import(command, flags or [])
         return 0
 
     return run_tool(convert)

@@ -12,7 +12,7 @@ The report has the model size, the grid, batches, the end of training, memory, F
 the predicted time and cost, errors and warnings.
 
 A contained shell carries out the assignments and the control flow of a script. This shell runs no
-command and opens no file. If it cannot follow the script, the script is read as text.
+command and opens no file.
 
 Exit code 0 means that the plan has no errors and fits in memory, or may fit. Exit code 2 means that
 it has errors. Exit code 4 means that it does not fit, or that a search found no layout that fits.
@@ -107,10 +107,6 @@ class PlanArguments:
     consumed_samples: int | None = None
     """Number of samples that were consumed before the planned resume. Batch sizes of a ramp-up
     before this position need not fit the grid. Default: 0, or unknown if the command has --load."""
-    expand: bool = True
-    """Follow the branches, loops and functions of a script. No command runs, so values of $(...)
-    stay unknown. With --no-expand, or if this is not possible, the script is read as text, and the
-    last assignment before the training command applies."""
     script_args: str = ""
     """Arguments of the script in one text, as in "8B 4 1e-5". Words after the script that do not
     begin with '-' are arguments too."""
@@ -240,7 +236,7 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     _check_numbers(options)
-    source = read_source(training, expand=options.expand, script_args=options.script_args)
+    source = read_source(training, script_args=options.script_args)
     with write_documents(source) as paths:
         arguments = tuple(rename_document(word, paths) for word in source.arguments)
 

@@ -253,6 +253,9 @@ def _format_shortage(search: PlannedSearch) -> list[str]:
     needed = search.result.smallest.peak_bytes / 2**30
     usable = search.configured.job.hardware.usable_bytes / 2**30
     text = f"none fits: the smallest need is {needed:,.1f} GiB, {needed - usable:,.1f} too much."
+    precision = search.plan.config.precision
+    if not (precision.bf16 or precision.fp16):
+        text += " The plan is in fp32, and --bf16 needs less."
     if search.enough_devices is not None:
         return [f"{text} {search.enough_devices:,} devices would do (--world-size)"]
     return [f"{text} No number of devices was found that helps. Use devices with more memory"]

@@ -1,7 +1,6 @@
 """Where the plan's training command comes from: a command line, a launch script or a YAML file.
 
-A contained shell follows the branches and loops of a script. If that is not possible or not wanted,
-the script is read as text.
+A contained shell follows the branches and loops of a script.
 
 Invariant: no command in a script runs.
 """
@@ -21,7 +20,6 @@ from megatron.commands.double_dash import split_at_double_dash
 from megatron.extras.translators.launch_script import (
     SCRIPT_SUFFIXES,
     LaunchScript,
-    expand_launch_script,
     parse_command,
     read_launch_script,
 )
@@ -29,11 +27,9 @@ from megatron.extras.translators.launch_script import (
 _SWITCHES = frozenset(
     {
         "--dry-run",
-        "--expand",
         "--help",
         "--json",
         "--no-dry-run",
-        "--no-expand",
         "--no-json",
         "--no-allow-fp8",
         "--no-search",
@@ -124,15 +120,11 @@ def split_arguments(
     return own, training + (after or [])
 
 
-def read_source(
-    training: list[str], *, expand: bool = True, script_args: str = ""
-) -> CommandSource:
+def read_source(training: list[str], *, script_args: str = "") -> CommandSource:
     """Find the arguments of pretrain_gpt.py in a command line, a script or a YAML file.
 
     Args:
         training: The words of the command line that belong to the training command.
-        expand: Follow the script's control flow in a contained shell, if that is possible.
-            Otherwise the script is read as text.
         script_args: Arguments of the script, written as in a shell.
 
     Raises:
@@ -159,24 +151,8 @@ def read_source(
         parameters += shlex.split(script_args)
     except ValueError as error:
         raise ConfigError(f"--script-args {script_args}: {error}.") from None
-    found, notes = _read_script(first, parameters, expand)
-    return _build_source(found, further, first, notes)
-
-
-def _read_script(
-    script: Path, parameters: list[str], expand: bool
-) -> tuple[LaunchScript, tuple[str, ...]]:
-    """Return the training command of a script, and how it was found."""
-    reason = "as --no-expand asks"
-    if expand:
-        try:
-            found = expand_launch_script(script, parameters=parameters, environment=os.environ)
-        except ConfigError as failure:
-            reason = f"because its branches cannot be followed: {failure}"
-        else:
-            return found, tuple(_describe_assumptions(found, script))
-    found = read_launch_script(script, parameters=parameters or None, environment=os.environ)
-    return found, (f"{script} is read as text, {reason}",)
+    found = read_launch_script(first, parameters=parameters, environment=os.environ)
+    return _build_source(found, further, first, tuple(_describe_assumptions(found, first)))
 
 
 def _describe_assumptions(found: LaunchScript, script: Path) -> Iterator[str]:
@@ -309,11 +285,6 @@ def _describe_unknown(command: LaunchScript, script: Path | None) -> Iterator[st
         yield (
             f"placeholders stay as they are written: {', '.join(command.placeholders)}. Replace "
             "them before you train."
-        )
-    if command.branches:
-        yield (
-            f"the script sets {', '.join(command.branches)} in a branch or a loop. This plan uses "
-            "the last branch and the first pass of the loop."
         )
 
 

@@ -32,8 +32,12 @@ from megatron.config.data import TokenizerConfig
 from megatron.extras.corpus.engines import EngineName
 from megatron.extras.corpus.prepare import prepare_corpus
 from megatron.extras.corpus.shards import CorpusJob
+from megatron.extras.preprocess.build_dataset import (
+    PreprocessJob,
+    count_default_workers,
+    preprocess,
+)
 from megatron.extras.preprocess.flags import TokenizerFlags
-from megatron.extras.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
 
 
 @dataclass(frozen=True)

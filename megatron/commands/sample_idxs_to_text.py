@@ -27,7 +27,7 @@ from megatron.commands.parts import choose_parts, open_indexed
 from megatron.commands.run_tool import run_tool
 from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources
-from megatron.data.indexed_source import GPTTrainSource
+from megatron.data.indexed_source import IndexedSource
 from megatron.data.segments import History
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest
@@ -236,7 +236,7 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
     # Notes go to standard error, so that the output holds text only.
     for note in sources.take_notes():
         print_to_stderr(f"note: {note}")
-    if not isinstance(sources.train, GPTTrainSource):
+    if not isinstance(sources.train, IndexedSource):
         raise ConfigError(indexed_only)
     return sources.train.history
 

@@ -44,7 +44,7 @@ def train(
         vocab_size,
         output_dir,
         json_key,
-        say=print_to_stderr,
+        log=print_to_stderr,
         overwrite=overwrite,
         on_bad_line=on_bad_line,
     )

@@ -39,7 +39,7 @@ from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.run_plan import Plan
 from megatron.rules.layout import WORLD_SIZE
 
-_SWITCHES = ("--expand", "--help", "--json", "--no-expand", "--no-json", "-h")
+_SWITCHES = ("--help", "--json", "--no-json", "-h")
 _WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size")
 
 
@@ -64,8 +64,6 @@ class VerifyArguments:
     ranks_per_node: int | None = None
     """Ranks of a node of the run, which --sharding-strategy hsdp shards over. Default: the ranks
     that the script starts on a node, otherwise 8."""
-    expand: bool = True
-    """Follow the branches, loops and functions of a script. No command runs. See megatron-plan."""
     script_args: str = ""
     """Arguments of the script in one text, as in "8B 4 1e-5"."""
 
@@ -103,7 +101,7 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
     """
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
-    source = read_source(training, expand=options.expand, script_args=options.script_args)
+    source = read_source(training, script_args=options.script_args)
     with write_documents(source) as paths:
         # A script may write files, such as DeepSpeed's JSON, before it starts training.
         arguments = [rename_document(word, paths) for word in source.arguments]

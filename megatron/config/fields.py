@@ -140,6 +140,9 @@ class Field:
         Raises:
             ValueError: the texts do not fit. The message describes what was expected.
         """
+        # Every call of the system refuses such a name of a file.
+        if any("\0" in text for text in texts):
+            raise ValueError("must not have the character NUL")
         # Flags and YAML may have any case.
         if self.is_switch and len(texts) == 1 and texts[0].lower() in SWITCH:
             return SWITCH[texts[0].lower()]

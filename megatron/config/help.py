@@ -7,6 +7,7 @@ time.
 import contextlib
 import dataclasses
 import shlex
+import textwrap
 from typing import Annotated, Any
 
 import tyro
@@ -59,7 +60,8 @@ def print_help(prog: str | None = None, group: str | None = None) -> None:
         tyro.cli(
             _make_help_class(group),
             prog=prog,
-            description=DESCRIPTION,
+            # tyro joins lines, except those that begin with a space.
+            description=textwrap.indent(DESCRIPTION, " "),
             args=["--help"],
             config=_MARKERS,
         )
@@ -150,7 +152,7 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
     if field.required:
         hint = "(required)"
     elif field.is_switch:
-        hint = "(default: auto)"
+        hint = f"({field.expected}; default: auto)"
     elif field.default is None or field.default == ():
         hint = ""
     else:

@@ -158,9 +158,7 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
         )
     if values == ["None"] and (field.optional or field.arity == "*"):
         # The word None unsets a value. A list that cannot be None becomes the empty tuple.
-        if field.optional:
-            return None
-        return ()
+        return None if field.optional else ()
     return field.convert(values)
 
 
@@ -194,7 +192,8 @@ def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:
 
 def _take_switch(tokens: "deque[str]") -> list[str]:
     """Remove and return the value of a flag such as `--rope-fusion auto`, if there is one."""
-    if tokens and tokens[0].lower() in SWITCH:
+    # The word None is no value. It is taken, so that the message names the values.
+    if tokens and tokens[0].lower() in (*SWITCH, "none"):
         return [tokens.popleft()]
     return []
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megatron.base.close_names import find_close_names
+from megatron.base.errors import MOST_ERRORS
 from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.base.plain_text import make_plain
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
@@ -65,6 +66,8 @@ def read_text(text: str, name: str, *, fast: bool = False) -> YamlContents:
         return YamlContents(errors=[broken])
     contents = YamlContents()
     for group, value in read_items(root, name, "the file", contents.errors):
+        if len(contents.errors) > MOST_ERRORS:
+            break
         if group.value == _PRESET_KEY:
             _read_preset_name(value, name, contents)
         elif group.value in list_groups():
@@ -80,6 +83,9 @@ def read_text(text: str, name: str, *, fast: bool = False) -> YamlContents:
 def _read_group(group: str, node: yaml.Node, name: str, contents: YamlContents) -> None:
     """Read the keys of a group into `contents`."""
     for key, value in read_items(node, name, f"'{group}'", contents.errors):
+        # To look for a name that is close takes time.
+        if len(contents.errors) > MOST_ERRORS:
+            break
         field = all_fields().get(f"{group}.{key.value}")
         if field is None:
             unknown = f"{group}.{key.value}"
@@ -121,10 +127,7 @@ def compose(text: str, name: str, *, fast: bool = False) -> tuple[yaml.Node | No
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader), None
     except yaml.MarkedYAMLError as error:
-        if error.problem_mark:
-            line = error.problem_mark.line + 1
-        else:
-            line = 1
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
         # PyYAML quotes whatever follows one of these words.
         problem = re.sub("(alias|anchor|handle|directive) .*", r"\1", str(error.problem))
         return None, f"{name}:{line} is not YAML: {problem}."
@@ -286,7 +289,7 @@ def get_line(node: yaml.Node) -> int:
 def _format_node(node: yaml.Node) -> str:
     """Return a node's value for a message."""
     if isinstance(node, yaml.ScalarNode):
-        return f"'{node.value}'"
+        return f"'{node.value[:200]}'"
     if isinstance(node, yaml.SequenceNode):
         return (
             "["

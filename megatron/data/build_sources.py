@@ -7,10 +7,10 @@ from typing import Literal
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import DataConfig
-from megatron.data.building import Say
+from megatron.data.building import Log
 from megatron.data.cache import WAIT_SECONDS
 from megatron.data.documents import check_documents_end
-from megatron.data.indexed_source import GPTTrainSource, GPTValidSource, check_vocabulary
+from megatron.data.indexed_source import EvaluationSource, IndexedSource, check_vocabulary
 from megatron.data.mock_source import MockSource
 from megatron.data.phases import find_phase_mixture, select_phases, use_phase
 from megatron.data.planned_phase import PlannedPhase
@@ -42,7 +42,7 @@ def build_sources(
     request: SourceRequest,
     other: SourceKind | None = None,
     *,
-    log: Say = print_to_stderr,
+    log: Log = print_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
     """Open the data sets and check them.
@@ -95,7 +95,7 @@ def _build_indexed_sources(request: SourceRequest, registry: DatasetRegistry) ->
     # A run that only evaluates needs no training data.
     if request.train_samples is None or request.train_samples > 0:
         wanted = _list_train_mixtures(data, request.seed, request.train_samples, request.phases)
-        train = GPTTrainSource(
+        train = IndexedSource(
             wanted[0][0].name,
             [opener.open_train(*each) for each in wanted],
             registry,
@@ -116,7 +116,7 @@ def _build_indexed_sources(request: SourceRequest, registry: DatasetRegistry) ->
             requested = opener.open(mixture, request.seed, num_samples)
             # Sets without documents in their split are left out. A note reports them.
             if requested is not None:
-                sources[mixture.name] = GPTValidSource(
+                sources[mixture.name] = EvaluationSource(
                     mixture.name, [requested], registry, request.batch_slice, data.valid_num_workers
                 )
         evaluated.append(sources)

@@ -32,7 +32,7 @@ from pathlib import Path
 from megatron.base.errors import DataError
 from megatron.base.file_lock import LockResult, is_at, read_process_space, try_lock
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 """Receives a line of text for the user."""
 
 
@@ -173,7 +173,7 @@ def _clock_of(folder: Path) -> float:
 
 @contextlib.contextmanager
 def only_builder(
-    path: Path, what: str, *, limit_seconds: float, log: Say, note: Say
+    path: Path, what: str, *, limit_seconds: float, log: Log, note: Log
 ) -> Iterator[None]:
     """Hold the lock file `path` inside the context. Without file locks, note it and continue.
 
@@ -209,7 +209,7 @@ def only_builder(
         os.close(descriptor)
 
 
-def _locked(path: Path, what: str, limit_seconds: float, log: Say) -> int:
+def _locked(path: Path, what: str, limit_seconds: float, log: Log) -> int:
     """Return the descriptor of the lock file after it was locked.
 
     Raises:

@@ -37,7 +37,7 @@ from megatron.data.array_file import (
     whole_digest,
 )
 from megatron.data.background import Background
-from megatron.data.building import Say, Temporaries, only_builder, remove_abandoned
+from megatron.data.building import Log, Temporaries, only_builder, remove_abandoned
 
 Arrays = dict[str, NDArray]
 Shapes = Mapping[str, tuple[type, tuple[int, ...]]]
@@ -58,7 +58,7 @@ class IndexCache:
         notes: list[str] | None = None,
         *,
         background: Background | None = None,
-        log: Say = print_to_stderr,
+        log: Log = print_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Use a folder as a cache.

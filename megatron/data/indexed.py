@@ -241,10 +241,9 @@ class IndexedDataset:
                 f"{self._idx} has format version {version}; only version {VERSION} is supported."
             )
         if code not in DTYPES:
+            reason = ""
             if code in (6, 7):
                 reason = " (6 and 7 mean different types in different programs)"
-            else:
-                reason = ""
             known = ", ".join(f"{c} {d.name}" for c, d in DTYPES.items())
             raise DataError(
                 f"{self._idx} has dtype code {code}{reason}; supported are {known}. {_AGAIN}"
@@ -252,10 +251,7 @@ class IndexedDataset:
         # An exact length finds a file that was truncated by a full disk or an interrupted copy.
         expected = _HEADER.size + 12 * count + 8 * offsets
         if found != expected:
-            if found < expected:
-                what = "truncated"
-            else:
-                what = "longer than its header states"
+            what = "truncated" if found < expected else "longer than its header states"
             raise DataError(
                 f"{self._idx} has {found} bytes, but {count} sequences and {offsets} document "
                 f"offsets need {expected}: it is {what}. {_AGAIN}"
@@ -294,10 +290,7 @@ class IndexedDataset:
             and bool(np.all(ends[1:] >= ends[:-1]))
         )
         if not ordered:
-            if len(ends):
-                described = f"from {ends[0]} to {ends[-1]}"
-            else:
-                described = "none"
+            described = f"from {ends[0]} to {ends[-1]}" if len(ends) else "none"
             raise DataError(
                 f"{self._idx}: document offsets ({described}) must rise from 0 to the number of "
                 f"sequences, {len(self.sizes)}. {_AGAIN}"
@@ -309,10 +302,7 @@ class IndexedDataset:
         found = self._bin.stat().st_size
         expected = total * self.dtype.itemsize
         if found != expected:
-            if found < expected:
-                what = "truncated"
-            else:
-                what = "not the file that this index was made for"
+            what = "truncated" if found < expected else "not the file that this index was made for"
             raise DataError(
                 f"{self._bin} has {found} bytes, but the {total} {self.dtype.name} tokens of "
                 f"{self._idx.name} need {expected}: it is {what}. Copy both files again, or "

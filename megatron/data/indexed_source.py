@@ -1,6 +1,5 @@
 """Sources of samples from indexed data sets (.bin and .idx)."""
 
-import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +20,7 @@ _SCANNED_TOKENS = 1 << 20
 
 
 class IndexedSource(PositionSource):
-    """Base class of the sources of training and evaluation samples.
-
-    Subclasses define what happens on a resume and at the end of the data.
-    """
+    """Source of training samples. Each sample is read once, in the order of the segments."""
 
     kind = "indexed"
 
@@ -121,17 +117,9 @@ class IndexedSource(PositionSource):
         self._registry.notes.extend(f"{self.name}: {note}" for note in notes)
         return history
 
-    @abc.abstractmethod
-    def _resume(self, recorded: History) -> tuple[History, list[str]]:
-        """Return the order that continues a recorded one, and messages about what changed."""
-
     def _wrap_around(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions that are read. Training reads each position as it is."""
         return positions
-
-
-class GPTTrainSource(IndexedSource):
-    """Source of training samples. Each sample is read once, in the order of the segments."""
 
     def must_extend(self, batch_size: int) -> bool:
         """Return whether endless data must be extended before the next batch."""
@@ -171,11 +159,12 @@ class GPTTrainSource(IndexedSource):
         return super().read_batch(batch_size, seq_length)
 
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
+        """Return the order that continues a recorded one, and messages about what changed."""
         number = sum(phase.start_sample <= self._consumed for phase in self._phases)
         return recorded.resume(self._consumed, self._phases[number - 1 :])
 
 
-class GPTValidSource(IndexedSource):
+class EvaluationSource(IndexedSource):
     """Source of evaluation samples.
 
     An evaluation continues where the last one ended. After the last sample it starts again at the
@@ -191,6 +180,10 @@ class GPTValidSource(IndexedSource):
         return History([make_first_segment(requested)], self._registry), [
             "data, --seed or --seq-length have changed; the set is shuffled again"
         ]
+
+    def has_samples(self, end: int) -> bool:
+        """Return True, because evaluation data never end."""
+        return True
 
     def _wrap_around(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         # Evaluation data never end. The first sample follows the last one.

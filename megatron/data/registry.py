@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.base.errors import DataError
 from megatron.base.plain_text import print_to_stderr
 from megatron.data.background import Background
-from megatron.data.building import Say
+from megatron.data.building import Log
 from megatron.data.cache import WAIT_SECONDS, IndexCache, discard_entry
 from megatron.data.content import FileSet
 from megatron.data.indexed import IndexedDataset
@@ -24,7 +24,7 @@ class DatasetRegistry:
         self,
         data_cache_path: str | None,
         *,
-        log: Say = print_to_stderr,
+        log: Log = print_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Create a registry without data sets.

@@ -323,8 +323,12 @@ class NativeEngine(EngineBase):
     def _refresh_model(self) -> None:
         """Copy the fp32 masters to the low-precision weights.
 
-        FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy.
+        FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy. But an
+        evaluation leaves weights gathered, and these are out of date.
         """
+        for stage in self._rank_stages:
+            if stage.sharded is not None:
+                stage.sharded.drop_gathered()
         copied = self._list_copied()
         if copied:
             foreach_copy_([m.model_parameter.data for m in copied], [m.weight.data for m in copied])

@@ -242,6 +242,11 @@ class ShardedModel:
         for number, sharded in enumerate(self._sharded):
             if self._fused_gradients and number < len(self.model.blocks):
                 _keep_gradients_in_fp32(sharded)
+        self.drop_gathered()
+
+    def drop_gathered(self) -> None:
+        """Drop the gathered parameters. The next pass gathers them again from the shards."""
+        for sharded in self._sharded:
             sharded.reshard()
 
     def prepare_backward(self, *, last: bool) -> None:

@@ -147,5 +147,5 @@ def _describe_refusal(
         f"--attention-backend {' '.join(names)}: none of these kernels computes attention on "
         f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {shape.head_dim}, "
         f"{bias} and --attention-dropout {shape.config.attention_dropout}. PyTorch's reasons: "
-        f"{why} Add unfused at the end, which computes all layers, or leave the flag out"
+        f"{why} Add unfused at the end, which computes all layers, or give auto"
     )

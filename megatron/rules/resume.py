@@ -232,7 +232,7 @@ def warn_about_changes(context: ResumeContext) -> Iterator[Finding]:
         return
     table = all_fields()
     rows = [
-        (table[dotted].flag, _show(before), _show(now))
+        (table[dotted].flag, *(_show(value, table[dotted]) for value in (before, now)))
         for dotted, before, now in find_config_differences(context.saved, context.plan.config)
         if _is_listed(table[dotted]) and not _is_left_to_start(dotted, now)
     ]
@@ -262,9 +262,10 @@ def _is_left_to_start(dotted: str, now: str) -> bool:
     return dotted.startswith("kernels.") and now in ("null", '["by-gpu"]')
 
 
-def _show(value: str) -> str:
+def _show(value: str, field: Field) -> str:
     """Return a value in JSON as text for people."""
-    return {"null": "not set", "true": "on", "false": "off", "[]": "not set"}.get(value, value)
+    unset = "auto" if field.is_switch else "not set"
+    return {"null": unset, "true": "on", "false": "off", "[]": "not set"}.get(value, value)
 
 
 def warn_about_new_states(context: ResumeContext) -> Iterator[Finding]:

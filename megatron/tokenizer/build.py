@@ -227,10 +227,13 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        hint = ""
+        if path.suffix == ".model":
+            hint = ". A tokenizer.model needs --tokenizer-type SentencePieceTokenizer."
         raise ConfigError(
             describe_tiktoken(path)
             or f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: "
-            f"{error}{_hint_at_type(path)}"
+            f"{error}{hint}"
         ) from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest > _LARGEST_ID:
@@ -256,14 +259,10 @@ def _find_growth(normalizer: dict[str, Any]) -> float:
     if normalizer.get("type") == "Replace":
         replaced = normalizer["pattern"].get("String", "x")
         return max(1.0, len(normalizer["content"]) / max(1, len(replaced)))
+    # A text of one character is the worst case.
+    if normalizer.get("type") == "Prepend":
+        return 1.0 + len(normalizer["prepend"])
     return 1.0
-
-
-def _hint_at_type(path: Path) -> str:
-    """Return the end of a message if a file is probably one of SentencePiece."""
-    if path.suffix == ".model":
-        return ". A tokenizer.model needs --tokenizer-type SentencePieceTokenizer."
-    return ""
 
 
 def _hint_at_other_types(config: TokenizerConfig) -> str:
@@ -395,14 +394,15 @@ def read_special_token(folder: Path, name: str) -> str | None:
     # The first file that names a token wins. Some folders have only one of the two.
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / file).is_file():
-            token = _read_json(
-                str(folder / file), f"--tokenizer-name-or-path: {folder / file}"
-            ).get(name)
-            if token is not None:
-                # The token is a text, or an object with the token's settings.
-                if isinstance(token, dict):
-                    return token["content"]
+            named = f"--tokenizer-name-or-path: {folder / file}"
+            token = _read_json(str(folder / file), named).get(name)
+            # The token is a text, or an object with the token's settings.
+            if isinstance(token, dict):
+                token = token.get("content", token)
+            if isinstance(token, str):
                 return token
+            if token is not None:
+                raise ConfigError(f"{named}: {name} is {str(token)[:80]}, and must be a text.")
     return None
 
 
@@ -427,10 +427,7 @@ def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
         )
     # The error depends on the damage: OSError, ValueError, ImportError, KeyError and others.
     except Exception as error:
-        if str(error).strip():
-            first = str(error).strip().splitlines()[0]
-        else:
-            first = type(error).__name__
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"--tokenizer-name-or-path {name} cannot be read: {first.rstrip('.')}. Give a folder "
             "that holds a tokenizer."

@@ -5,10 +5,14 @@ no code of a repository is run. The vocabulary is fetched last, so a folder in t
 one is complete.
 """
 
+import errno
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import INDEX_BYTES
 
 _SMALL_FILES = (
     "tokenizer_config.json",
@@ -34,9 +38,7 @@ def find_tokenizer_folder(name_or_path: str | None) -> Path | None:
         return path
     if path.is_file():
         return path.parent
-    if not is_hub_name(name_or_path):
-        return None
-    return _find_in_cache(name_or_path)
+    return _find_in_cache(name_or_path) if is_hub_name(name_or_path) else None
 
 
 def find_tokenizer_file(name_or_path: str | None, file: str) -> Path | None:
@@ -47,9 +49,7 @@ def find_tokenizer_file(name_or_path: str | None, file: str) -> Path | None:
     if name_or_path is not None and Path(name_or_path).is_file():
         return Path(name_or_path)
     folder = find_tokenizer_folder(name_or_path)
-    if folder is not None and (folder / file).is_file():
-        return folder / file
-    return None
+    return folder / file if folder is not None and (folder / file).is_file() else None
 
 
 def is_hub_name(name_or_path: str) -> bool:
@@ -66,19 +66,30 @@ def fetch_tokenizer(name: str) -> Path:
     Raises:
         ConfigError: It is neither, or the Hub cannot be reached.
     """
-    found = find_tokenizer_folder(name)
-    if found is not None:
+    if (found := find_tokenizer_folder(name)) is not None:
         return found
     # A name on the Hub cannot be told from a path, except if it is that of a file.
     if not is_hub_name(name) or name.endswith((".model", ".json")):
         raise ConfigError(f"--tokenizer-name-or-path {name} does not exist. Correct the path.")
     # The package is slow to import, and most runs do not need it.
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download, utils
 
+    class BoundedBar(utils.tqdm):
+        """A bar of the bytes that arrive, which ends a download that is too long."""
+
+        arrived = 0.0
+
+        def update(self, n: float | None = 1) -> Any:
+            self.arrived += n or 0
+            if self.arrived > INDEX_BYTES:
+                raise OSError(errno.EFBIG, f"the Hub sends more than {INDEX_BYTES:,} bytes")
+            return super().update(n)
+
+    fetch = functools.partial(snapshot_download, name, tqdm_class=BoundedBar)
     try:
-        folder = snapshot_download(name, allow_patterns=list(_SMALL_FILES))
+        folder = fetch(allow_patterns=list(_SMALL_FILES))
         # The last part of the path is the commit. The repository may change in between.
-        snapshot_download(name, revision=Path(folder).name, allow_patterns=list(_VOCABULARY_FILES))
+        fetch(revision=Path(folder).name, allow_patterns=list(_VOCABULARY_FILES))
     # The texts of these errors are not shown, because they may have signed addresses.
     except errors.GatedRepoError as error:
         raise ConfigError(
@@ -93,6 +104,7 @@ def fetch_tokenizer(name: str) -> Path:
     # No connection, no space on the disk, HF_HUB_OFFLINE, an answer that is not the Hub's.
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = error if getattr(error, "errno", 0) == errno.EFBIG else type(error).__name__
         if status in (401, 403):
             raise ConfigError(
                 f"--tokenizer-name-or-path {name}: the Hub refuses the token (HTTP {status}). "
@@ -100,7 +112,7 @@ def fetch_tokenizer(name: str) -> Path:
             ) from None
         raise ConfigError(
             f"--tokenizer-name-or-path {name} is not a folder on this machine, and cannot be "
-            f"downloaded from the Hub ({type(error).__name__}). Correct it, or download it where "
+            f"downloaded from the Hub ({reason}). Correct it, or download it where "
             f"the Hub can be reached, with hf download {name} {' '.join(_VOCABULARY_FILES)} "
             f"{' '.join(_SMALL_FILES[:3])} --local-dir FOLDER, and give this folder."
         ) from None
@@ -119,15 +131,10 @@ def _find_in_cache(name: str) -> Path | None:
     # The package is slow to import, and most runs do not need it.
     from huggingface_hub import snapshot_download
 
+    patterns = [*_SMALL_FILES, *_VOCABULARY_FILES]
     try:
         # With the patterns, newer versions of the package refuse a folder that is incomplete.
-        folder = Path(
-            snapshot_download(
-                name,
-                allow_patterns=[*_SMALL_FILES, *_VOCABULARY_FILES],
-                local_files_only=True,
-            )
-        )
+        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     # The package raises several classes for what it does not find.
     except Exception:
         return None

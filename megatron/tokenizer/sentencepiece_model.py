@@ -9,6 +9,7 @@ GPTSentencePieceTokenizer and Llama2Tokenizer are this tokenizer.
 
 import functools
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,7 @@ def read_sentencepiece(path: Path) -> SentencePieceTokenizer:
 
 def is_sentencepiece_installed() -> bool:
     """Return whether the library can be imported."""
-    try:
-        _import_sentencepiece()
-    except ConfigError:
-        return False
-    return True
+    return find_spec("sentencepiece") is not None
 
 
 def _import_sentencepiece() -> Any:

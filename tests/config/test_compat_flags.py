@@ -16,8 +16,7 @@ from megatron.config.presets import read_preset
 from megatron.config.saved import load_yaml
 from megatron.config.yaml_file import dump_yaml
 from megatron.data.shares import parse_shares
-from megatron.extras.translators.compat import SYSTEMS, TABLE, find_row, find_rows
-from megatron.extras.translators.compat_row import Row
+from megatron.extras.translators.compat import SYSTEMS, TABLE, Row, find_row, find_rows
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 

@@ -36,6 +36,12 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path: Path) -> None
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_name_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(OSError, match="its name is not possible"):
+        open_regular(name)
+
+
 def test_a_file_that_has_grown_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of a file of /proc is 0 before it is read, as if it grew."""
     path = Path("/proc/self/status")

@@ -10,11 +10,11 @@ from config.minimal import REQUIRED, config_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import MOST_ERRORS, ConfigError, combine_errors
 from megatron.config.fields import Field, all_fields, build_config
 from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
-from megatron.config.yaml_file import dump_yaml
+from megatron.config.yaml_file import dump_yaml, read_text
 from megatron.extras.translators.translator import load_config
 
 
@@ -220,7 +220,7 @@ def values_of_type(annotation: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         int: st.integers(),
         float: st.floats(allow_nan=False),
-        str: st.text(),
+        str: st.text(st.characters(codec="utf-8", exclude_characters="\0")),
     }
     if annotation in simple:
         return simple[annotation]
@@ -250,3 +250,20 @@ def test_ranks_read_a_path_that_is_not_utf_8():
     """Python has such a byte of the command line as a surrogate, which libyaml refuses."""
     config = load_config([*REQUIRED, "--save", os.fsdecode(b"runs/\xe9")]).config
     assert load_yaml(dump_yaml(config), fast=True) == config
+
+
+def test_text_with_the_character_nul_is_refused() -> None:
+    """Each call that opens such a name would raise a ValueError."""
+    contents = read_text('checkpoint: {save: "a\\0b"}\ndata: {data_path: ["a\\0b"]}', "run.yaml")
+    assert len(contents.errors) == 2
+    assert all("must not have the character NUL" in error for error in contents.errors)
+
+
+def test_a_file_with_thousands_of_errors_has_a_short_message() -> None:
+    keys = "".join(f"  key{number}: {'x' * 90}\n" for number in range(3000))
+    contents = read_text(f"model:\n{keys}", "run.yaml")
+    assert len(contents.errors) == MOST_ERRORS + 1
+    message = str(combine_errors([*contents.errors, "x" * 10**6]))
+    assert len(message) < 10**4
+    assert message.endswith("and more")
+    assert len(str(combine_errors(["x" * 10**6]))) < 10**4

@@ -194,7 +194,7 @@ def list_slices(
     for each in list_megatron_tensors(shape):
         if (each.layer, each.name) in found:
             continue
-        tensor = saved.tensors[kind, each.ours]
+        tensor = saved.tensors[kind, each.parameter]
         if each.name in ("embedding.word.weight", "head.weight"):
             slices = list(pad(tensor, 128 * tp).chunk(tp))
         elif each.name.startswith("attention.qkv"):

@@ -69,7 +69,7 @@ def save_theirs(family: str, folder: Path) -> Path:
 def test_every_field_of_the_architecture_is_covered_once(
     architecture: architectures.Architecture,
 ) -> None:
-    covered = [name for pair in architecture.pairs for name in pair.ours]
+    covered = [name for pair in architecture.pairs for name in pair.model_fields]
     assert len(covered) == len(set(covered))
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert fields - set(covered) <= NOT_ARCHITECTURE

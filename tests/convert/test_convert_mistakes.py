@@ -190,19 +190,19 @@ def test_a_mistake_in_a_layout_is_found(
 ) -> None:
     folder = prepare(family)
     groups = int(FAMILIES[family].ours.get("num_query_groups", HEADS))
-    to_ours = TensorPair.to_ours
+    from_hf = TensorPair.from_hf
     to_hf = TensorPair.to_hf
 
     def name_inside(pair: TensorPair) -> str:
-        return pair.ours if pair.layer is None else pair.ours.split(".", 2)[2]
+        return pair.name if pair.layer is None else pair.name.split(".", 2)[2]
 
     def read(pair: TensorPair, parts: Sequence[Tensor]) -> Tensor:
-        return change(name_inside(pair), to_ours(pair, parts), groups, False)
+        return change(name_inside(pair), from_hf(pair, parts), groups, False)
 
     def write(pair: TensorPair, tensor: Tensor) -> tuple[Tensor, ...]:
         return to_hf(pair, change(name_inside(pair), tensor, groups, True))
 
-    monkeypatch.setattr(TensorPair, "to_ours", read)
+    monkeypatch.setattr(TensorPair, "from_hf", read)
     monkeypatch.setattr(TensorPair, "to_hf", write)
     if change is not shift_rows:
         check_that_both_directions_fail(folder)

@@ -145,6 +145,7 @@ def test_llm_baselines_computes_the_same_and_keeps_its_states(
 ) -> None:
     # 12 layers, because the order of names as text puts layer 10 before layer 2.
     inner = 48 if flags == LLAMA else None
+    torch.manual_seed(0)
     theirs = Model(12, 16, 16, ROWS, bias=False, inner=inner)
     optimizer = build_llm_baselines_optimizer(theirs)
     fill_states(theirs, optimizer, 5)

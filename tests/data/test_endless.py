@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
-from megatron.data.indexed_source import GPTTrainSource
+from megatron.data.indexed_source import IndexedSource
 from megatron.data.planned_phase import DataPhase, PlannedPhase
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.source_kind import SourceRequest
@@ -58,7 +58,7 @@ def read(source: object, batches: int, batch_size: int = 4) -> list[tuple[int, .
 
     The last label of a sample is the first token of another one, so it is left out.
     """
-    assert isinstance(source, GPTTrainSource)
+    assert isinstance(source, IndexedSource)
     rows: list[tuple[int, ...]] = []
     for _ in range(batches):
         if source.must_extend(batch_size):
@@ -75,7 +75,7 @@ def count_tokens(rows: list[tuple[int, ...]]) -> NDArray[np.int64]:
 
 def test_each_pass_reads_each_token_once(tmp_path: Path, corpora: list[str]) -> None:
     sources = build(tmp_path, corpora[0])
-    assert isinstance(sources.train, GPTTrainSource)
+    assert isinstance(sources.train, IndexedSource)
     # 300 tokens make 29 samples. What is left of a pass does not fill one.
     assert sources.train.history.end == 29
     rows = read(sources.train, 29, batch_size=2)
@@ -126,7 +126,7 @@ def test_a_changed_seed_reads_the_rest_of_the_pass_first(
     rows = read(first.train, 5)
     second = build(tmp_path, corpora[0], seed=8)
     second.load(first.state())
-    assert isinstance(second.train, GPTTrainSource)
+    assert isinstance(second.train, IndexedSource)
     # The 9 samples that were not read yet, and then another pass of 29.
     assert second.train.history.end == 29 + 29
     rows += read(second.train, 9, batch_size=1)

@@ -22,8 +22,7 @@ from megatron.data.source import BatchSlice
 from megatron.extras.stream.build import _StreamOpener
 from megatron.extras.stream.filters import Filters
 from megatron.extras.stream.listing import list_dataset
-from megatron.extras.stream.open_shard import OpenShard
-from megatron.extras.stream.reader import Cursor, ShardReader
+from megatron.extras.stream.reader import Cursor, OpenShard, ShardReader
 from megatron.extras.stream.shard_order import MixturePhase
 from megatron.extras.stream.source import StreamSource
 from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset

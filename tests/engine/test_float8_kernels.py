@@ -46,9 +46,9 @@ def make_matrices(device: str) -> Iterator[Tensor]:
         other[3, 7] = wrong
         yield other.to(device)
     # Rows of a wider matrix, and a transposed one.
-    wide = torch.randn(20, 80, generator=generator).bfloat16().to(device)
+    wide = torch.randn(9, 80, generator=generator).bfloat16().to(device)
     yield wide[:, :33]
-    yield wide.t()
+    yield wide[:, :20].t()
 
 
 def are_equal(found: Any, expected: Any) -> bool:
@@ -116,19 +116,23 @@ def compare_matrix(x: Tensor) -> list[str]:
     def compare(name: str, function: Callable[..., Any], *arguments: Any) -> None:
         found[name] = function(*arguments), compute_reference(function, *arguments)
 
-    compare("rows", round_complete_rows, x, FORWARD)
-    by_row = find_by_row(x)
-    compare("largest of rows", find_by_row, x)
+    # A row has a program of its own, which takes milliseconds in the interpreter.
+    some = x if x.is_cuda or len(x) < 10 else x[-3:]
+    compare("rows", round_complete_rows, some, FORWARD)
+    compare("largest of rows", find_by_row, some)
     if len(x):
-        whole = find_whole(x)
+        whole, by_row = (compute_reference(find, x) for find in (find_whole, find_by_row))
         compare("largest", find_whole, x)
         compare("both orders", round_to_float8, x, whole, E5M2, "both")
         compare("order of columns", round_to_float8, x, whole, FORWARD, "columns")
         compare("rows of shards", round_to_float8, x, by_row, E5M2)
         # A master has digits that bf16 does not have.
         master = x.float() * (1 + 2.0**-9)
-        compare("largest of a master", find_by_row, master)
-        whole, by_row = (find(master).bfloat16().float() for find in (find_whole, find_by_row))
+        compare("largest of a master", find_whole, master)
+        compare("largest of rows of a master", find_by_row, master[-3:])
+        whole, by_row = (
+            compute_reference(find, master).bfloat16().float() for find in (find_whole, find_by_row)
+        )
         for name, scales in (("weight", whole), ("weight by rows", by_row)):
             compare(name, round_weight, master, scales, whole, torch.bfloat16)
     return [name for name, (a, b) in found.items() if not all(map(are_equal, *map(wrap, (a, b))))]

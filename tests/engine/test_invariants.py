@@ -204,6 +204,17 @@ def test_a_repaired_run_equals_an_undisturbed_run(
     assert runs.losses("repaired") == runs.losses("clean")
 
 
+def test_a_repair_reaches_weights_that_an_evaluation_has_gathered(runs: Runs) -> None:
+    """Replicas are checked before an evaluation, or before the save after it."""
+    ends = "--check-invariants-interval 100 --eval-interval 3 --eval-iters 1 --save-interval 3"
+    flags = f"--sharding-strategy ddp {REPAIR} {ends}"
+    succeed(runs("clean", flags, 2))
+    what = ("mlp.up", "weight", 0.5)
+    output = succeed(runs("repaired", flags, 2, at=3, who=1, what=what))
+    assert "overwritten with the first rank's replica after iteration 3: " in output
+    assert runs.losses("repaired") == runs.losses("clean")
+
+
 def test_without_a_check_the_losses_differ(runs: Runs) -> None:
     what = ("input_norm", "weight", 0.5)
     succeed(runs("clean", TP2, 2))

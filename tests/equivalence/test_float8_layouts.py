@@ -3,12 +3,17 @@
 Everything besides the products is in fp32. Sums in another order change the last bit of some
 numbers. Such a change flips a rounding to float8 only if the number lies next to the middle of two
 float8 values. The flipped ones of all steps are counted.
+
+A flip causes others. So larger models replay what one process rounded: each rank rounds its part
+of the values of one process in place of its own. Then no difference comes from an earlier rounding,
+and each value of each step must be equal up to the error of sums.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
 LOSS_BOUND = 1e-5
 NORM_BOUND = 1e-4
 FLIPPED = 1e-5
+# In a replay, errors of sums do not grow.
+REPLAYED_BOUND = 1e-6
+VALUE_BOUND = 2e-6
 STEPS = 10
 RATE = 1e-5
 # The model is small, because each rounded value is a chance of a flip.
@@ -62,6 +70,8 @@ class Layout:
     short: bool = False
     padded: bool = False
     """Whether the layout multiplies with the operator of GPUs, whose sizes are padded."""
+    other_attention: bool = False
+    """Whether another kernel than in one process computes attention."""
 
 
 LAYOUTS = [
@@ -87,7 +97,7 @@ LAYOUTS = [
     Layout("TP 2, one query group", 2, f"{TP2} {SP}", "--num-query-groups 1"),
     # Three is no power of two, so the factor of the loss must not depend on the ranks.
     Layout("DP 3", 3, "--zero-stage 3", "--global-batch-size 6"),
-    Layout("CP 3", 3, "--context-parallel-size 3", "--seq-length 36"),
+    Layout("CP 3", 3, "--context-parallel-size 3", "--seq-length 36", other_attention=True),
     Layout("TP 2, compiled", 2, f"{TP2} {SP} --use-torch-compile"),
     Layout("PP 3", 3, "--pipeline-model-parallel-size 3"),
     Layout("ZeRO 1", 2, "--zero-stage 1"),
@@ -99,7 +109,7 @@ LAYOUTS = [
         "--micro-batch-size 1",
         short=True,
     ),
-    Layout("CP 2", 2, CP2),
+    Layout("CP 2", 2, CP2, other_attention=True),
     Layout("CP 2, a2a", 2, f"{CP2} --cp-comm-type a2a"),
     Layout(
         "TP 2, uneven PP 2, DP 2, ZeRO 3",
@@ -119,32 +129,74 @@ LAYOUTS = [
         4,
         f"{CP2} {TP2} {SP} --checkpoint-activations --checkpoint-fraction 1/2",
         "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+        other_attention=True,
     ),
 ]
 
 
-def train_cases(cases: Sequence[str], shared: bool, padded: bool) -> Any:
-    """Train every case on this rank, and return its numbers. See `train`.
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a world train, one case after the other."""
 
-    Args:
-        cases: The flags of each case.
-        shared: Otherwise, each rank takes the largest values from its own parts.
-        padded: Multiply with the operator of GPUs, which is slow on a CPU.
+    cases: tuple[str, ...]
+    """The flags of each case."""
+    replayed: tuple[str, ...] = ()
+    """Files with what one process rounded, one for each case. Empty: ranks round their own values.
     """
+    steps: int = STEPS
+    padded: bool = False
+    """Multiply with the operator of GPUs, which is slow on a CPU."""
+    fault: str = ""
+    """The name of a planted error. Empty: none."""
+
+
+def train_job(job: Job) -> Any:
+    """Train every case on this rank, and return its numbers. See `train`."""
     from megatron.extras.float8 import products
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.join import join_ranks
 
     world = read_launcher_world()
-    ranks = join_ranks(load_config(cases[0].split()), world)
+    ranks = join_ranks(load_config(job.cases[0].split()), world)
     with ExitStack() as patches:
-        if not shared:
-            patches.enter_context(mock.patch.object(products, "_share_largest"))
-        if padded:
+        if job.fault:
+            patches.enter_context(FAULTS[job.fault]())
+        if job.padded:
             multiply = partial(_multiply_on_tensor_cores, products.multiply_rounded)
             patches.enter_context(mock.patch.object(products, "multiply_rounded", multiply))
-        return [train_case(case, ranks, world) for case in cases]
+        files = job.replayed or (None,) * len(job.cases)
+        return [
+            train_case(case, ranks, world, file, job.steps)
+            for case, file in zip(job.cases, files, strict=True)
+        ]
+
+
+def _use_own_scales() -> Any:
+    """Let each rank take the largest values from its own parts."""
+    from megatron.extras.float8.products import Float8Products
+
+    find = Float8Products._find_largest
+
+    def find_alone(its: Any, matrices: Any, groups: Any) -> Any:
+        return find(its, matrices, ())
+
+    return mock.patch.object(Float8Products, "_find_largest", find_alone)
+
+
+def _scale_attention() -> Any:
+    """Make the results of attention wrong by 1 in 65,536."""
+    from megatron.model import attention_core
+
+    attend = attention_core.attend
+
+    def attend_wrongly(*arguments: Any) -> torch.Tensor:
+        return attend(*arguments) * (1 + 2.0**-16)
+
+    return mock.patch.object(attention_core, "attend", attend_wrongly)
+
+
+FAULTS = {"own scales": _use_own_scales, "attention": _scale_attention}
 
 
 def _multiply_on_tensor_cores(multiply: Any, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -152,8 +204,10 @@ def _multiply_on_tensor_cores(multiply: Any, *arguments: Any, **options: Any) ->
     return multiply(*arguments, **{**options, "emulated": False})
 
 
-def train_case(case: str, ranks: "Ranks", world: "LaunchedWorld") -> Any:
-    """Train one case. See `train_cases`."""
+def train_case(
+    case: str, ranks: "Ranks", world: "LaunchedWorld", replayed: str | None, steps: int
+) -> Any:
+    """Train one case. See `Job`."""
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
     from megatron.run.start.job import agree_on_job
@@ -164,31 +218,34 @@ def train_case(case: str, ranks: "Ranks", world: "LaunchedWorld") -> Any:
     timers = build_timers(world)
     mesh = divide_ranks(job.plan, ranks, world, timers)
     run = start_run(loaded, job, mesh, timers, None)
-    result = train(run, loaded.config.model.seq_length)
+    result = train(run, loaded.config.model.seq_length, replayed, steps)
     run.reporter.close()
     run.sources.close()
     return result
 
 
-def train(run: "Run", length: int) -> Any:
+def train(run: "Run", length: int, replayed: str | None, steps: int) -> Any:
     """Return the numbers of all steps and of an evaluation, and what the layers rounded."""
     assert run.sources.train is not None
-    recorder = Recorder(run, length)
+    given = None
+    if replayed is not None:
+        given = torch.load(replayed, mmap=True, weights_only=False)
+    recorder = Recorder(run, length, given)
     size = run.plan.batch_size.get_size(0, 0)
-    steps = []
+    results = []
     batch = run.sources.train.read_batch(size, length)
     shares = read_shares(run, batch)
     with recorder.watch():
-        for iteration in range(1, STEPS + 1):
+        for iteration in range(1, steps + 1):
             if iteration > 1:
                 batch = run.sources.train.read_batch(size, length)
             recorder.begin_step()
             result = run.engine.train_batch(batch, iteration=iteration, lr=RATE)
-            steps.append((result.loss, result.grad_norm))
+            results.append((result.loss, result.grad_norm))
     batch = run.sources.valid["validation"].read_batch(size)
     loss = run.engine.eval_batch(batch)
-    run.engine.check_invariants(repair=False, iteration=STEPS, last_good=None)
-    return steps, loss, recorder.close(), shares
+    run.engine.check_invariants(repair=False, iteration=steps, last_good=None)
+    return results, loss, recorder.close(), shares
 
 
 def read_shares(run: "Run", batch: Any) -> dict[str, list[float]]:
@@ -224,39 +281,43 @@ def join(of_ranks: Sequence[Any]) -> Result:
     return Result(steps, loss, join_operands([each[2] for each in of_ranks]), shares)
 
 
-Train = Callable[..., list[Result]]
+class Worlds:
+    """Trains with each recipe in a world."""
 
+    def __init__(self, pool: ProcessPool, corpus: str, folder: Path) -> None:
+        self._pool = pool
+        self._folder = folder
+        self._base = f"{MODEL} --data-path {corpus} --data-cache-path {folder}"
+        self._alone: dict[tuple[str, int], list[Result]] = {}
 
-@pytest.fixture(scope="module")
-def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains with each recipe in a world, and returns the results."""
-    cache = tmp_path_factory.mktemp("cache")
-    alone: dict[str, list[Result]] = {}
+    def train_alone(self, flags: str, steps: int = STEPS) -> list[Result]:
+        """Return the results of one process, which trains once with the same flags."""
+        if (flags, steps) not in self._alone:
+            self._alone[flags, steps] = self.train(1, flags, steps=steps)
+        return self._alone[flags, steps]
 
-    def run(
-        ranks: int,
-        flags: str,
-        *,
-        shared: bool = True,
-        padded: bool = False,
-        recipes: Sequence[str] = tuple(RECIPES),
+    def train(
+        self, ranks: int, flags: str, recipes: Sequence[str] = tuple(RECIPES), **options: Any
     ) -> list[Result]:
-        if ranks > 1:
-            return launch(ranks, flags, shared, padded, recipes)
-        if flags not in alone:
-            alone[flags] = launch(ranks, flags, shared, padded, recipes)
-        return alone[flags]
-
-    def launch(
-        ranks: int, flags: str, shared: bool, padded: bool, recipes: Sequence[str]
-    ) -> list[Result]:
-        paths = f"--data-path {corpus} --data-cache-path {cache}"
-        cases = [f"{MODEL} {paths} {RECIPES[recipe]} {flags}" for recipe in recipes]
-        outcomes = pool.run(ranks, train_cases, cases, shared, padded)
+        """Return the results of a world. The options are those of `Job`."""
+        cases = tuple(f"{self._base} {RECIPES[recipe]} {flags}" for recipe in recipes)
+        outcomes = self._pool.run(ranks, train_job, Job(cases, **options))
         succeed(outcomes)
         return [join([each.value[case] for each in outcomes]) for case in range(len(cases))]
 
-    return run
+    def replay(
+        self, ranks: int, flags: str, alone: Sequence[Result], **options: Any
+    ) -> list[Result]:
+        """Return the results of a world that rounds the values of one process."""
+        files = tuple(str(self._folder / f"{recipe}.pt") for recipe in RECIPES)
+        for result, file in zip(alone, files, strict=True):
+            torch.save(result.operands, file)
+        return self.train(ranks, flags, replayed=files, **options)
+
+
+@pytest.fixture(scope="module")
+def worlds(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds(pool, corpus, tmp_path_factory.mktemp("worlds"))
 
 
 @pytest.mark.parametrize(
@@ -266,56 +327,93 @@ def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPat
         for each in LAYOUTS
     ],
 )
-def test_layouts_equal_one_process(layout: Layout, train_world: Train) -> None:
-    alone = train_world(1, layout.common)
+def test_layouts_equal_one_process(layout: Layout, worlds: Worlds) -> None:
+    alone = worlds.train_alone(layout.common)
     flags = f"{layout.common} {layout.flags}"
-    together = train_world(layout.ranks, flags, padded=layout.padded)
+    together = worlds.train(layout.ranks, flags, padded=layout.padded)
     for recipe, found, expected in zip(RECIPES, together, alone, strict=True):
-        compare(found, expected, recipe)
+        compare(found, expected, recipe, other_attention=layout.other_attention)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ranks_that_do_not_share_the_largest_values_differ(recipe: str, train_world: Train) -> None:
-    """The comparison finds what this design prevents, from the largest values on."""
-    expected = dict(zip(RECIPES, train_world(1, ""), strict=True))[recipe]
-    with pytest.raises(AssertionError, match="blocks"):
-        compare(train_world(2, TP2, shared=False, recipes=(recipe,))[0], expected, recipe)
+def test_ranks_that_do_not_share_the_largest_values_differ(recipe: str, worlds: Worlds) -> None:
+    """Each rank then has a scale of its own for the input of a row-parallel layer."""
+    with pytest.raises(AssertionError, match=r"attention.out', 'input'.*ranks disagree"):
+        worlds.train(2, TP2, (recipe,), fault="own scales")
 
 
-WIDER = {
-    "TP 2": (2, f"{TP2} {SP}", ""),
-    "CP 2": (2, CP2, ""),
-    "ZeRO 3": (2, "--zero-stage 3", ""),
-    "TP 2, one query group": (2, f"{TP2} {SP}", "--num-query-groups 1"),
+MIDDLE = "--hidden-size 48 --ffn-hidden-size 144"
+WIDE = "--hidden-size 64 --ffn-hidden-size 192 --seq-length 64"
+WIDER = "--hidden-size 256 --ffn-hidden-size 768 --seq-length 64"
+LARGE_WEIGHTS = "--init-method-std 0.1"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+THREE_HEADS = "--num-attention-heads 3 --num-query-groups 3"
+SHARED = "--num-query-groups 1"
+REPLAYED = {
+    "CP 2, large weights": (2, CP2, f"{MIDDLE} {LARGE_WEIGHTS}"),
+    "CP 2, large weights, dropout": (2, CP2, f"{MIDDLE} {LARGE_WEIGHTS} {DROPOUT}"),
+    "CP 8": (8, "--context-parallel-size 8", MIDDLE),
+    "TP 3": (
+        3,
+        "--tensor-model-parallel-size 3",
+        f"--hidden-size 48 --ffn-hidden-size 99 {THREE_HEADS}",
+    ),
+    "TP 2, CP 2, half recomputed": (
+        4,
+        f"{TP2} {SP} {CP2} --checkpoint-activations --checkpoint-fraction 1/2",
+        MIDDLE,
+    ),
+    **{
+        f"{name}, width {width}": (2, flags, f"{model} {common}")
+        for width, model in ((64, WIDE), (256, WIDER))
+        for name, flags, common in (
+            ("TP 2", f"{TP2} {SP}", ""),
+            ("CP 2", CP2, ""),
+            ("ZeRO 3", "--zero-stage 3", ""),
+            ("TP 2, one query group", f"{TP2} {SP}", SHARED),
+        )
+    },
 }
+"""Name -> ranks, flags of the layout, flags that one process gets too."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("width", [64, 256])
-@pytest.mark.parametrize("layout", WIDER)
-def test_a_wider_model_equals_one_process_up_to_the_first_flip(
-    width: int, layout: str, train_world: Train
-) -> None:
-    """A wider model has more values, so some flip. What comes after a flip depends on it.
-
-    `pytest -s` shows the numbers.
-    """
-    ranks, flags, common = WIDER[layout]
-    model = f"--hidden-size {width} --ffn-hidden-size {3 * width} --seq-length 64 {common}"
-    alone, together = train_world(1, model), train_world(ranks, f"{model} {flags}")
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_replay_equals_one_process_up_to_the_error_of_sums(name: str, worlds: Worlds) -> None:
+    """`pytest -s` shows the numbers."""
+    ranks, flags, common = REPLAYED[name]
+    # The values of a step of the widest model need 22 MB.
+    steps = 3 if WIDER in common else STEPS
+    alone = worlds.train_alone(common, steps)
+    together = worlds.replay(ranks, f"{common} {flags}", alone, steps=steps)
     for recipe, found, expected in zip(RECIPES, together, alone, strict=True):
-        flips = count_flips(found.operands, expected.operands)
-        loss, norm = compare_steps(found.steps, expected.steps)
-        print(f"{recipe}: {flips}, loss {loss:.1e}, norm {norm:.1e}")
-        assert flips.first <= 1 + FLIPPED * flips.before
-        until = flips.step - 1
-        loss, norm = compare_steps(found.steps[:until], expected.steps[:until])
-        assert loss < LOSS_BOUND, recipe
-        assert norm < NORM_BOUND, recipe
+        compare_replay(found, expected, recipe)
 
 
-def compare(found: Result, expected: Result, recipe: str) -> None:
+@pytest.mark.full
+def test_a_replay_finds_an_error_of_attention(worlds: Worlds) -> None:
+    """The error is a sixteenth of the distance between two numbers of float8, divided by 256."""
+    alone = worlds.train_alone(MIDDLE)
+    together = worlds.replay(2, f"{MIDDLE} {CP2}", alone, fault="attention")
+    for recipe, found, expected in zip(RECIPES, together, alone, strict=True):
+        with pytest.raises(AssertionError, match=f"{recipe}: a value"):
+            compare_replay(found, expected, recipe)
+
+
+def compare_replay(found: Result, expected: Result, recipe: str) -> None:
+    """Check that each scale, and each value before it is rounded, are those of one process."""
+    flips = count_flips(found.operands, expected.operands)
+    loss, norm = compare_steps(found.steps, expected.steps)
+    print(f"{recipe}: {flips}, loss {loss:.1e}, norm {norm:.1e}")
+    assert flips.scales == 0, f"{recipe}: {flips}"
+    assert flips.largest < VALUE_BOUND, f"{recipe}: a value differs, {flips}"
+    assert flips.flipped <= 1 + FLIPPED * flips.values, f"{recipe}: {flips}"
+    assert loss < REPLAYED_BOUND, recipe
+    assert norm < REPLAYED_BOUND, recipe
+
+
+def compare(found: Result, expected: Result, recipe: str, *, other_attention: bool = False) -> None:
     """Check that scales are equal, few roundings flip, and losses and norms are close."""
     for key, operand in expected.operands.items():
         # Later steps have other weights.
@@ -325,9 +423,13 @@ def compare(found: Result, expected: Result, recipe: str) -> None:
         [*found.steps, (found.loss, 1.0)], [*expected.steps, (expected.loss, 1.0)]
     )
     assert flips.flipped <= FLIPPED * flips.values, f"{recipe}: {flips}"
+    # The first token sees one key, so the gradient of its query is an error of sums.
+    assert other_attention or not flips.in_noise, f"{recipe}: {flips}"
     for name, shares in expected.shares.items():
-        assert found.shares[name] == pytest.approx(shares, rel=1e-9), name
         assert name.endswith("flushed") or not any(shares), name
+        # Errors of sums become zero too.
+        if not (other_attention and "gradient" in name):
+            assert found.shares[name] == pytest.approx(shares, rel=1e-9), name
     assert loss < LOSS_BOUND, recipe
     assert norm < NORM_BOUND, recipe
 

@@ -477,6 +477,15 @@ def test_kernels_of_norms_equal_the_operators_of_torch(dtype: torch.dtype) -> No
                 assert max(units.values()) <= 1, units
 
 
+@needs_gpu
+@pytest.mark.gpu_core
+def test_kernels_of_float8_have_the_bits_of_pytorch() -> None:
+    pytest.importorskip("torchao")
+    from engine.test_float8_kernels import compare_all
+
+    assert compare_all("cuda") == []
+
+
 @needs_runs
 @pytest.mark.gpu_core
 @pytest.mark.parametrize("rowwise", [False, True])

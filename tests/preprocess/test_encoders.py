@@ -20,6 +20,7 @@ from tiny_corpus import GPT2, REFERENCE_PREFIX, data_files
 from tokenizers import models, normalizers, pre_tokenizers
 
 from megatron.extras.preprocess import encoders, workers
+from megatron.extras.preprocess.build_dataset import preprocess
 from megatron.extras.preprocess.encoders import (
     REFERENCE,
     Encoder,
@@ -29,7 +30,6 @@ from megatron.extras.preprocess.encoders import (
     make_encoder,
 )
 from megatron.extras.preprocess.inputs import read_blocks
-from megatron.extras.preprocess.pipeline import preprocess
 from megatron.extras.preprocess.sampling import sample_texts
 from megatron.tokenizer import HFTokenizer, Tokenizer, build_tokenizer
 
@@ -125,13 +125,13 @@ def test_a_library_that_gives_wrong_ids_during_a_run_is_replaced(
             return kind(name, "e")
         return make_encoder(name, tokenizer)
 
-    def choose(tokenizer: Tokenizer, sample: list[str], rejected: tuple[str, ...], say: Any) -> str:
+    def choose(tokenizer: Tokenizer, sample: list[str], rejected: tuple[str, ...], log: Any) -> str:
         return REFERENCE if "gigatoken" in rejected else "gigatoken"
 
     monkeypatch.setattr(workers, "make_encoder", make)
     messages: list[str] = []
     given = job(tmp_path / "out", block_bytes=block_bytes)
-    done = preprocess(given, say=messages.append, choose=choose)
+    done = preprocess(given, log=messages.append, choose=choose)
     assert done.encoder == REFERENCE
     assert "WARNING: gigatoken cannot be trusted with this corpus" in messages[0]
     assert "STARTING OVER" in messages[0]

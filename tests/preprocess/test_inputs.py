@@ -264,7 +264,7 @@ def test_damaged_folders_of_save_to_disk_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"several splits .*splits/train, .*splits/test"):
         run(job(tmp_path / "out", splits))
     (tmp_path / "bad.arrow").write_bytes(b"no arrow")
-    with pytest.raises(DataError, match="cannot be read as an Arrow stream"):
+    with pytest.raises(DataError, match="cannot be read as Arrow"):
         run(job(tmp_path / "out", tmp_path / "bad.arrow"))
 
 

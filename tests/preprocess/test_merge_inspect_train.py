@@ -303,7 +303,7 @@ def test_all_bad_files_of_a_tokenizer_are_named_and_can_be_left_out(tmp_path: Pa
     with pytest.raises(DataError, match=r"records\.jsonl:2: .*--on-bad-line skip"):
         train_bpe(patterns[1:], 300, str(tmp_path / "tok"))
     said: list[str] = []
-    made = train_bpe(patterns, 300, str(tmp_path / "tok"), say=said.append, on_bad_line="skip")
+    made = train_bpe(patterns, 300, str(tmp_path / "tok"), log=said.append, on_bad_line="skip")
     skipped = [line.split(": ", 1)[0] for line in said if " skipped: " in line]
     assert skipped == ["bad file skipped", "bad file skipped", "bad line skipped"]
     good = [str(tmp_path / "good.txt"), str(tmp_path / "one.jsonl")]

@@ -21,9 +21,9 @@ from megatron.commands import preprocess as preprocess_data
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.extras.preprocess.blocks import InputBlock, Position
+from megatron.extras.preprocess.build_dataset import PreprocessJob, Summary, preprocess
 from megatron.extras.preprocess.encoders import CANDIDATES, REFERENCE, choose_encoder
 from megatron.extras.preprocess.journal import lock_output
-from megatron.extras.preprocess.pipeline import PreprocessJob, Summary, preprocess
 from megatron.extras.preprocess.texts import extract_texts
 from megatron.tokenizer import build_tokenizer
 
@@ -48,7 +48,7 @@ def by_reference(*_: object) -> str:
 def run(given: PreprocessJob, messages: list[str] | None = None) -> Summary:
     """Run a job with the tokenizer itself, and append its messages to `messages`."""
     received = [] if messages is None else messages
-    return preprocess(given, say=received.append, choose=by_reference)
+    return preprocess(given, log=received.append, choose=by_reference)
 
 
 def encode_line(line: bytes | dict) -> bytes:
@@ -110,7 +110,7 @@ def test_the_complete_corpus_gives_the_bytes_of_the_reference(tmp_path: Path) ->
 @pytest.mark.parametrize("encoder", ["gigatoken", "tiktoken"])
 def test_every_library_gives_the_same_bytes(tmp_path: Path, encoder: str) -> None:
     pytest.importorskip(encoder)
-    preprocess(job(tmp_path / "out"), say=lambda _: None, choose=lambda *_: encoder)
+    preprocess(job(tmp_path / "out"), log=lambda _: None, choose=lambda *_: encoder)
     assert data_files(tmp_path / "out_text_document") == data_files(REFERENCE_PREFIX)
 
 

@@ -24,7 +24,7 @@ from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preprocess import pipeline, resumable
+from megatron.extras.preprocess import build_dataset, resumable
 from megatron.extras.preprocess.blocks import InputBlock
 from megatron.extras.preprocess.inputs import read_blocks
 from megatron.extras.preprocess.journal import Journal
@@ -33,7 +33,7 @@ SLOW_RUN = """
 import sys, time
 from megatron.config.data import TokenizerConfig
 from megatron.extras.preprocess.journal import Journal
-from megatron.extras.preprocess.pipeline import PreprocessJob, preprocess
+from megatron.extras.preprocess.build_dataset import PreprocessJob, preprocess
 save = Journal.save
 def save_slowly(journal, progress):
     save(journal, progress)
@@ -154,7 +154,7 @@ def test_a_run_interrupted_at_any_step_continues_to_the_same_files(
     assert step > 15, "there are several journal entries, and one step for each rename"
 
 
-def interrupt_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pipeline.PreprocessJob:
+def interrupt_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build_dataset.PreprocessJob:
     """Return a job whose first run ended after some blocks."""
     path = write_lines(tmp_path / "in.jsonl", *[{"text": f"number {n}"} for n in range(60)])
     given = job(tmp_path / "out", path, block_bytes=200, journal_seconds=0)
@@ -246,7 +246,7 @@ def test_a_worker_that_dies_is_named_and_the_run_can_continue(
             yield block
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "read_blocks", read_and_kill)
+        patch.setattr(build_dataset, "read_blocks", read_and_kill)
         with pytest.raises(DataError, match=r"worker process \d+ ended with exit code") as raised:
             run(given)
     assert "exit code -9 in " in str(raised.value)

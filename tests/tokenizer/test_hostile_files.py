@@ -62,12 +62,22 @@ def test_ids_that_no_embedding_has(tmp_path: Path) -> None:
 
 def test_normalizer_that_makes_texts_long(tmp_path: Path) -> None:
     nested: dict[str, Any] = {"type": "Sequence", "normalizers": [replace("a" * 10)] * 9}
-    for normalizer in (nested, {"type": "Sequence", "normalizers": [nested]}, replace("a" * 2000)):
+    prepend = {"type": "Prepend", "prepend": "a" * 2000}
+    in_list = {"type": "Sequence", "normalizers": [nested]}
+    for normalizer in (nested, in_list, replace("a" * 2000), prepend):
         with pytest.raises(ConfigError, match=r"may make texts .* times as long"):
             build_tokenizer(make_config(tmp_path, normalizer))
     usual = [{"type": "NFC"}, replace("\u2581", " "), {"type": "Prepend", "prepend": "\u2581"}]
     tokenizer = build_tokenizer(make_config(tmp_path, {"type": "Sequence", "normalizers": usual}))
     assert tokenizer.encode("ab") == [3]
+
+
+@pytest.mark.parametrize("token", [["a"], {}, {"content": {}}, 5])
+def test_end_of_document_that_is_no_text(tmp_path: Path, token: Any) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token is .* be a text"):
+        build_tokenizer(config)
 
 
 def test_export_to_a_full_disk(tmp_path: Path) -> None:

@@ -105,6 +105,14 @@ def test_a_download_that_was_interrupted_is_not_used(
     assert build_tokenizer(CONFIG).vocab_size == 5000
 
 
+def test_a_download_is_bounded(
+    hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.tokenizer.hub.INDEX_BYTES", 1000)
+    with pytest.raises(ConfigError, match="the Hub sends more than 1,000 bytes"):
+        build_tokenizer(CONFIG)
+
+
 def test_what_the_hub_refuses_is_explained(
     hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from megatron.base.errors import DataError
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.extras.preprocess.blocks import InputBlock, Position
+from megatron.extras.preprocess.build_dataset import PreprocessJob, preprocess
 from megatron.extras.preprocess.encoders import REFERENCE, EncoderMismatchError, choose_encoder
-from megatron.extras.preprocess.pipeline import PreprocessJob, preprocess
 from megatron.extras.preprocess.workers import BlockEncoder, EncodingJob
 from megatron.extras.stream.streamed_dataset import StreamedDataset
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -80,10 +80,10 @@ def test_the_document_is_a_bad_line(config: TokenizerConfig, tmp_path: Path) -> 
         block_bytes=16,
     )
     with pytest.raises(DataError, match=f"{path}:2: the tokenizer .* fails for the text"):
-        preprocess(job, say=lambda line: None, choose=lambda *_: REFERENCE)
+        preprocess(job, log=lambda line: None, choose=lambda *_: REFERENCE)
     messages: list[str] = []
     skipping = PreprocessJob(**{**vars(job), "on_bad_line": "skip"})
-    summary = preprocess(skipping, say=messages.append, choose=lambda *_: REFERENCE)
+    summary = preprocess(skipping, log=messages.append, choose=lambda *_: REFERENCE)
     assert summary.bad_lines == 2
     for key, expected in (("text", [[0, 2], [1, 2], [0, 2]]), ("other", [[0, 2]] * 3)):
         data = IndexedDataset(tmp_path / f"out_{key}_document")

@@ -471,21 +471,18 @@ def script(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_expand_follows_the_branches_of_a_script(capsys, script, monkeypatch):
+def test_branches_of_a_script_are_followed(capsys, script, monkeypatch):
     monkeypatch.setenv("RATE", "1e-3")
-    as_text = as_json(capsys, "--no-expand", str(script))
-    assert as_text["train_iters"] == 100
-    assert as_text["world_size"] == 2
-    warnings = "\n".join(as_text["warnings"])
-    assert "the script sets LAYERS in a branch or a loop" in warnings
+    large = as_json(capsys, str(script))
+    assert large["train_iters"] == 100
+    assert large["world_size"] == 2
+    warnings = "\n".join(large["warnings"])
     assert "these need execution and stay as they are written: $(mktemp -d)" in warnings
-    assert "ds." not in "\n".join(as_text["errors"])
-    assert "is read as text, as --no-expand asks" in as_text["notes"][0]
+    assert "ds." not in "\n".join(large["errors"])
+    assert "is read with its branches and loops" in large["notes"][0]
     small = as_json(capsys, str(script), "small", "--train-iters", "50")
-    assert small["parameters"] < as_text["parameters"]
+    assert small["parameters"] < large["parameters"]
     assert small["train_iters"] == 50
-    assert "is read with its branches and loops" in small["notes"][0]
-    assert as_json(capsys, "--expand", str(script))["parameters"] == as_text["parameters"]
     assert list(script.parent.iterdir()) == [script]
 
 
@@ -507,12 +504,18 @@ def test_document_of_a_script_is_the_deepspeed_configuration(capsys, script):
     assert "gradient_clipping" in capsys.readouterr().err
 
 
-def test_a_script_that_cannot_be_followed_is_read_as_text(capsys, tmp_path):
+def test_a_script_that_cannot_be_followed_is_refused(capsys, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(f"f,g() {{ :; }}\npython pretrain_gpt.py {shlex.join(SMALL)}\n")
-    assert plan.main([str(script)]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith(f"note: {script} is read as text, because its branches cannot be")
+    assert plan.main([str(script)]) == 2
+    assert "calls of the function 'f,g' cannot be followed; rename it" in capsys.readouterr().err
+
+
+def test_a_script_that_ends_early_names_the_reason(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f": ${{NOWHERE:?}}\npython pretrain_gpt.py {shlex.join(SMALL)}\n")
+    assert plan.main([str(script)]) == 2
+    assert "It checks a variable that is not set, as in ${NAME:?}" in capsys.readouterr().err
 
 
 def test_script_arguments_need_a_script(capsys):

@@ -124,7 +124,7 @@ _ROTARY = {"position_embedding_type": "rotary", **_NO_LEARNED_TABLE}
 _NO_ROTATION = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)
-    if field.name in (*Rope().ours, "no_rope_layers")
+    if field.name in (*Rope().model_fields, "no_rope_layers")
 }
 _PLAIN_MLP = {"glu_activation": None}
 _ALL_BIASES = Biases(attention=True, mlp=True)

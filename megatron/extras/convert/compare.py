@@ -1,6 +1,6 @@
 """The comparison of a model in the format of Hugging Face with the same model here.
 
-The tensors of the folder run through the layers of `transformers` and through ours, on the same
+The tensors of the folder run through the layers of `transformers` and of this package, on the same
 input. So an error in a table of names or layouts is found, even if export and import share it. One
 layer of one side is in memory at a time. The complete model is compared if it fits into the memory.
 If it does not, the embedding and the head are compared without layers, some rows at a time.
@@ -63,16 +63,16 @@ class HfModel:
         """Rows of the word embedding."""
         if self.rows is not None:
             return self.rows[1] - self.rows[0]
-        return next(p.our_shape[0] for p in self.pairs if p.ours == "embedding.word.weight")
+        return next(p.shape[0] for p in self.pairs if p.name == "embedding.word.weight")
 
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        return sum(torch.Size(pair.our_shape).numel() for pair in self.pairs)
+        return sum(torch.Size(pair.shape).numel() for pair in self.pairs)
 
     def read(self, pair: TensorPair) -> tuple[Tensor, ...]:
         """Return their tensors of a pair, in the dtype of the files."""
-        rows = self.rows if pair.ours in VOCABULARY_TENSORS else None
+        rows = self.rows if pair.name in VOCABULARY_TENSORS else None
         return tuple(self.tensors.read(self.names[name], rows) for name in pair.hf_names)
 
 
@@ -222,14 +222,14 @@ def _run_our_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair], given: 
         sliding_window=described.window,
         full_attention_layers=None,
     )
-    ours = _build_ours(one, _FEW_IDS)
-    _load_ours(ours, hf, pairs, {layer: 0})
+    own = _build_model(one, _FEW_IDS)
+    _load_model(own, hf, pairs, {layer: 0})
     with torch.no_grad():
         inputs = Inputs(torch.zeros(given.shape[:2], dtype=torch.long))
-        positions = ours.position_tables.make_positions(inputs, torch.float32)
+        positions = own.position_tables.make_positions(inputs, torch.float32)
         # Our blocks take [s, b, h].
         stream = given.transpose(0, 1).contiguous()
-        return ours.get_blocks()[0](stream, positions, inputs.dropout_key).transpose(0, 1)
+        return own.get_blocks()[0](stream, positions, inputs.dropout_key).transpose(0, 1)
 
 
 def _compare_logits(hf: HfModel, layers: int) -> tuple[float, float, float]:
@@ -285,17 +285,17 @@ def _compute_our_logits(
         model = dataclasses.replace(
             model, no_rope_layers=None, sliding_window=None, full_attention_layers=None
         )
-    ours = _build_ours(model, hf.vocab_size)
-    _load_ours(ours, hf, pairs, {layer: layer for layer in range(layers)})
+    own = _build_model(model, hf.vocab_size)
+    _load_model(own, hf, pairs, {layer: layer for layer in range(layers)})
     with torch.no_grad():
-        return ours.compute_logits(tokens)
+        return own.compute_logits(tokens)
 
 
 def _build_hf_model(model_class: Any, config: Any) -> Any:
     """Return a model of `transformers` in evaluation mode, with weights that are not loaded yet."""
     # The id of padding may be outside of the smaller vocabulary. It does not change the results.
     config.pad_token_id = None
-    # Eager attention computes in fp32 as ours does, and knows all masks.
+    # Eager attention computes in fp32 as the model here does, and knows all masks.
     made = model_class.from_config(config, attn_implementation="eager", dtype=torch.float32)
     return made.eval()
 
@@ -311,7 +311,7 @@ def _select_layers(hf_config: Any, layers: Sequence[int]) -> Any:
     return config
 
 
-def _build_ours(model: ModelConfig, vocab_size: int) -> GPT:
+def _build_model(model: ModelConfig, vocab_size: int) -> GPT:
     with torch.device("meta"):
         built = GPT(
             ModelShape(model, vocab_size, vocab_size),
@@ -321,16 +321,16 @@ def _build_ours(model: ModelConfig, vocab_size: int) -> GPT:
     return built.to_empty(device="cpu").float().eval()
 
 
-def _load_ours(
-    ours: GPT, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
+def _load_model(
+    own: GPT, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
 ) -> None:
     """Fill our parameters. `numbers` maps the layers of the folder to those of the model."""
-    parameters = dict(ours.named_parameters())
+    parameters = dict(own.named_parameters())
     for pair in pairs:
-        name = pair.ours
+        name = pair.name
         if pair.layer is not None:
             name = name.replace(f"blocks.{pair.layer}.", f"blocks.{numbers[pair.layer]}.", 1)
-        parameters[name].data.copy_(pair.to_ours(hf.read(pair)))
+        parameters[name].data.copy_(pair.from_hf(hf.read(pair)))
 
 
 def _load_hf_model(

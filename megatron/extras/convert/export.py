@@ -167,10 +167,10 @@ def _read_rounded(
     Raises:
         CheckpointError: a number is too large for the dtype, or the checkpoint is damaged.
     """
-    key = f"weight/{pair.ours}"
-    rounded = torch.empty(pair.our_shape, dtype=dtype)
-    rows = max(1, PART_NUMBERS // math.prod(pair.our_shape[1:]))
-    for begin in range(0, pair.our_shape[0], rows):
+    key = f"weight/{pair.name}"
+    rounded = torch.empty(pair.shape, dtype=dtype)
+    rows = max(1, PART_NUMBERS // math.prod(pair.shape[1:]))
+    for begin in range(0, pair.shape[0], rows):
         into = rounded[begin : begin + rows]
         part = torch.empty(into.shape)
         needed = ((begin, *(0,) * (part.dim() - 1)), tuple(part.shape))
@@ -178,7 +178,7 @@ def _read_rounded(
         into.copy_(part)
         if not torch.isfinite(into).all():
             raise CheckpointError(
-                f"{pair.ours} has numbers that {dtype} cannot hold; give --dtype fp32"
+                f"{pair.name} has numbers that {dtype} cannot hold; give --dtype fp32"
             )
     return rounded
 
@@ -233,7 +233,7 @@ def _write_config(
     """Write config.json and generation_config.json."""
     transformers = import_transformers()
     fields: dict[str, Any] = architecture.write(config.model)
-    # The defaults of the class are the ids of its own tokenizer, not of ours.
+    # The defaults of the class are the ids of its own tokenizer, not of this one.
     ids = special_ids.to_fields()
     config_class = type(transformers.AutoConfig.for_model(architecture.model_type))
     made = config_class(**fields, **ids, vocab_size=vocab_size)
@@ -252,9 +252,9 @@ def _compare_tensors(
         CheckpointError: a tensor is missing or differs.
     """
     for pair in pairs:
-        written = pair.to_ours([tensors.read(name) for name in pair.hf_names])
+        written = pair.from_hf([tensors.read(name) for name in pair.hf_names])
         if not torch.equal(written, read(pair)):
-            raise CheckpointError(f"{', '.join(pair.hf_names)} differ from our {pair.ours}")
+            raise CheckpointError(f"{', '.join(pair.hf_names)} differ from our {pair.name}")
 
 
 def _compare_description(architecture: Architecture, config: Config, hf_config: Any) -> None:
@@ -265,7 +265,7 @@ def _compare_description(architecture: Architecture, config: Config, hf_config: 
     """
     expected = normalise_model(config.model)
     found = normalise_model(architecture.read(hf_config.to_dict(), config.model.seq_length))
-    for name in (name for pair in architecture.pairs for name in pair.ours):
+    for name in (name for pair in architecture.pairs for name in pair.model_fields):
         # Two texts may choose the same layers, which are compared below. The sequence length was
         # passed to `read`.
         if name in ("full_attention_layers", "no_rope_layers", "seq_length"):
@@ -276,9 +276,9 @@ def _compare_description(architecture: Architecture, config: Config, hf_config: 
                 f"{getattr(expected, name)}"
             )
     for layer in range(expected.num_layers):
-        ours, hf = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
-        if ours != hf:
-            raise CheckpointError(f"config.json describes layer {layer} as {hf}, not {ours}")
+        asked, written = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
+        if asked != written:
+            raise CheckpointError(f"config.json describes layer {layer} as {written}, not {asked}")
 
 
 def _compare_ids(hf_config: Any, special_ids: SpecialIds) -> None:
@@ -298,7 +298,7 @@ def _warn_about_dropout(
     architecture: Architecture, config: Config, log: Callable[[str], None]
 ) -> None:
     """Print a warning if the class has no field for the dropout of the run."""
-    covered = {name for pair in architecture.pairs for name in pair.ours}
+    covered = {name for pair in architecture.pairs for name in pair.model_fields}
     dropout = config.model.hidden_dropout
     if dropout and "hidden_dropout" not in covered:
         log(

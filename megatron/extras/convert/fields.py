@@ -45,7 +45,7 @@ class Pair(Protocol):
     """One or several of our fields, and their fields with the same meaning."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """The fields of `ModelConfig` that the pair covers."""
         ...
 
@@ -74,7 +74,7 @@ class Same:
     hf_name: str
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return (self.name,)
 
@@ -89,7 +89,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Cases:
-    """A field of theirs whose values each mean certain values of ours.
+    """A field of `transformers` whose values each mean certain values of `ModelConfig`.
 
     With a single case, it is a value that the class needs or always has.
     """
@@ -99,7 +99,7 @@ class Cases:
     """(their value, our values). The first one that fits is written."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return tuple(dict.fromkeys(name for _, values in self.cases for name in values))
 
@@ -108,7 +108,7 @@ class Cases:
         for hf_value, values in self.cases:
             if all(getattr(model, name) == value for name, value in values.items()):
                 return {self.hf_name: hf_value}
-        shown = " ".join(describe_setting(name, getattr(model, name)) for name in self.ours)
+        shown = " ".join(describe_setting(name, getattr(model, name)) for name in self.model_fields)
         raise ConfigError(f"{shown} has no equivalent in {self.hf_name}")
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Needed:
     values: Mapping[str, Any]
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return tuple(self.values)
 
@@ -155,7 +155,7 @@ class Derived:
     compute: Callable[[ModelConfig], int]
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return (self.name,)
 
@@ -182,7 +182,7 @@ class HeadDim:
     """Whether the class declares the field."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return ("kv_channels",)
 
@@ -210,7 +210,7 @@ class Biases:
     """Whether the projections to queries, keys and values have biases in any case."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return ("add_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias")
 
@@ -264,7 +264,7 @@ class Rope:
     """Whether they are given for full and sliding attention, which must then be equal."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         of_scaling = {name: None for each in _OF_ROPE_SCALING.values() for name in each}
         return ("rotary_base", "rotary_percent", "rope_scaling", *of_scaling)
@@ -356,7 +356,7 @@ class Training:
     none, and then the checkpoint's is not written."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         names = ("attention_dropout", "init_method_std")
         return (*names, "hidden_dropout") if self.hidden else names
@@ -394,7 +394,7 @@ class Windows:
     """Whether the class needs a window, as OLMo 3 does."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return ("sliding_window", "full_attention_layers")
 
@@ -439,7 +439,7 @@ class LayersWithoutRope:
     """`no_rope_layers` of SmolLM3, which has a 1 for each layer that is rotated."""
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
         return ("no_rope_layers",)
 
@@ -489,7 +489,7 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         # Only a learned table has a size.
         unused.append("max_position_embeddings")
     if model.position_embedding_type != "rotary":
-        unused += [*Rope().ours, "no_rope_layers"]
+        unused += [*Rope().model_fields, "no_rope_layers"]
     else:
         used = {} if model.rope_scaling is None else _OF_ROPE_SCALING[model.rope_scaling]
         every = {name for each in _OF_ROPE_SCALING.values() for name in each}

@@ -1,28 +1,29 @@
-"""Import of a checkpoint of nanoGPT, llm-baselines or fms-fsdp, so that its run goes on here.
+"""Checkpoints of nanoGPT, llm-baselines and fms-fsdp, for `foreign_import`.
 
-Invariant: as in `from_megatron`. The settings of the run are written as a command line, which the
-tables of `megatron.config` read as they read a user's.
+The settings of the run are written as a command line, which the tables of
+`megatron.extras.translators` read as they read a user's.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.base.code_version import get_code_version
 from megatron.base.errors import CheckpointError
-from megatron.checkpoint.contents import CheckpointContents
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
-from megatron.config.yaml_file import dump_yaml
 from megatron.extras.convert.architectures import Architecture
-from megatron.extras.convert.problems import refuse_problems
-from megatron.extras.convert.tensors import VOCABULARY_TENSORS, TensorPair, pair_tensors
+from megatron.extras.convert.tensors import (
+    VOCABULARY_TENSORS,
+    TensorPair,
+    pair_tensors,
+    refuse_problems,
+)
 from megatron.extras.convert.trainer_files import (
     TrainerCheckpoint,
     open_fms,
@@ -31,22 +32,16 @@ from megatron.extras.convert.trainer_files import (
 )
 from megatron.extras.convert.trainer_names import (
     FMS_LLAMA,
-    GPT,
+    NANOGPT,
     choose_llm_baselines_names,
     separate_rotary_halves,
 )
-from megatron.extras.convert.writing import (
-    TensorToWrite,
-    check_is_new,
-    choose_states,
-    write_checkpoint,
-)
+from megatron.extras.convert.writing import TensorToWrite
 from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import Kind
 from megatron.run.state import TrainState
 
-Trainer = Literal["nanogpt", "llm-baselines", "fms-fsdp"]
 _NANOGPT_FLAGS = {
     "n_layer": "--num-layers",
     "n_head": "--num-attention-heads",
@@ -70,112 +65,102 @@ _NANOGPT_FIXED = (
 )
 
 
-@dataclass(frozen=True)
-class TrainerImport:
-    """What to import."""
+class ImportedTrainer:
+    """A checkpoint of nanoGPT, llm-baselines or fms-fsdp. See `ForeignCheckpoint`."""
 
-    path: Path
-    """File or folder of the checkpoint."""
-    out: Path
-    """Folder of the new checkpoint. It must not exist."""
-    trainer: Trainer
-    flags: tuple[str, ...] = ()
-    """Flags of the run. nanoGPT's checkpoints have its settings, which these flags replace."""
     vocab_size: int | None = None
-    """Number of token ids. None: all rows of the embedding."""
-    weights_only: bool = False
-    """Leave out the optimizer's states."""
+    layout = ""
+
+    def __init__(self, trainer: str, opened: TrainerCheckpoint) -> None:
+        """Take the facts of the run from its file."""
+        self.iteration = opened.iteration
+        self.steps = opened.steps
+        self._trainer = trainer
+        self._opened = opened
+
+    def count_rows(self) -> int:
+        """Return the rows of the word embedding, with its padding."""
+        word = "embedding.weight" if self._trainer == "fms-fsdp" else "transformer.wte.weight"
+        shape = self._opened.shapes.get(word, ())
+        if len(shape) != 2:
+            raise CheckpointError(f"{self._opened.path} has no word embedding, {word}")
+        return shape[0]
+
+    def load_config(
+        self, flags: Sequence[str], vocab_size: int
+    ) -> tuple[LoadedConfig, Sequence[str]]:
+        """Return the configuration of the run."""
+        opened = self._opened
+        # All three trainers average the means of the microbatches.
+        words = ["--loss-mean", "microbatch"]
+        if self._trainer == "nanogpt":
+            words += write_nanogpt_words(opened.path, opened.settings)
+        words += [*flags, "--vocab-size", str(vocab_size)]
+        loaded = load_config(words)
+        if opened.tokens is not None and loaded.config.batch.global_batch_size is None:
+            # fms-fsdp gives the batch of one GPU, and does not store their number.
+            samples = opened.tokens // loaded.config.model.seq_length
+            if opened.iteration > 0 and samples % opened.iteration == 0:
+                batch = str(samples // opened.iteration)
+                loaded = load_config([*words, "--global-batch-size", batch])
+        # The paths are those of the other trainer's checkpoints.
+        checkpoint = replace(loaded.config.checkpoint, load=None, save=None)
+        return replace(loaded, config=replace(loaded.config, checkpoint=checkpoint)), ()
+
+    def make_state(self, loaded: LoadedConfig) -> TrainState:
+        """Return the counters of the run."""
+        config = loaded.config
+        opened = self._opened
+        length = config.model.seq_length
+        if opened.tokens is not None:
+            samples = opened.tokens // length
+        else:
+            batch = config.batch
+            samples = opened.iteration * (batch.global_batch_size or batch.micro_batch_size)
+        return TrainState(
+            iteration=opened.iteration,
+            consumed_samples=samples,
+            consumed_tokens=samples * length,
+            lr_samples=samples,
+            lr_tokens=samples * length,
+            applied_steps=opened.iteration if opened.steps is None else opened.steps,
+        )
+
+    def list_tensors(
+        self, loaded: LoadedConfig, shape: ModelShape, kinds: Sequence[Kind]
+    ) -> list[TensorToWrite]:
+        """Return the tensors of the new checkpoint, after a check of their names."""
+        names = _choose_names(self._trainer, loaded.config)
+        pairs = pair_tensors(names, shape)
+        _check_names(self._opened, names, pairs, shape.vocab_size)
+        return [_plan_tensor(self._opened, kind, pair, shape) for pair in pairs for kind in kinds]
 
 
-def import_trainer(command: TrainerImport, log: Callable[[str], None] = lambda line: None) -> None:
-    """Write a checkpoint of another trainer as one of this trainer, of the same iteration.
+def open_trainer(trainer: str, path: Path, *, weights_only: bool) -> ImportedTrainer:
+    """Open a checkpoint of nanoGPT, llm-baselines or fms-fsdp.
+
+    Args:
+        trainer: nanogpt, llm-baselines or fms-fsdp.
+        path: File or folder of the checkpoint.
+        weights_only: Leave out the optimizer's states.
 
     Raises:
-        ConfigError: `out` exists, or the run has a setting that is not possible here.
-        CheckpointError: a file is missing, damaged, or contains what is not allowed, or the tensors
-            do not fit the settings.
-        OSError: a file cannot be written.
+        CheckpointError: a file is missing or damaged, or contains what is not allowed.
     """
-    check_is_new(command.out)
-    opened = _open(command)
-    loaded, vocab_size = _load_run_config(command, opened, log)
-    for warning in loaded.warnings:
-        log(warning)
-    config = loaded.config
-    shape = ModelShape(config.model, vocab_size, vocab_size)
-    names = _choose_names(command.trainer, config)
-    pairs = pair_tensors(names, shape)
-    _check_names(opened, names, pairs, vocab_size)
-    kinds, scalars = choose_states(opened.steps, log)
-    state = _make_state(opened, config)
-    contents = CheckpointContents(
-        opened.iteration,
-        scalars=scalars,
-        state=state.to_json(),
-        config_yaml=dump_yaml(config),
-        version=get_code_version(),
-        layout=f"imported from {command.trainer}",
-    )
-    write_checkpoint(
-        command.out,
-        [_plan_tensor(opened, kind, pair, shape) for pair in pairs for kind in kinds],
-        contents,
-    )
-    log(
-        f"iteration {opened.iteration}, {state.consumed_samples:,} samples, "
-        f"{state.consumed_tokens:,} tokens"
-    )
+    openers = {
+        "nanogpt": open_nanogpt,
+        "llm-baselines": open_llm_baselines,
+        "fms-fsdp": open_fms,
+    }
+    return ImportedTrainer(trainer, openers[trainer](path, weights_only=weights_only))
 
 
-def _open(command: TrainerImport) -> TrainerCheckpoint:
-    if command.trainer == "nanogpt":
-        return open_nanogpt(command.path, weights_only=command.weights_only)
-    if command.trainer == "llm-baselines":
-        return open_llm_baselines(command.path, weights_only=command.weights_only)
-    return open_fms(command.path, weights_only=command.weights_only)
-
-
-def _choose_names(trainer: Trainer, config: Config) -> Architecture:
+def _choose_names(trainer: str, config: Config) -> Architecture:
     if trainer == "nanogpt":
-        return GPT
+        return NANOGPT
     if trainer == "llm-baselines":
         return choose_llm_baselines_names(config.model)
     return FMS_LLAMA
-
-
-def _load_run_config(
-    command: TrainerImport, opened: TrainerCheckpoint, log: Callable[[str], None]
-) -> tuple[LoadedConfig, int]:
-    """Return the configuration of the run, and the number of token ids.
-
-    Raises:
-        ConfigError: a setting is not possible here.
-        CheckpointError: there is no word embedding, or a setting is missing.
-    """
-    # All three trainers average the means of the microbatches.
-    words = ["--loss-mean", "microbatch"]
-    if command.trainer == "nanogpt":
-        words += write_nanogpt_words(opened.path, opened.settings)
-    words += command.flags
-    word = "embedding.weight" if command.trainer == "fms-fsdp" else "transformer.wte.weight"
-    if len(opened.shapes.get(word, ())) != 2:
-        raise CheckpointError(f"{opened.path} has no word embedding, {word}")
-    vocab_size = command.vocab_size or opened.shapes[word][0]
-    if command.vocab_size is None:
-        log(
-            f"all {vocab_size} rows of the embedding are imported; give --vocab-size to leave out "
-            "the padding"
-        )
-    words += ["--vocab-size", str(vocab_size)]
-    loaded = load_config(words)
-    if opened.tokens is not None and loaded.config.batch.global_batch_size is None:
-        # fms-fsdp gives the batch of one GPU, and does not store their number.
-        samples = opened.tokens // loaded.config.model.seq_length
-        if opened.iteration > 0 and samples % opened.iteration == 0:
-            loaded = load_config([*words, "--global-batch-size", str(samples // opened.iteration)])
-    # The paths are those of the other trainer's checkpoints.
-    checkpoint = replace(loaded.config.checkpoint, load=None, save=None)
-    return replace(loaded, config=replace(loaded.config, checkpoint=checkpoint)), vocab_size
 
 
 def write_nanogpt_words(path: Path, settings: Mapping[str, Any]) -> list[str]:
@@ -219,40 +204,22 @@ def write_nanogpt_words(path: Path, settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _make_state(opened: TrainerCheckpoint, config: Config) -> TrainState:
-    """Return the counters of the run."""
-    length = config.model.seq_length
-    if opened.tokens is not None:
-        samples = opened.tokens // length
-    else:
-        batch = config.batch
-        samples = opened.iteration * (batch.global_batch_size or batch.micro_batch_size)
-    return TrainState(
-        iteration=opened.iteration,
-        consumed_samples=samples,
-        consumed_tokens=samples * length,
-        lr_samples=samples,
-        lr_tokens=samples * length,
-        applied_steps=opened.iteration if opened.steps is None else opened.steps,
-    )
-
-
 def _plan_tensor(
     opened: TrainerCheckpoint, kind: Kind, pair: TensorPair, shape: ModelShape
 ) -> TensorToWrite:
     """Return a tensor of the new checkpoint, which is read when it is written."""
 
     def read() -> Tensor:
-        tensor = pair.to_ours([opened.read(kind, name) for name in pair.hf_names])
+        tensor = pair.from_hf([opened.read(kind, name) for name in pair.hf_names])
         if shape.rotary_dim:
             tensor = separate_rotary_halves(pair, tensor, shape)
-        if pair.ours in VOCABULARY_TENSORS:
+        if pair.name in VOCABULARY_TENSORS:
             # The rows after the vocabulary are padding.
-            tensor = tensor[: pair.our_shape[0]]
+            tensor = tensor[: pair.shape[0]]
         return tensor
 
     source = f"{', '.join(pair.hf_names)} ({kind})"
-    return TensorToWrite(kind, pair.ours, pair.our_shape, source, read)
+    return TensorToWrite(kind, pair.name, pair.shape, source, read)
 
 
 def _check_names(
@@ -275,7 +242,7 @@ def _check_names(
     for name, (pair, size) in expected.items():
         found = opened.shapes.get(name, size)
         enough = (
-            pair.ours in VOCABULARY_TENSORS and found[0] >= vocab_size and found[1:] == size[1:]
+            pair.name in VOCABULARY_TENSORS and found[0] >= vocab_size and found[1:] == size[1:]
         )
         if found != size and not enough:
             problems.append(f"{name} has the shape {found}, and must have {size}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
 from megatron.extras.convert.architectures import Architecture
-from megatron.extras.convert.problems import refuse_problems
+from megatron.extras.convert.tensors import refuse_problems
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -205,7 +205,7 @@ def match_names(
     prefix = f"{architecture.base}."
     strip = not any(name in found.shapes for name in expected)
     names = {name: name.removeprefix(prefix) if strip else name for name in expected}
-    described = [found.describe_problem(name, expected[ours]) for ours, name in names.items()]
+    described = [found.describe_problem(name, expected[key]) for key, name in names.items()]
     problems = [problem for problem in described if problem is not None]
     known = set(names.values())
     for name in sorted(found.shapes.keys() - known):

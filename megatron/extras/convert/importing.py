@@ -167,10 +167,10 @@ def _list_tensors(hf: HfModel) -> list[TensorToWrite]:
     def describe(pair: TensorPair) -> TensorToWrite:
         return TensorToWrite(
             "weight",
-            pair.ours,
-            pair.our_shape,
+            pair.name,
+            pair.shape,
             ", ".join(pair.hf_names),
-            lambda: pair.to_ours(hf.read(pair)),
+            lambda: pair.from_hf(hf.read(pair)),
         )
 
     return [describe(pair) for pair in hf.pairs]

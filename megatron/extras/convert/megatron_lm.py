@@ -126,12 +126,12 @@ class RankFiles:
             if key is None:
                 self.unknown.append(name)
                 continue
-            layer, ours = key
+            layer, inside = key
             if layer is not None:
                 highest = max(highest, layer)
                 layer += before
-            self.names[layer, ours] = name
-            self._slices.setdefault((layer, ours), []).append(tensors)
+            self.names[layer, inside] = name
+            self._slices.setdefault((layer, inside), []).append(tensors)
         # The names give the count. A part without layers has only the embedding or the head.
         return highest + 1
 

@@ -1,7 +1,7 @@
 """Names of the tensors in checkpoints of Megatron-LM and Megatron-DeepSpeed, and their layout.
 
-Every name is brought to ours. Only the matrix into the MLP has a name of its own, `mlp.in`, because
-with a gated activation it is two of our matrices.
+Every name is translated into the name of this package. Only the matrix into the MLP has a name of
+its own, `mlp.in`, because with a gated activation it is two matrices here.
 """
 
 import re
@@ -37,7 +37,7 @@ _IN_LAYER = {
     "mlp.linear_fc1": _MLP_IN,
     "mlp.linear_fc2": "mlp.down",
 }
-"""Module in a layer of theirs -> ours. Older and newer versions have different names."""
+"""Module in a layer of Megatron -> module here. Older and newer versions have different names."""
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_norm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_norm.",
@@ -68,12 +68,12 @@ _NO_WEIGHT = re.compile(
 
 
 def is_no_weight(name: str) -> bool:
-    """Return whether a tensor of theirs has no part in the model."""
+    """Return whether a tensor of Megatron has no part in the model."""
     return _NO_WEIGHT.fullmatch(name) is not None
 
 
 def is_parameter(name: str) -> bool:
-    """Return whether a tensor of theirs is trained. A copy of a tied embedding is."""
+    """Return whether a tensor of Megatron is trained. A copy of a tied embedding is."""
     return name.endswith("word_embeddings_for_head.weight") or not is_no_weight(name)
 
 
@@ -96,9 +96,9 @@ def rename(name: str) -> tuple[int | None, str] | None:
 
 def rename_in_layer(name: str) -> str | None:
     """Return our name of a tensor in a layer. None if the name is not known."""
-    for theirs, ours in _FUSED_NORMS.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+    for fused, norm in _FUSED_NORMS.items():
+        if name.startswith(fused):
+            return norm + name.removeprefix(fused)
     module, _, leaf = name.rpartition(".")
     if module not in _IN_LAYER or leaf not in ("weight", "bias"):
         return None
@@ -121,22 +121,22 @@ def number_pipeline_layers(names: Sequence[str]) -> dict[str, tuple[int | None, 
     found: dict[str, tuple[int | None, str]] = {}
     for name, (number, rest) in inside.items():
         if number in order:
-            ours = rename_in_layer(rest)
+            renamed = rename_in_layer(rest)
             layer: int | None = order[number]
         else:
             layer = None
             # The final norm is a module by itself, so its tensors have no name but their own.
-            ours = _OUTSIDE.get(rest) or _OUTSIDE.get(f"final_layernorm.{rest}")
+            renamed = _OUTSIDE.get(rest) or _OUTSIDE.get(f"final_layernorm.{rest}")
             follows = bool(layers) and number > layers[-1]
-            if ours == "embedding.word.weight" and follows:
-                ours = "head.weight"
-        if ours is not None:
-            found[name] = (layer, ours)
+            if renamed == "embedding.word.weight" and follows:
+                renamed = "head.weight"
+        if renamed is not None:
+            found[name] = (layer, renamed)
     return found
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """What the tensors of a checkpoint depend on, besides the sizes of the model."""
 
     version: float
@@ -151,21 +151,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class MegatronTensor:
-    """One of our tensors and where its numbers are in theirs."""
+    """A tensor of this package, and where Megatron stores its numbers."""
 
-    ours: str
+    parameter: str
+    """Name of the parameter in the complete model."""
     shape: tuple[int, ...]
     layer: int | None
     name: str
-    """Name of theirs as `rename` returns it."""
+    """Name within the layer, as `rename` returns it."""
 
-    def merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: Layout) -> Tensor:
+    def merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: TensorLayout) -> Tensor:
         """Return our tensor.
 
         Args:
             slices: The slices of all tensor-parallel ranks, in their order.
             shape: Sizes of the model.
-            layout: The layout of theirs.
+            layout: The layout of the stored tensors.
 
         Raises:
             CheckpointError: the slices do not fit the model.
@@ -192,13 +193,13 @@ class MegatronTensor:
             return self.name
         return f"{self.name} of layer {self.layer}"
 
-    def _merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: Layout) -> Tensor:
+    def _merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: TensorLayout) -> Tensor:
         if self.name.startswith("attention.qkv."):
             return torch.cat([_order_qkv(each, shape, layout) for each in slices])
         if self.name.startswith(f"{_MLP_IN}."):
             if shape.config.glu_activation is None:
                 return torch.cat(list(slices))
-            first = self.ours.rpartition(".")[0].endswith(layout.first_half)
+            first = self.parameter.rpartition(".")[0].endswith(layout.first_half)
             return torch.cat([each.chunk(2)[0 if first else 1] for each in slices])
         if self.name in VOCABULARY_TENSORS:
             return torch.cat(list(slices))
@@ -216,22 +217,22 @@ class MegatronTensor:
 def list_megatron_tensors(shape: ModelShape) -> list[MegatronTensor]:
     """Return the tensors of the complete model, in our order."""
     found = []
-    for ours, size in list_our_tensors(shape).items():
+    for parameter, size in list_our_tensors(shape).items():
         layer = None
-        inside = ours
-        if ours.startswith("blocks."):
-            _, number, inside = ours.split(".", 2)
+        inside = parameter
+        if parameter.startswith("blocks."):
+            _, number, inside = parameter.split(".", 2)
             layer = int(number)
         name = re.sub(r"^mlp\.(up|gate)\.", f"{_MLP_IN}.", inside)
-        found.append(MegatronTensor(ours, size, layer, name))
+        found.append(MegatronTensor(parameter, size, layer, name))
     return found
 
 
-def _order_qkv(rows: Tensor, shape: ModelShape, layout: Layout) -> Tensor:
+def _order_qkv(rows: Tensor, shape: ModelShape, layout: TensorLayout) -> Tensor:
     """Return one rank's rows in our order: the queries of a group, then its key and its value.
 
-    Since version 2, theirs is the same. Earlier versions have all queries first (0), or the three
-    of each channel beside each other (1).
+    Since version 2, the stored layout is the same. Earlier versions have all queries first (0), or
+    the three of each channel beside each other (1).
     """
     d = shape.head_dim
     heads = shape.config.num_attention_heads // shape.query_groups

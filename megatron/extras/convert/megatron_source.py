@@ -19,7 +19,7 @@ class MegatronSource(Protocol):
 
     run: SavedRun
     names: dict[Key, str]
-    """Each weight -> its name in theirs, for messages."""
+    """Each weight -> its name in the checkpoint, for messages."""
     unknown: list[str]
     """Their tensors that have no place in our models."""
     slices: int

@@ -41,7 +41,7 @@ _RENAMED = (
     (r"^(\d+)\.norm\.", r"\1.final_layernorm."),
     (r"^(\d+)\.final_linear\.", r"\1.lm_head."),
 )
-"""Pattern in a name of theirs -> the same in Megatron-DeepSpeed."""
+"""Pattern in a name of GPT-NeoX -> the same in Megatron-DeepSpeed."""
 
 
 class NeoxFolder:

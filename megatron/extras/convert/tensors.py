@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.extras.convert.architectures import Architecture
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
@@ -23,8 +23,9 @@ VOCABULARY_TENSORS = ("embedding.word.weight", "head.weight")
 class TensorPair:
     """One of our tensors, and the one or three of Hugging Face with the same numbers."""
 
-    ours: str
-    our_shape: tuple[int, ...]
+    name: str
+    """Name of the parameter in the complete model."""
+    shape: tuple[int, ...]
     hf_names: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
     layer: int | None
@@ -36,7 +37,7 @@ class TensorPair:
     """Whether Hugging Face has one tensor with all queries before all keys and values."""
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return Hugging Face's tensors with the numbers of ours."""
+        """Return Hugging Face's tensors with the same numbers."""
         parts: tuple[Tensor, ...] = (tensor,)
         if self.rows is not None:
             groups, heads, width = self.rows
@@ -48,7 +49,7 @@ class TensorPair:
             parts = tuple(part.t() for part in parts)
         return tuple(part.contiguous() for part in parts)
 
-    def to_ours(self, parts: Sequence[Tensor]) -> Tensor:
+    def from_hf(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our tensor with the numbers of Hugging Face's."""
         if self.transposed:
             parts = [part.t() for part in parts]
@@ -99,7 +100,7 @@ def _pair_tensor(
     if module == _QKV:
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
     if inside in architecture.modules:
-        # The table of positions is a parameter of our embedding, and a module of theirs.
+        # The table of positions is a parameter of our embedding, and a module of `transformers`.
         hf_name = prefix + architecture.modules[inside]
     elif module in architecture.modules:
         hf_name = f"{prefix}{architecture.modules[module]}.{leaf}"
@@ -143,3 +144,25 @@ def _pair_qkv(
         (groups, heads, width),
         fused=architecture.fused == "thirds",
     )
+
+
+_SHOWN = 12
+"""Number of problems that a message lists."""
+
+
+def refuse_problems(problems: Sequence[str], description: str) -> None:
+    """Refuse a checkpoint if there are problems with its tensors.
+
+    Args:
+        problems: A line for each problem.
+        description: What the tensors do not fit, such as config.json.
+
+    Raises:
+        CheckpointError: there is at least one problem. The message lists the first 12.
+    """
+    if not problems:
+        return
+    shown = list(problems[:_SHOWN])
+    if len(problems) > _SHOWN:
+        shown.append(f"... {len(problems) - _SHOWN} more")
+    raise CheckpointError(f"the tensors do not fit {description}:\n  " + "\n  ".join(shown))

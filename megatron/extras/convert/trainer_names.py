@@ -20,7 +20,7 @@ from megatron.model.shape import ModelShape
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name of a weight -> shape."""
-GPT = dataclasses.replace(
+NANOGPT = dataclasses.replace(
     # The names are those of transformers' GPT-2, whose matrices are transposed.
     find_architecture("gpt2"),
     model_type="the GPT of nanoGPT and llm-baselines",
@@ -28,7 +28,7 @@ GPT = dataclasses.replace(
     transposed=frozenset(),
 )
 _LLAMA_OF_LLM_BASELINES = dataclasses.replace(
-    GPT,
+    NANOGPT,
     model_type="the Llama of llm-baselines",
     class_name="Llama",
     modules={
@@ -77,7 +77,7 @@ def strip_wrappers(name: str) -> str:
 def choose_llm_baselines_names(model: ModelConfig) -> Architecture:
     """Return the names of `--model base` or `--model llama`."""
     if model.glu_activation is None:
-        return GPT
+        return NANOGPT
     return _LLAMA_OF_LLM_BASELINES
 
 

@@ -16,9 +16,9 @@ from megatron.extras.corpus.engines import EngineName, run_tasks
 from megatron.extras.corpus.manifest import Corpus, Shard
 from megatron.extras.corpus.shards import SCRATCH, CorpusJob, list_changes
 from megatron.extras.corpus.sources import InputFile, list_inputs
+from megatron.extras.preprocess.build_dataset import NO_EOD
 from megatron.extras.preprocess.input_files import leave_out_output
 from megatron.extras.preprocess.journal import lock_output
-from megatron.extras.preprocess.pipeline import NO_EOD
 from megatron.tokenizer import build_tokenizer
 
 _SETTINGS = "made_with.json"

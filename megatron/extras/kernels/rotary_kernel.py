@@ -137,7 +137,19 @@ def launch(whole: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, *, 
     if width > 2 * half:
         block_rest = triton.next_power_of_2(width - 2 * half)
     # With one sample in the tables, all samples read the same rows.
-    table_s, table_b = cos.expand(-1, b, -1, -1, -1).stride()[:2]
+    table = cos.expand(-1, b, -1, -1, -1)
+    strided = (
+        ("whole", whole, "sbgn"),
+        ("query", query, "sbgn"),
+        ("key", key, "sbg"),
+        ("value", value, "sbg"),
+        ("table", table, "sb"),
+    )
+    strides = {
+        f"{name}_{axis}": tensor.stride(dim)
+        for name, tensor, axes in strided
+        for dim, axis in enumerate(axes)
+    }
     _move[(s * b, triton.cdiv(g * slots, block_heads))](
         whole,
         query,
@@ -145,20 +157,15 @@ def launch(whole: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, *, 
         value,
         cos,
         sin,
-        b,
-        g,
-        slots,
-        query.shape[3],
-        width,
-        half,
-        *whole.stride()[:4],
-        *query.stride()[:4],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        table_s,
-        table_b,
-        join,
-        block_heads,
-        block_half,
-        block_rest,
+        batch=b,
+        groups=g,
+        slots=slots,
+        queries=query.shape[3],
+        width=width,
+        half=half,
+        **strides,
+        join=join,
+        block_heads=block_heads,
+        block_half=block_half,
+        block_rest=block_rest,
     )

@@ -57,7 +57,7 @@ def train_bpe(
     vocab_size: int,
     output_folder: str,
     json_key: str = "text",
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     *,
     overwrite: bool = False,
     on_bad_line: Literal["stop", "skip"] = "stop",
@@ -71,7 +71,7 @@ def train_bpe(
         vocab_size: The largest number of ids, at least 257.
         output_folder: Where the files are written.
         json_key: The key of the text in a record.
-        say: Receives a line for each folder, which describes the files that are used.
+        log: Receives a line for each folder, which describes the files that are used.
         overwrite: Replace a tokenizer that is in the folder already.
         on_bad_line: Whether a bad record, or a text file that is not UTF-8, ends the training or is
             left out and reported.
@@ -99,8 +99,8 @@ def train_bpe(
             "is, choose another folder, or give --overwrite. Data that were made with it must then "
             "be preprocessed again."
         )
-    paths = _leave_out_bad_files(expand_inputs(patterns, say), on_bad_line, say)
-    bad_lines = _BadLines(on_bad_line, say)
+    paths = _leave_out_bad_files(expand_inputs(patterns, log), on_bad_line, log)
+    bad_lines = _BadLines(on_bad_line, log)
     backend = tokenizers.Tokenizer(models.BPE())
     # One id is left for the end of a document, which `_write` adds. As a special token of the
     # trainer it would get the first id instead of the last.
@@ -136,9 +136,9 @@ def train_bpe(
 class _BadLines:
     """Reports bad lines, up to _SHOWN of them, or ends the training at the first one."""
 
-    def __init__(self, on_bad_line: Literal["stop", "skip"], say: Callable[[str], None]) -> None:
+    def __init__(self, on_bad_line: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
         self._on_bad_line = on_bad_line
-        self._say = say
+        self._log = log
         self._number = 0
 
     def report(self, line: BadLine) -> None:
@@ -146,17 +146,17 @@ class _BadLines:
         if self._on_bad_line == "stop":
             raise DataError(f"{line}. Correct it, or leave such lines out with --on-bad-line skip.")
         if self._number < _SHOWN:
-            self._say(f"bad line skipped: {line}")
+            self._log(f"bad line skipped: {line}")
         self._number += 1
 
     def report_number(self) -> None:
         """Report how many lines were bad, if not all were reported."""
         if self._number > _SHOWN:
-            self._say(f"bad lines skipped: {self._number} in all")
+            self._log(f"bad lines skipped: {self._number} in all")
 
 
 def _leave_out_bad_files(
-    paths: Sequence[str], on_bad_line: Literal["stop", "skip"], say: Callable[[str], None]
+    paths: Sequence[str], on_bad_line: Literal["stop", "skip"], log: Callable[[str], None]
 ) -> list[str]:
     """Return the inputs without text files that are not UTF-8.
 
@@ -184,9 +184,9 @@ def _leave_out_bad_files(
             "leave them out with --on-bad-line skip."
         )
     for text in list(bad.values())[:_SHOWN]:
-        say(f"bad file skipped: {text}")
+        log(f"bad file skipped: {text}")
     if len(bad) > _SHOWN:
-        say(f"bad files skipped: {len(bad)} in all")
+        log(f"bad files skipped: {len(bad)} in all")
     return [path for path in paths if path not in bad]
 
 

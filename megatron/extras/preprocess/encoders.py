@@ -216,7 +216,7 @@ def choose_encoder(
     tokenizer: Tokenizer,
     sample: Sequence[str],
     rejected: Sequence[str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     make: Callable[[str, Tokenizer], Encoder] = make_encoder,
 ) -> str:
     """Return the name of the first encoder that gives the tokenizer's own ids.
@@ -225,28 +225,28 @@ def choose_encoder(
         tokenizer: The tokenizer.
         sample: Texts of the corpus.
         rejected: Encoders that gave wrong ids earlier in this run.
-        say: Receives one line for each encoder, with the reason if it is not used.
+        log: Receives one line for each encoder, with the reason if it is not used.
         make: Creates an encoder.
     """
     texts = [*AWKWARD, *_list_special_tokens(tokenizer), *sample]
     # An encoder that was wrong once may pass the sample again.
     for name in CANDIDATES:
         if name in rejected:
-            say(f"encoder {name}: not used, it gave wrong ids earlier in this run")
+            log(f"encoder {name}: not used, it gave wrong ids earlier in this run")
             continue
         try:
             check_encoder(make(name, tokenizer), tokenizer, texts)
         except (EncoderUnavailableError, TokenizerError) as error:
-            say(f"encoder {name}: not used, {error}")
+            log(f"encoder {name}: not used, {error}")
         except EncoderMismatchError as error:
-            say(f"encoder {name}: NOT USED, {error.reason}")
+            log(f"encoder {name}: NOT USED, {error.reason}")
         else:
-            say(
+            log(
                 f"encoder {name}: in use, same ids as the tokenizer on {len(sample)} texts of this "
                 f"corpus and {len(AWKWARD)} more"
             )
             return name
-    say("encoder: the tokenizer itself, several times slower than gigatoken")
+    log("encoder: the tokenizer itself, several times slower than gigatoken")
     return REFERENCE
 
 

@@ -27,8 +27,8 @@ TokenizerPath = Annotated[str | None, tyro.conf.arg(aliases=("--tokenizer-model"
 
 def resolve_tokenizer_type(name: TokenizerTypeName) -> TokenizerType:
     """Return our name of a type."""
-    ours: Any = _MEGATRON_NAMES.get(name, name)
-    return ours
+    flag: Any = _MEGATRON_NAMES.get(name, name)
+    return flag
 
 
 @dataclass(frozen=True)

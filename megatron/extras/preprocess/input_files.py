@@ -62,12 +62,12 @@ def is_compressed(path: str) -> bool:
     return path.lower().endswith(_COMPRESSED)
 
 
-def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def expand_inputs(patterns: Sequence[str], log: Callable[[str], None]) -> list[str]:
     """Return the files that --input names. The files of a glob or a folder are sorted by name.
 
     Args:
         patterns: Files, globs, folders, and folders of Hugging Face `save_to_disk`.
-        say: Receives a line for each folder, which describes the files that are used.
+        log: Receives a line for each folder, which describes the files that are used.
 
     Raises:
         ConfigError: a pattern matches no file, or a folder has none that can be read.
@@ -93,7 +93,7 @@ def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[s
             raise ConfigError(f"--input {redact(pattern)} {what}.")
         for path in found:
             if Path(path).is_dir():
-                files += _list_folder(path, say)
+                files += _list_folder(path, log)
             else:
                 files.append(path)
     if not files:
@@ -103,7 +103,7 @@ def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[s
 
 
 def leave_out_output(
-    paths: Sequence[str], beginnings: tuple[str, ...], say: Callable[[str], None]
+    paths: Sequence[str], beginnings: tuple[str, ...], log: Callable[[str], None]
 ) -> list[str]:
     """Return the input files without those that an earlier run with the same output wrote.
 
@@ -111,7 +111,7 @@ def leave_out_output(
         paths: The input files.
         beginnings: How the absolute paths of the output begin. A path of an input is compared with
             a slash at its end.
-        say: Receives a line about what is left out, and one for each file that is repeated.
+        log: Receives a line about what is left out, and one for each file that is repeated.
 
     Raises:
         ConfigError: No file is left.
@@ -123,7 +123,7 @@ def leave_out_output(
     used = [path for path in paths if not f"{os.path.realpath(path)}/".startswith(beginnings)]
     own = sorted(set(paths) - set(used))
     if own:
-        say(
+        log(
             f"{format_count(len(own), 'file')} of --input left out, since this --output-prefix "
             f"writes them, such as {own[0]}"
         )
@@ -133,7 +133,7 @@ def leave_out_output(
         )
     for path in sorted(path for path, count in Counter(used).items() if count > 1):
         # Not an error, since a repetition may be intended.
-        say(f"warning: {redact(path)} is given more than once, so its documents are repeated")
+        log(f"warning: {redact(path)} is given more than once, so its documents are repeated")
     return used
 
 
@@ -159,7 +159,7 @@ def _get_suffix(path: str) -> str:
     return name.suffix
 
 
-def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
+def _list_folder(folder: str, log: Callable[[str], None]) -> list[str]:
     """Return the files of a folder that can be read, subfolders included."""
     if Path(folder, _DATASET_DICT).is_file():
         splits = _read_object(Path(folder, _DATASET_DICT)).get("splits", [])
@@ -201,14 +201,14 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
     kinds = ", ".join(
         f"{count} {suffix}" for suffix, count in sorted(Counter(map(_get_suffix, used)).items())
     )
-    say(f"input {folder}: {format_count(len(used), 'file')} ({kinds})")
+    log(f"input {folder}: {format_count(len(used), 'file')} ({kinds})")
     if links:
-        say(
+        log(
             f"warning: input {folder}: {format_count(len(links), 'link')} to a folder left out, "
             f"such as {min(links)}; name such folders with --input"
         )
     if others:
-        say(
+        log(
             f"input {folder}: {format_count(len(others), 'other file')} left out, such as "
             f"{min(others)}; the suffix is not known"
         )

@@ -112,24 +112,25 @@ def inspect_rows(
     problems = _find_problems(ids, lengths, vocab_size)
     if len(kinds) > 1:
         problems.append("some files hold texts and others token ids: put them into two folders")
+    largest = int(rows.max(initial=0))
     return RowInspection(
-        redact(path),
-        format,
-        column,
-        len(found.records),
-        columns,
-        int(rows.sum()),
-        len(rows),
-        (int(rows.min(initial=rows.max(initial=0))), int(rows.max(initial=0))),
-        list(kinds),
-        total,
-        len(sample),
-        unit,
-        _find_quantiles(lengths),
-        _find_common(ids, 0),
-        _find_common(ids, -1),
-        damaged,
-        problems,
+        path=redact(path),
+        format=format,
+        column=column,
+        files=len(found.records),
+        columns=columns,
+        rows=int(rows.sum()),
+        row_groups=len(rows),
+        rows_of_groups=(int(rows.min(initial=largest)), largest),
+        kinds=list(kinds),
+        tokens=total,
+        sampled=len(sample),
+        unit=unit,
+        lengths=_find_quantiles(lengths),
+        first_ids=_find_common(ids, 0),
+        last_ids=_find_common(ids, -1),
+        damaged=damaged,
+        problems=problems,
     )
 
 

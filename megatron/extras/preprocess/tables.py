@@ -4,31 +4,29 @@ Invariant: memory holds one block. Rows that an earlier run has read are not dec
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import DataError
-from megatron.base.outside_file import check_regular
 from megatron.extras.preprocess.blocks import InputBlock, Position
 from megatron.extras.preprocess.input_files import InputFormat, find_format
-from megatron.extras.stream.arrow_columns import check_values
+from megatron.extras.stream.table_files import check_values, open_arrow, open_parquet
 
 
 def count_rows(path: str) -> int:
     """Return the number of rows of a table."""
     if find_format(path) is InputFormat.PARQUET:
-        with _open_parquet_file(path) as file:
-            return file.metadata.num_rows
-    with _open_arrow_stream(path) as (stream, _):
-        return sum(batch.num_rows for batch in stream)
+        with open_parquet(path) as file:
+            return int(file.metadata.num_rows)
+    with open_arrow(path) as file:
+        return sum(batch.num_rows for _, _, batch in file.read_batches())
 
 
 def read_parquet_blocks(
     path: str, keys: Sequence[str], begin: Position, block_bytes: int
 ) -> Iterator[InputBlock]:
     """Yield the rows of a Parquet file from a position on, in blocks."""
-    with _open_parquet_file(path) as file:
+    with open_parquet(path) as file:
         _check_columns(path, file.schema_arrow, keys)
         disk = Path(path).stat().st_size
         first_row = 0
@@ -63,11 +61,11 @@ def read_parquet_blocks(
 def read_arrow_blocks(
     path: str, keys: Sequence[str], begin: Position, block_bytes: int
 ) -> Iterator[InputBlock]:
-    """Yield the rows of an Arrow stream from a position on, in blocks."""
-    with _open_arrow_stream(path) as (stream, source):
-        _check_columns(path, stream.schema, keys)
+    """Yield the rows of an Arrow file from a position on, in blocks."""
+    with open_arrow(path) as file:
+        _check_columns(path, file.schema, keys)
         first_row = 0
-        for complete in stream:
+        for _, place, complete in file.read_batches():
             batch = complete.select(list(keys))
             # The writer chose the size of the batch, which may be far larger than a block.
             rows = max(1, batch.num_rows * block_bytes // max(1, batch.nbytes))
@@ -81,58 +79,16 @@ def read_arrow_blocks(
                     first_row + start + 1,
                     part,
                     Position(begin.file, end, end),
-                    source.tell(),
+                    file.measure(place),
                 )
                 start += part.num_rows
             first_row += batch.num_rows
-
-
-@contextmanager
-def _open_parquet_file(path: str) -> Iterator[Any]:
-    """Open a Parquet file. pyarrow is imported here, because it is an optional package."""
-    pa = _import_pyarrow(path, "Parquet")
-    import pyarrow.parquet as parquet
-
-    try:
-        check_regular(path)
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file
-    except (OSError, pa.ArrowException, ValueError, SystemError) as error:
-        raise DataError(
-            f"{path} cannot be read as Parquet: {error}. Fix or leave out the file."
-        ) from error
-
-
-@contextmanager
-def _open_arrow_stream(path: str) -> Iterator[tuple[Any, Any]]:
-    """Open an Arrow file in stream format, and yield the stream and the file."""
-    pa = _import_pyarrow(path, "Arrow")
-    try:
-        check_regular(path)
-        # With a memory map, columns that are not used are not read.
-        with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
-            yield stream, source
-    except (OSError, pa.ArrowException, ValueError, SystemError) as error:
-        raise DataError(
-            f"{path} cannot be read as an Arrow stream: {error}. Fix or leave out the file."
-        ) from error
 
 
 def _check_values(path: str, batch: Any, first_row: int) -> None:
     """Check a record batch whose first row has this number in the file, from 0."""
     for column in batch.columns:
         check_values(path, column, first_row + 1, "of the file")
-
-
-def _import_pyarrow(path: str, format: str) -> Any:
-    """Return the package pyarrow. `format` is for the message if it is not installed."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError(
-            f"{path}: reading {format} needs the package pyarrow: pip install pyarrow."
-        ) from error
-    return pyarrow
 
 
 def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:

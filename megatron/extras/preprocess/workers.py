@@ -212,16 +212,18 @@ class _Pool:
         # Blocks that were submitted but not yielded. It bounds memory if one block takes very long.
         self._limit = 2 * workers + 1
         for _ in range(workers):
-            ours, theirs = context.Pipe()
+            own_end, worker_end = context.Pipe()
             memory = create_memory_file()
-            self._buffers[ours] = SharedBuffer(memory)
-            process = context.Process(target=_serve, args=(job, theirs, DupFd(memory)), daemon=True)
+            self._buffers[own_end] = SharedBuffer(memory)
+            process = context.Process(
+                target=_serve, args=(job, worker_end, DupFd(memory)), daemon=True
+            )
             # A worker needs nothing of the command, whose imports take long.
             with _without_main_module():
                 process.start()
             # The worker's end must be closed here. Otherwise its death would not end our `recv`.
-            theirs.close()
-            self._processes[ours] = process
+            worker_end.close()
+            self._processes[own_end] = process
 
     def run(self, blocks: Iterator[InputBlock]) -> Iterator[Encoded]:
         """Yield the encoded blocks in order."""

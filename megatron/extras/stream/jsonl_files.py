@@ -40,6 +40,8 @@ class JsonlFormat:
                 position += len(block)
                 if len(ends):
                     end_of_last_line = int(ends[-1])
+                if position - end_of_last_line > _GROUP_BYTES:
+                    raise _make_size_error(path, "a line", end_of_last_line)
         rest = lines % GROUP_ROWS
         # The last line may have no end of line. A writer that was killed leaves such a line, too.
         if end_of_last_line < position:
@@ -59,7 +61,7 @@ class JsonlFormat:
     def describe_columns(self, path: FilePath) -> dict[str, str]:
         """Return the keys of the first line, with their Python types."""
         with _open_bytes(path) as file:
-            line = file.readline()
+            line = file.readline(_GROUP_BYTES)
         if not line.strip():
             return {}
         record = _parse_object(path, 0, line)
@@ -70,10 +72,7 @@ class JsonlFormat:
     ) -> Iterator[list[Row]]:
         """Yield the rows of one group in one list."""
         if end - begin > _GROUP_BYTES:
-            raise DataError(
-                f"{path}: {GROUP_ROWS} lines from byte {begin} on have more than {_GROUP_BYTES:,} "
-                "bytes. It may be no JSONL. Use shorter documents, or leave out the file."
-            )
+            raise _make_size_error(path, f"{GROUP_ROWS} lines", begin)
         with _open_bytes(path) as file:
             file.seek(begin)
             block = file.read(end - begin)
@@ -86,6 +85,14 @@ class JsonlFormat:
                 rows.append(_parse_line(path, offset, line, column))
             offset += len(line) + 1
         yield rows
+
+
+def _make_size_error(path: FilePath, what: str, begin: int) -> DataError:
+    """Return the error for lines that are too long to be read at once."""
+    return DataError(
+        f"{path}: {what} from byte {begin} on, with more than {_GROUP_BYTES:,} bytes. It may be no "
+        "JSONL. Use shorter documents, or leave out the file."
+    )
 
 
 def _parse_line(path: FilePath, offset: int, line: bytes, column: str) -> Row:

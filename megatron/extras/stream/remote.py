@@ -34,6 +34,7 @@ _LAST_TRY_SECONDS = 120.0
 _MOST_ENTRIES = 1_000_000
 _MOST_LEVELS = 32
 _LISTING_SECONDS = 900.0
+_LONGEST_REASON = 500
 # Each wait is twice as long as the one before it.
 _FIRST_WAIT_SECONDS = 1.0
 _THREADS = 16
@@ -265,7 +266,7 @@ class RemoteFolder:
                         f"{shown} does not exist. Correct --data-path, --datasets or --input, or "
                         "restore the file."
                     ) from None
-                reason = redact(f"{type(cause).__name__}: {cause}")
+                reason = _describe(cause)
             except PermissionError as error:
                 raise DataError(
                     f"{shown} must not be read: {redact(str(error))}. Give the credentials as the "
@@ -273,7 +274,7 @@ class RemoteFolder:
                 ) from None
             # Each file system has its own classes of errors.
             except Exception as error:
-                reason = redact(f"{type(error).__name__}: {error}")
+                reason = _describe(error)
             left = begin + _LAST_TRY_SECONDS - time.monotonic()
             if attempt == _TRIES or wait > left:
                 break
@@ -287,6 +288,11 @@ class RemoteFolder:
             f"cannot {verb} {shown} after {format_count(attempt, 'try', 'tries')}: {reason}. Check "
             "the network and the server, and run the same command again."
         )
+
+
+def _describe(error: BaseException) -> str:
+    """Return an error for a message, without secrets. It may quote an answer of any length."""
+    return redact(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
 
 
 def _name_packages(url: str) -> str:

@@ -26,8 +26,7 @@ from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
 from megatron.extras.stream.filters import NO_COUNTS, FilterReport, add_counts, parse_counts
 from megatron.extras.stream.listing import Listing
-from megatron.extras.stream.open_shard import OpenShard
-from megatron.extras.stream.reader import Cursor, Sample, ShardReader
+from megatron.extras.stream.reader import Cursor, OpenShard, Sample, ShardReader
 from megatron.extras.stream.records import (
     continue_segments,
     describe_segments,

@@ -18,8 +18,8 @@ from megatron.config.fields import (
     find_missing,
 )
 from megatron.config.profiling import ALL_RANKS
+from megatron.extras.translators.compat import NEOX, NEOX_DEFAULTS
 from megatron.extras.translators.compat_fms_derived import FMS_DEFAULTS, FMS_DERIVATIONS
-from megatron.extras.translators.compat_neox import NEOX, NEOX_DEFAULTS
 from megatron.extras.translators.compat_neox_derived import NEOX_DERIVATIONS
 from megatron.extras.translators.compat_values import (
     OTHER_WARMUPS,
@@ -31,13 +31,25 @@ from megatron.extras.translators.compat_values import (
 )
 
 _IDENTIFY_LLM_BASELINES = (
-    *("--n-layer", "--n-embd", "--n-head", "--sequence-length"),
-    *("--acc-steps", "--iterations", "--model"),
+    "--n-layer",
+    "--n-embd",
+    "--n-head",
+    "--sequence-length",
+    "--acc-steps",
+    "--iterations",
+    "--model",
 )
 _IDENTIFY_FMS = (
-    *("--model-variant", "--num-steps", "--learning-rate", "--use-dummy-dataset"),
-    *("--ckpt-save-path", "--ckpt-load-path", "--low-cpu-fsdp"),
-    *("--fsdp-activation-checkpointing", "--selective-checkpointing", "--report-interval"),
+    "--model-variant",
+    "--num-steps",
+    "--learning-rate",
+    "--use-dummy-dataset",
+    "--ckpt-save-path",
+    "--ckpt-load-path",
+    "--low-cpu-fsdp",
+    "--fsdp-activation-checkpointing",
+    "--selective-checkpointing",
+    "--report-interval",
     "--training-stage",
 )
 _LLM_BASELINES_DEFAULTS = (

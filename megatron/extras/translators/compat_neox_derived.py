@@ -8,7 +8,7 @@ Source: GPT-NeoX's `ParallelMLP`, its `init_functions.py`, and its calculation o
 
 import math
 
-from megatron.extras.translators.compat_neox import NEOX
+from megatron.extras.translators.compat import NEOX
 from megatron.extras.translators.compat_values import (
     OTHER_WARMUPS,
     Computed,

@@ -16,7 +16,7 @@ _KINDS = {
     "nanotron": {"general", "parallelism", "tokens"},
     "picotron": {"distributed", "training", "dataset"},
 }
-"""Trainer -> groups that its files have, and ours have not."""
+"""Trainer -> groups that its files have, and files of this package have not."""
 
 
 def read_foreign_files(paths: Sequence[str], translator: Translator) -> CommandLine | None:

@@ -1,6 +1,6 @@
 """Reads the YAML files of GPT-NeoX as a command line of this trainer.
 
-Invariant: no key is dropped silently, and no text of a file is run. `compat_neox` has the meaning
+Invariant: no key is dropped silently, and no text of a file is run. `compat` has the meaning
 of each key. Keys of DeepSpeed are read by `deepspeed_json`. What depends on the sizes of the model
 is computed later, in `compat_neox_derived`, because flags may replace the sizes.
 """
@@ -17,8 +17,7 @@ from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import read_argv
 from megatron.config.yaml_file import compose, get_line, read_items
-from megatron.extras.translators.compat_neox import NEOX, NEOX_KEYS
-from megatron.extras.translators.compat_row import Row
+from megatron.extras.translators.compat import NEOX, NEOX_KEYS, Row
 from megatron.extras.translators.deepspeed_json import merge_content
 from megatron.extras.translators.deepspeed_keys import (
     ACCEPTED_KEYS,
@@ -37,10 +36,20 @@ from megatron.extras.translators.plain_yaml import get_plain_value
 
 _IDENTIFY = frozenset(
     {
-        *("pipe-parallel-size", "model-parallel-size", "gpt-j-residual", "no-weight-tying"),
-        *("pos-emb", "rotary-pct", "attention-config", "output-layer-init-method"),
-        *("train-micro-batch-size-per-gpu", "zero-optimization", "checkpoint-factor"),
-        *("train-data-paths", "checkpoint-validation-with-forward-pass", "text-gen-type"),
+        "pipe-parallel-size",
+        "model-parallel-size",
+        "gpt-j-residual",
+        "no-weight-tying",
+        "pos-emb",
+        "rotary-pct",
+        "attention-config",
+        "output-layer-init-method",
+        "train-micro-batch-size-per-gpu",
+        "zero-optimization",
+        "checkpoint-factor",
+        "train-data-paths",
+        "checkpoint-validation-with-forward-pass",
+        "text-gen-type",
     }
 )
 """Keys that only a file of GPT-NeoX has at its top level."""

@@ -7,7 +7,7 @@ from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import is_flag, list_known_flags, set_field
 from megatron.config.presets import read_preset
-from megatron.extras.translators.compat_row import Row
+from megatron.extras.translators.compat import Row
 
 
 def read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[str]) -> None:

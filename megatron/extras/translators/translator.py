@@ -8,13 +8,12 @@ from megatron.config.command_line import CommandLine, Found, Given
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import Arity, ValueWithOrigin, all_fields
 from megatron.config.normalise import read_argv
-from megatron.extras.translators.compat import find_row, find_rows
+from megatron.extras.translators.compat import NEOX, find_row, find_rows
 from megatron.extras.translators.compat_derived import (
     derive_values,
     describe_dropped_defaults,
     find_defaults,
 )
-from megatron.extras.translators.compat_neox import NEOX
 from megatron.extras.translators.deepspeed_json import merge_json
 from megatron.extras.translators.foreign_file import read_foreign_files
 from megatron.extras.translators.rows import read_row

@@ -24,8 +24,8 @@ from megatron.parallel.rendezvous import choose_device
 
 _DISK_BYTES = 64 << 20
 """Bytes that each rank writes to its disk."""
-_COMPARED_BYTES = 64 << 20
-"""Words that are compared at a time. The result of a comparison has as many bytes."""
+_COMPARED_WORDS = 64 << 20
+"""Words that are compared at a time. The result of a comparison has a byte for each."""
 _REPEATS = 5
 """Number of products that are timed and compared."""
 _SIZES = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
@@ -135,7 +135,7 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         # The free memory is checked first, which gives a clearer message than a failed allocation.
-        if free < 4 * count + _COMPARED_BYTES:
+        if free < 4 * count + _COMPARED_WORDS:
             findings.add_failure(
                 f"memory: {free / (1 << 30):.3g} GiB are free on {device}, but "
                 f"{limits.memory_gib:g} GiB are needed"
@@ -144,7 +144,7 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
     # The pattern has ones and zeros in each byte.
     filled = torch.full((count,), 0x5A5A5A5A, dtype=torch.int32, device=device)
     # A comparison needs a byte for each word, so the words are compared in parts.
-    wrong = sum(int((part != 0x5A5A5A5A).sum()) for part in filled.split(_COMPARED_BYTES))
+    wrong = sum(int((part != 0x5A5A5A5A).sum()) for part in filled.split(_COMPARED_WORDS))
     del filled
     if device.type == "cuda":
         # Otherwise torch would keep the memory for this process, and the training would have less.

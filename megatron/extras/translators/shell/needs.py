@@ -20,6 +20,7 @@ from megatron.extras.translators.shell.syntax import (
     Node,
     Simple,
     Test,
+    has_command,
     list_blocks,
 )
 
@@ -46,12 +47,13 @@ class Needs:
 
     `passed` has the variables that only become part of words. The control flow depends on those in
     `tested`. `arguments` has the numbers of the arguments. It is empty if the script counts or
-    shifts its arguments.
+    shifts its arguments. `computed` has the variables that only ever get results of commands.
     """
 
     passed: set[str] = field(default_factory=set)
     tested: set[str] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
+    computed: set[str] = field(default_factory=set)
 
 
 def mark_placeholders(text: str, mark: Callable[[str], str]) -> str:
@@ -68,7 +70,7 @@ def find_needs(block: Block, given: Collection[str]) -> Needs:
     arguments: set[int] = set()
     if not uses.all_arguments:
         arguments = uses.arguments - uses.list_optional_arguments()
-    return Needs(unset - uses.decided, unset & uses.decided, arguments)
+    return Needs(unset - uses.decided, unset & uses.decided, arguments, uses.find_computed())
 
 
 def describe_argument(text: str, argument: int) -> str:
@@ -139,6 +141,22 @@ class _Uses:
                 if name in self.decided:
                     self.decided |= _list_names(value)
 
+    def find_computed(self) -> set[str]:
+        """Return the variables whose every value is the result of a command, or contains one."""
+        values: dict[str, list[str]] = {}
+        for name, value in self._sources:
+            values.setdefault(name, []).append(value)
+        computed: set[str] = set()
+        before = -1
+        while len(computed) != before:
+            before = len(computed)
+            computed |= {
+                name
+                for name, texts in values.items()
+                if all(has_command(text) or computed & _list_used(text) for text in texts)
+            }
+        return computed
+
     def list_optional_arguments(self) -> set[int]:
         """Return the arguments that become the value of a variable that has a default."""
         return {
@@ -151,6 +169,12 @@ class _Uses:
 
 def _list_names(raw: str) -> set[str]:
     return {a or b for a, b in _VARIABLE.findall(raw)}
+
+
+def _list_used(raw: str) -> set[str]:
+    """Return the names in a word, with those within `$(( ))`, which need no dollar sign."""
+    inside = " ".join(_ARITHMETIC.findall(raw))
+    return _list_names(raw) | set(NAME.findall(inside))
 
 
 def _list_words(node: Node) -> list[tuple[str, bool]]:

@@ -9,11 +9,12 @@ it: the sandbox also contains a script that was not rewritten.
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.base.errors import ConfigError
 from megatron.extras.translators.shell.syntax import (
+    NAME,
     AndOr,
     Arithmetic,
     ArithmeticFor,
@@ -33,6 +34,7 @@ from megatron.extras.translators.shell.syntax import (
     find_end_of_backticks,
     find_end_of_braces,
     find_end_of_substitution,
+    has_command,
     list_blocks,
     skip_character,
 )
@@ -61,6 +63,8 @@ KEPT = frozenset(
 )
 # These only print, or fill variables from a file, or change the folder or the traps.
 WITHOUT_EFFECT = frozenset(["echo", "printf", "read", "mapfile", "readarray", "cd", "trap"])
+# Scripts use these to print or copy their own command line. Such a command starts no training.
+SILENT_COMMANDS = frozenset(["cat", "sed", "grep", "ls", "cp", "vim", "tee"])
 SHELLS = frozenset(["bash", "sh", "zsh"])
 # These read a script from a here-document.
 SCRIPT_READERS = frozenset([*SHELLS, "sbatch", "srun", "qsub", "ssh"])
@@ -84,6 +88,7 @@ def rewrite_script(
     source: str,
     mark: Callable[[str], str],
     unset: Mapping[str, str] | None = None,
+    computed: Collection[str] = (),
 ) -> Rewritten:
     """Return the script that has only the assignments and the control flow of `block`.
 
@@ -94,22 +99,30 @@ def rewrite_script(
         source: The script's name in messages.
         mark: Takes a substitution as it is written, and returns the mark that replaces it.
         unset: The marks of variables, which take the place of their values where these are unset.
+        computed: The variables whose values are results of commands. bash cannot compute with them.
 
     Raises:
         ConfigError: The name of a function or the header of a loop cannot be rewritten.
     """
-    rewriter = _Rewriter(source, mark, unset or {})
+    rewriter = _Rewriter(source, mark, unset or {}, computed)
     rewriter.note_functions(block)
     text = rewriter.write_block(block)
     return Rewritten(text, list(dict.fromkeys(rewriter.assumed_files)))
 
 
 class _Rewriter:
-    def __init__(self, source: str, mark: Callable[[str], str], unset: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        mark: Callable[[str], str],
+        unset: Mapping[str, str],
+        computed: Collection[str],
+    ) -> None:
         self.assumed_files: list[str] = []
         self._source = source
         self._mark = mark
         self._unset = unset
+        self._computed = frozenset(computed)
         self._functions: set[str] = set()
         self._exiting_functions: set[str] = set()
         self._loop = ""
@@ -150,7 +163,7 @@ class _Rewriter:
         if isinstance(node, Test):
             return f"[[ {self.rewrite_word(node.text)} ]]"
         if isinstance(node, Arithmetic):
-            if _needs_execution(node.text):
+            if has_command(node.text):
                 return ":"
             return f"(( {node.text} ))"
         if isinstance(node, Function):
@@ -179,7 +192,7 @@ class _Rewriter:
         if isinstance(node, While):
             head = f"{node.keyword} {self.write_block(node.condition)}"
         elif isinstance(node, ArithmeticFor):
-            if _needs_execution(node.header):
+            if has_command(node.header):
                 raise ConfigError(
                     f"{self._source}: the loop (({node.header})) cannot be followed, because it "
                     "runs a command."
@@ -277,7 +290,7 @@ class _Rewriter:
             return f"__plan_exit {node.line}"
         if name == "set" and "--" in words:
             return " ".join(words[:1]) + " " + " ".join(words[words.index("--") :])
-        if name in ("set", *WITHOUT_EFFECT):
+        if name in ("set", *WITHOUT_EFFECT) or name.rpartition("/")[2] in SILENT_COMMANDS:
             return ":"
         if name in KEPT and (name != "export" or len(words) > 1):
             return " ".join([*assignments, *words])
@@ -370,7 +383,8 @@ class _Rewriter:
             end = find_end_of_arithmetic(raw, position + 3) + 2
             if end > position:
                 text = raw[position:end]
-                if _needs_execution(text[3:-2]):
+                names = NAME.findall(text)
+                if has_command(text[3:-2]) or not self._computed.isdisjoint(names):
                     text = self._mark(text)
                 return end, text
         if raw.startswith("$(", position):
@@ -386,10 +400,6 @@ class _Rewriter:
         if variable and variable[1] in self._unset:
             return variable.end(), f"${{{variable[1]}-{self._unset[variable[1]]}}}"
         return position, ""
-
-
-def _needs_execution(text: str) -> bool:
-    return "$(" in text.replace("$((", "") or "`" in text
 
 
 def _find_end_of_c_string(raw: str, position: int) -> int:

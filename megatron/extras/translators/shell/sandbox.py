@@ -31,7 +31,11 @@ from megatron.extras.translators.shell.syntax import NAME
 SECONDS = 10.0
 OUTPUT_LIMIT = 16 * 2**20
 NOBODY = 65534
-EXIT_NOT_CONTAINED = 97
+WITHOUT_SHELL = (
+    "Read the script on Linux, such as a login node or a container of the Containerfile. "
+    "Elsewhere, as on macOS, give the training command in place of the script: "
+    "megatron-plan pretrain_gpt.py --num-layers ..."
+)
 # bash sets these itself, and some of them are read-only. PATH would let bash find commands.
 OWN_VARIABLES = frozenset(
     ["PATH", "UID", "EUID", "PPID", "SHELLOPTS", "IFS", "ENV", "OPTIND", "SHLVL", "_", "PS4"],
@@ -66,7 +70,7 @@ __plan_command() {
         printf '%s\0' "$__plan_token" loop "${__plan_loop-}"
         exit 0
     fi
-    if (( ++__plan_count > 200 )); then exit 0; fi
+    if (( ++__plan_count > 200 )); then __plan_exit end; fi
     return 0
 }
 __plan_document() {
@@ -100,13 +104,14 @@ class Trace:
     `commands` has one pair for each command: its words, and the variables that the script has
     exported before it. The variables are text as `export -p` prints it, or empty if they are not
     needed. `documents` are the files that the script would write, by name. `exit_line` is the line
-    of the `exit` that ended the script, or None. `loop` is the header of the loop that starts
-    training, or empty.
+    of the `exit` that ended the script, or None. `is_complete` is true if the shell reached the end
+    of the script. `loop` is the header of the loop that starts training, or empty.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
     exit_line: int | None = None
+    is_complete: bool = False
     loop: str = ""
 
 
@@ -135,7 +140,7 @@ def trace_script(
     """
     bash = shutil.which("bash")
     if bash is None:
-        raise ConfigError("following a script needs bash, which is not installed.")
+        raise ConfigError(f"reading a script needs bash, which is not installed. {WITHOUT_SHELL}")
     token = secrets.token_hex(8)
     head = [
         f"__plan_token={token}",
@@ -146,14 +151,14 @@ def trace_script(
     ]
     output, code = _run(
         [bash, "--noprofile", "--norc", "-p", "-s", "--", *parameters],
-        "\n".join([_LIMITS, *head, _PROLOGUE, script, ""]),
+        "\n".join([_LIMITS, *head, _PROLOGUE, script, "__plan_exit end", ""]),
         seconds,
     )
     records = list(_split_records(output, token))
     if not records or records[0] != ["contained"]:
         raise ConfigError(
             f"{source}: this system does not let the shell be contained (exit code {code}; "
-            "`ulimit -a` prints the limits)."
+            f"`ulimit -a` prints the limits). {WITHOUT_SHELL}"
         )
     return _build_trace(records[1:])
 
@@ -221,7 +226,7 @@ def _read_output(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[by
             process.stdout.close()
     if expired.is_set() or process.returncode < 0:
         raise ConfigError(
-            f"the script started no training within {seconds:g} seconds, or printed more than "
+            f"the script started no training within {seconds:.2g} seconds, or printed more than "
             f"{OUTPUT_LIMIT:,} bytes. A loop may wait for the result of a command, which does "
             "not run here."
         )
@@ -256,4 +261,6 @@ def _build_trace(records: list[list[str]]) -> Trace:
         # The script knows the token, so it can print any record.
         elif kind == "exit" and items and items[0].isdecimal():
             trace.exit_line = int(items[0])
+        elif kind == "exit":
+            trace.is_complete = True
     return trace

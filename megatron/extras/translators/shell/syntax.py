@@ -197,6 +197,11 @@ def list_blocks(node: Node) -> list[Block]:
     return []
 
 
+def has_command(raw: str) -> bool:
+    """Return whether a word or an arithmetic expression has a command substitution."""
+    return "`" in raw or "$(" in raw.replace("$((", "")
+
+
 def find_end_of_substitution(text: str, start: int, source: str) -> int:
     """Return the index after the `)` that closes the `$(` whose content begins at `start`."""
     parser = _Parser(text, source)
@@ -751,9 +756,3 @@ class _Parser:
         if operator in ("<<", "<<-"):
             self._pending.append(redirection)
         return redirection
-
-
-def split_words(text: str, source: str) -> list[str]:
-    """Return the words of `text` as they are written. `text` has no operators."""
-    parser = _Parser(text, source)
-    return list(parser.take_words())

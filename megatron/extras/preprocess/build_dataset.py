@@ -94,24 +94,24 @@ class Summary:
 
 def preprocess(
     job: PreprocessJob,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     choose: Callable[..., str] = choose_encoder,
 ) -> Summary:
     """Run the job, or continue it where an earlier run was interrupted.
 
     Args:
         job: What to preprocess.
-        say: Receives messages. None prints them to stderr.
+        log: Receives messages. None prints them to stderr.
         choose: Chooses the encoder. See `choose_encoder`.
 
     Raises:
         ConfigError: the flags are wrong, or the output exists.
         DataError: the inputs are wrong.
     """
-    say = say or print_to_stderr
+    log = log or print_to_stderr
     _check_job(job)
     own = tuple(f"{prefix}." for prefix in job.prefixes.values())
-    paths = leave_out_output(expand_inputs(job.input, say), own, say)
+    paths = leave_out_output(expand_inputs(job.input, log), own, log)
     tokenizer = build_tokenizer(job.tokenizer)
     # Two runs that append to the same partial files would destroy both outputs.
     with lock_output(job.output_prefix):
@@ -125,14 +125,14 @@ def preprocess(
             _check_outputs(job)
             progress = PreprocessProgress()
         if not job.append_eod:
-            say(NO_EOD)
+            log(NO_EOD)
         # A mismatch restarts the run without that encoder, since ids written before may be wrong,
         # too. The loop ends, because the tokenizer itself cannot mismatch.
         while True:
             try:
-                return _run(job, paths, tokenizer, journal, progress, say, choose)
+                return _run(job, paths, tokenizer, journal, progress, log, choose)
             except EncoderMismatchError as error:
-                say(
+                log(
                     f"WARNING: {error.name} cannot be trusted with this corpus: {error.reason}. "
                     "STARTING OVER without it."
                 )
@@ -169,7 +169,7 @@ def _run(
     tokenizer: Tokenizer,
     journal: Journal,
     progress: PreprocessProgress,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     choose: Callable[..., str],
 ) -> Summary:
     """Encode what is missing, and publish the outputs."""
@@ -180,12 +180,12 @@ def _run(
     if not progress.complete:
         if progress.outputs:
             at = progress.position
-            say(
+            log(
                 f"continuing an interrupted run: {progress.lines} lines are done, up to "
                 f"{at.line} of {paths[at.file]}"
             )
-        encoder = choose(tokenizer, sample_texts(paths, job.json_keys), progress.rejected, say)
-        progress = _encode_all(job, paths, tokenizer, encoder, journal, progress, say, prefixes)
+        encoder = choose(tokenizer, sample_texts(paths, job.json_keys), progress.rejected, log)
+        progress = _encode_all(job, paths, tokenizer, encoder, journal, progress, log, prefixes)
     # The journal goes last. If it is interrupted here, the next run finds `complete` and publishes
     # again.
     made_with = describe_tokenizer(job.tokenizer)
@@ -221,7 +221,7 @@ def _encode_all(
     encoder: str,
     journal: Journal,
     progress: PreprocessProgress,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     prefixes: dict[str, str],
 ) -> PreprocessProgress:
     """Encode from `progress` to the end of the inputs.
@@ -256,7 +256,7 @@ def _encode_all(
             # continues at this block.
             if encoded.bad and job.on_bad_line == "stop":
                 _stop_at(encoded.bad[0], journal, progress, writers)
-            _report_bad(encoded.bad, progress.bad_lines, say)
+            _report_bad(encoded.bad, progress.bad_lines, log)
             for key, tokens, lengths in zip(
                 job.json_keys, encoded.tokens, encoded.sizes, strict=True
             ):
@@ -342,13 +342,13 @@ def _stop_at(
     )
 
 
-def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> None:
+def _report_bad(bad: list[BadLine], before: int, log: Callable[[str], None]) -> None:
     """Report bad lines, up to _SHOWN_BAD_LINES of them in one run."""
     for number, line in enumerate(bad, before):
         if number < _SHOWN_BAD_LINES:
-            say(f"bad line skipped: {line}")
+            log(f"bad line skipped: {line}")
         elif number == _SHOWN_BAD_LINES:
-            say(f"bad line skipped: {line}; further bad lines are only counted")
+            log(f"bad line skipped: {line}; further bad lines are only counted")
 
 
 def count_default_workers() -> int:
