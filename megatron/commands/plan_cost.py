@@ -141,7 +141,9 @@ def _name_layer_messages(prediction: StepPrediction) -> str:
     layout = prediction.job.layout
     if layout.context == 1:
         return "tensor-parallel"
-    return "context-parallel" if layout.tensor == 1 else "tensor and context"
+    if layout.tensor == 1:
+        return "context-parallel"
+    return "tensor and context"
 
 
 def build_verdict_json(prediction: StepPrediction) -> dict[str, Any]:

@@ -1,16 +1,24 @@
-"""Estimates of memory and FLOPs for a plan.
+"""Estimates of memory and FLOPs for a plan, from its configuration alone.
 
-megatron/model/flops.py has the formulas for one layer, one stage and one parameter. This module
-adds what the layout and the pipeline schedule decide.
+The bytes of parameters are those of `cost.memory`. The activations are those of Korthikanti et al.
+2022, https://arxiv.org/abs/2205.05198, which do not know how this trainer allocates. The plan
+prints them beside the peak, because people compare them with other trainers. The notation is that
+of `megatron.model.flops`.
 """
 
 from fractions import Fraction
 from typing import Any
 
-from megatron.extras.planner.cost import memory_estimates
+from megatron.extras.planner.cost.memory import (
+    ParameterMemory,
+    estimate_parameter_memory,
+    estimate_parameter_memory_per_rank,
+)
 from megatron.extras.planner.prediction import get_recomputed_share
 from megatron.model import flops
+from megatron.model.flops import get_widths
 from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
+from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
@@ -31,7 +39,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    model = memory_estimates.estimate_parameter_memory(
+    model = estimate_parameter_memory(
         plan.parameters,
         half=_is_half(plan),
         state_bytes=flops.count_state_bytes(
@@ -57,12 +65,12 @@ def _is_half(plan: Plan) -> bool:
     return plan.config.precision.bf16 or plan.config.precision.fp16
 
 
-def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> memory_estimates.ParameterMemory:
+def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> ParameterMemory:
     parallel = plan.config.parallel
     parameters = plan.stage_parameters[pipeline_rank]
     layers = count_layers_per_rank(plan.stages, plan.pipeline_size)[pipeline_rank]
     matrices = flops.count_layer_matrix_parameters(plan.shape, parallel.tensor_model_parallel_size)
-    return memory_estimates.estimate_parameter_memory_per_rank(
+    return estimate_parameter_memory_per_rank(
         parameters,
         half=_is_half(plan),
         data_parallel_size=plan.weight_ranks,
@@ -79,6 +87,105 @@ def choose_final_schedule(plan: Plan) -> PipelineSchedule:
     share = max(1, plan.config.batch.micro_batch_size * plan.data_parallel_size)
     return choose_schedule(
         max(1, plan.batch_size.final // share), plan.pipeline_size, plan.stages_per_rank
+    )
+
+
+def estimate_layer_activation_bytes(
+    shape: ModelShape,
+    micro_batch_size: int,
+    tensor_parallel_size: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    half: bool = True,
+    scores_kept: bool = False,
+) -> int:
+    """Estimate the activations that one layer keeps for the backward pass of one microbatch.
+
+    The estimate is for one rank, without any recomputation. For GPT-2's shape in half precision it
+    is s b h (10 + 24/t), or s b h 34/t with sequence parallelism. Without a
+    flash kernel the attention scores are kept as well, which are 5 a s^2 b / t. Source: 2205.05198,
+    equations 1, 2 and 4, and table 2.
+    """
+    w = get_widths(shape)
+    t = tensor_parallel_size
+    if half:
+        value = 2
+    else:
+        value = 4
+    # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
+    replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
+    # Queries, keys, values, the attention's output and the MLP's inner activations.
+    sharded = value * (w.q + 2 * w.k + w.q + w.mlp_in + w.f)
+    if scores_kept:
+        # Scores before and after the dropout, and its mask.
+        sharded += (
+            shape.config.num_attention_heads
+            * shape.config.seq_length
+            * (2 * value + 1 if shape.config.attention_dropout else value)
+        )
+    # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
+    per_token = replicated // (t if sequence_parallel else 1) + sharded // t
+    return shape.config.seq_length * micro_batch_size * per_token
+
+
+def estimate_layer_input_bytes(
+    shape: ModelShape,
+    micro_batch_size: int,
+    tensor_parallel_size: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    half: bool = True,
+) -> int:
+    """Estimate what full recomputation keeps of a layer for one microbatch, which is its input.
+
+    In half precision this is 2 s b h (2205.05198, section 5).
+    """
+    values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
+    if half:
+        bytes_of_value = 2
+    else:
+        bytes_of_value = 4
+    if sequence_parallel:
+        ranks = tensor_parallel_size
+    else:
+        ranks = 1
+    return bytes_of_value * values // ranks
+
+
+def estimate_stage_activation_bytes(
+    shape: ModelShape,
+    micro_batch_size: int,
+    tensor_parallel_size: int = 1,
+    *,
+    layers: int,
+    recomputed_layers: int = 0,
+    sequence_parallel: bool = False,
+    half: bool = True,
+    scores_kept: bool = False,
+) -> int:
+    """Estimate what one microbatch keeps of a stage until its backward pass, on one rank.
+
+    A layer keeps all its activations, or only its input if it is recomputed.
+    """
+    sharing = {"sequence_parallel": sequence_parallel, "half": half}
+    whole = estimate_layer_activation_bytes(
+        shape, micro_batch_size, tensor_parallel_size, scores_kept=scores_kept, **sharing
+    )
+    # A recomputed layer starts again from its input.
+    kept = estimate_layer_input_bytes(shape, micro_batch_size, tensor_parallel_size, **sharing)
+    return (layers - recomputed_layers) * whole + recomputed_layers * kept
+
+
+def estimate_logits_bytes(
+    shape: ModelShape, micro_batch_size: int, tensor_parallel_size: int = 1
+) -> int:
+    """Estimate the last stage's fp32 logits of one microbatch, 4 s b V / t (2205.05198, 4.3)."""
+    return (
+        4
+        * shape.config.seq_length
+        * micro_batch_size
+        * shape.padded_vocab_size
+        // tensor_parallel_size
     )
 
 
@@ -106,7 +213,7 @@ def estimate_activations(
     ]
     # With virtual stages a rank has several stages, and a microbatch visits each of them.
     visits = [
-        memory_estimates.estimate_stage_activation_bytes(
+        estimate_stage_activation_bytes(
             plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing
         )
         for layers, again in counts
@@ -120,12 +227,10 @@ def estimate_activations(
     )
     # While one layer is recomputed, its full activations exist next to the stored inputs.
     if any(again for _, again in counts):
-        kept += memory_estimates.estimate_stage_activation_bytes(
-            plan.shape, micro, tensor, layers=1, **sharing
-        )
+        kept += estimate_stage_activation_bytes(plan.shape, micro, tensor, layers=1, **sharing)
     # Only the last stage has the output projection, whose logits are [b, s, v/t].
     if any(stage.last for stage in stages):
-        kept += memory_estimates.estimate_logits_bytes(plan.shape, micro, tensor)
+        kept += estimate_logits_bytes(plan.shape, micro, tensor)
     # Everything here grows with the tokens of a rank.
     return kept // max(1, parallel.context_parallel_size)
 
@@ -139,16 +244,16 @@ def compute_flops(plan: Plan) -> dict[str, int | None]:
     recompute = get_recomputed_share(plan)
     per_token = flops.count_model_flops_per_token(shape)
     # A run that ends by --train-tokens may train fewer tokens than samples x sequence length.
-    tokens: int | None
     tokens = plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length
     # The speed decides how many tokens a run by time trains.
-    if plan.train_seconds is not None:
-        tokens = None
+    whole_run = None
+    if plan.train_seconds is None:
+        whole_run = per_token * tokens
     return {
         "model_per_token": per_token,
         "hardware_per_token": flops.count_hardware_flops_per_token(shape, recompute=recompute),
         "hardware_per_iteration": flops.count_iteration_flops(
             shape, plan.batch_size.final, recompute=recompute
         ),
-        "model_whole_run": None if tokens is None else per_token * tokens,
+        "model_whole_run": whole_run,
     }

@@ -90,7 +90,9 @@ def search_plan(plan: Plan, hardware: Hardware, *, allow_fp8: bool = False) -> P
     hardware.get_peak(half=describe_software(plan, hardware).half)
     space = build_search_space(plan, hardware)
     if allow_fp8 and plan.config.precision.fp8_format is None:
-        space = replace(space, also=describe_software(_add_float8(plan, hardware), hardware))
+        space = replace(
+            space, float8_software=describe_software(_add_float8(plan, hardware), hardware)
+        )
     # One rank may not be able to hold its part of a sequence. The batch may also have fewer samples
     # than there are ranks.
     if (longer := find_context_size(space)) is not None:

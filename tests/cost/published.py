@@ -11,9 +11,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from cost.other_trainers import SOFTWARE, PaperMemory
+
 from megatron.config.model import ModelConfig
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
-from megatron.extras.planner.cost.layout import SOFTWARE, Float8, RankLayout, Recompute
+from megatron.extras.planner.cost.layout import Float8, RankLayout, Recompute
 from megatron.extras.planner.cost.memory import BALANCED_ENDS
 from megatron.extras.planner.cost.search import SearchSpace, search_layouts
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
@@ -420,7 +422,7 @@ CORE_FLOAT8 = Float8(
 
 
 # With tensor parallelism, a layer of torchtitan holds two gathered inputs in float8 and two partial
-# sums of the input's gradient (`held_gathers`). The loss over a sharded vocabulary is not compiled.
+# sums of the input's gradient (`gathers`). The loss over a sharded vocabulary is not compiled.
 # Its backward pass has four tensors in fp32: the logarithms of the probabilities, their
 # exponentials, the gradient, and the sum of both.
 
@@ -437,7 +439,7 @@ def _compare_float8(row: dict[str, Any]) -> Iterator[Compared]:
     software = SOFTWARE["fsdp-compiled" if titan else "megatron-core"]
     software = replace(software, float8=TITAN_FLOAT8 if titan else CORE_FLOAT8)
     if titan and row["tp"] > 1:
-        software = replace(software, held_gathers=3.0, held_logit_bytes=16)
+        software = replace(software, memory=PaperMemory(gathers=3.0, logit_bytes=16))
     if "async TP" in row["note"]:
         # The share of messages that overlap with products is that of Megatron-Core.
         software = replace(software, hidden_tensor=SOFTWARE["megatron-core"].hidden_tensor)

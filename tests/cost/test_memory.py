@@ -3,17 +3,21 @@
 from dataclasses import replace
 
 import pytest
+from cost.other_trainers import SOFTWARE, PaperMemory
 from cost.published import make_gpt, make_llama, read_rows
 from shared_data import shared_dir
 
-from megatron.extras.planner.cost import memory_estimates
-from megatron.extras.planner.cost.layout import SOFTWARE, Overhead, RankLayout
-from megatron.extras.planner.cost.memory import estimate_memory
+from megatron.extras.planner.cost.layout import Overhead, RankLayout
+from megatron.extras.planner.cost.memory import estimate_memory, estimate_parameter_memory
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
 GIB = 2**30
-PLAIN = replace(SOFTWARE["megatron-lm-2022"], overhead=Overhead(fixed_gib=0), held_logit_bytes=0)
+PLAIN = replace(
+    SOFTWARE["megatron-lm-2022"],
+    overhead=Overhead(fixed_gib=0),
+    memory=PaperMemory(logit_bytes=0),
+)
 
 
 @pytest.mark.parametrize("name", ["22B", "530B"])
@@ -31,7 +35,7 @@ def test_closed_forms_of_korthikanti(name):
     )
     layers = row["layers"] // row["pp"]
     matrices = layers * flops.count_layer_matrix_parameters(shape, row["tp"])
-    states = memory_estimates.estimate_parameter_memory(matrices, half=True).total
+    states = estimate_parameter_memory(matrices, half=True).total
     assert states / GIB == pytest.approx(row["gib_parameters_and_optimizer"], rel=1e-6)
     for key, chosen in (
         ("gib_activations_tp_only", layout),

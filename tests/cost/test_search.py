@@ -6,11 +6,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
+from cost.other_trainers import SOFTWARE
 from cost.published import make_gpt
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.planner.cost.layout import SOFTWARE, TRAINER, RankLayout
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
 from megatron.extras.planner.cost.search import (
     SearchSpace,

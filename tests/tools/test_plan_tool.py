@@ -14,11 +14,10 @@ import pytest
 import yaml
 
 from megatron.base import exit_codes
-from megatron.commands import plan
+from megatron.commands import plan, plan_estimates
 from megatron.config.compare import compute_config_digest
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
-from megatron.extras.planner.cost import memory_estimates
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
@@ -245,12 +244,12 @@ def test_activation_memory_depends_on_pipeline_and_recomputation(capsys):
     shape = ModelShape(
         ModelConfig(4, hidden_size=256, num_attention_heads=4, seq_length=128), 1000, 1024
     )
-    layer = memory_estimates.estimate_layer_activation_bytes(shape, 2, half=False)
-    kept = memory_estimates.estimate_layer_input_bytes(shape, 2, half=False)
+    layer = plan_estimates.estimate_layer_activation_bytes(shape, 2, half=False)
+    kept = plan_estimates.estimate_layer_input_bytes(shape, 2, half=False)
     assert activations()[:2] == (0, 4 * layer)  # 2 layers, 2 microbatches in flight
     assert activations("--num-layers-per-virtual-pipeline-stage", "1")[:2] == (0, 5 * layer)
     # Recomputation keeps little, so the last rank needs the most memory because of its logits.
-    logits = memory_estimates.estimate_logits_bytes(shape, 2)
+    logits = plan_estimates.estimate_logits_bytes(shape, 2)
     assert activations("--checkpoint-activations")[:2] == (1, 2 * kept + layer + logits)
     assert activations("--checkpoint-activations", "--checkpoint-fraction", "1/2")[:2] == (
         0,

@@ -1,5 +1,6 @@
 """What is predicted: a layout of ranks, and the software that runs on it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
@@ -102,10 +103,6 @@ class Overhead:
         return (self.allocator - 1) * tensors + self.fixed_gib * 2**30
 
 
-_MEASURED = Overhead(1.15, 4.5)
-"""What BLOOM's runs needed. A rank of a pipeline has up to 7 communicators, each with buffers."""
-
-
 @dataclass(frozen=True)
 class Float8:
     """How a trainer multiplies in float8 in transformer layers. `cost.float8` has the formulas."""
@@ -184,22 +181,12 @@ class Software:
     accumulation_bytes: int = 0
     """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
     those of the matrix product. If tensors are counted, `cost.parameter_traffic` counts it."""
-    held_gradient_bytes: int = 4
-    """Bytes of a parameter's gradient in memory."""
     dropout: bool = True
     """Whether the layers have dropout, which writes masks."""
     half: bool = True
     """Whether it computes in bf16 or fp16. Otherwise in fp32, at half the rate or less."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and the precision of its moments."""
-    held_outputs: bool = False
-    """Whether a stage keeps its outputs until their backward pass, beside its inputs."""
-    held_gathers: float = 0.0
-    """Complete hidden states [s, b, h] in half precision that the backward pass of a layer holds
-    with sequence parallelism. The papers' formulas have the slices of the ranks only."""
-    counts_tensors: bool = False
-    """Whether memory is counted tensor by tensor, as this trainer allocates them (`cost.tensors`).
-    Otherwise it is that of the papers' formulas. Sums of gradients are counted as well."""
     fp16: bool = False
     """Whether the half precision is fp16, in which some gradients are in fp32."""
     float8: Float8 | None = None
@@ -219,111 +206,32 @@ class Software:
     """Whether the loss has kernels of its own. Only this trainer uses it."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
-    held_logit_bytes: int = 8
-    """Memory of the loss for each logit."""
     overhead: Overhead = Overhead()
+    memory: Callable[..., tuple[float, float, float, float, float, float]] | None = None
+    """Another formula for the parts of a rank's memory (`cost.memory`). None: they are counted
+    tensor by tensor, as this trainer allocates them (`cost.tensors`)."""
+
+    @property
+    def counts_tensors(self) -> bool:
+        """Whether this is the trainer itself, whose tensors are known. Others have formulas."""
+        return self.memory is None
 
 
-EAGER_POINTWISE = 3.2
-"""Memory traffic of pointwise operations without torch.compile, relative to fused kernels."""
 _OPERATORS = 1.45
 """Time of a byte in PyTorch's operators of this trainer, relative to a copy. Fitted on steps of a
 7B. Norms and sums of equal types have numbers of their own (`cost.layers`)."""
 
-SOFTWARE = {
-    each.name: each
-    for each in (
-        # Fused kernels of softmax, GELU and dropout; gradients are reduced after the last backward
-        # pass. Of the backward pass's collectives, the first overlaps (2205.05198, section 6).
-        Software(
-            "megatron-lm-2021",
-            sequence_parallel=False,
-            flash=False,
-            accumulation_bytes=6,
-            gradient_bytes=2,
-            held_gradient_bytes=2,
-        ),
-        # The same with selective recomputation, sequence parallelism, and gradients that the matrix
-        # product adds to the fp32 sum by itself.
-        Software(
-            "megatron-lm-2022",
-            flash=False,
-            hidden_tensor=0.25,
-            gradient_bytes=4,
-        ),
-        # DeepSpeed's pipeline engine with CUDA_LAUNCH_BLOCKING=1, as BLOOM's tests ran.
-        Software(
-            "megatron-deepspeed",
-            sequence_parallel=False,
-            flash=False,
-            kernel_gap=6e-5,
-            accumulation_bytes=8,
-            held_gradient_bytes=2,
-            gradient_bytes=2,
-            dropout=False,
-            held_outputs=True,
-            overhead=_MEASURED,
-        ),
-        # Its bf16 optimizer keeps the sum of the gradients in fp32, beside bf16 gradients. The sum
-        # is a second pass over them for each microbatch.
-        Software(
-            "megatron-deepspeed-bf16",
-            sequence_parallel=False,
-            flash=False,
-            kernel_gap=6e-5,
-            accumulation_bytes=14,
-            held_gradient_bytes=6,
-            gradient_bytes=4,
-            dropout=False,
-            held_outputs=True,
-            overhead=_MEASURED,
-        ),
-        # Collectives of all kinds overlap with computation, as its documentation advises. Kernels
-        # are fused, so there is next to no time between them.
-        Software(
-            "megatron-core",
-            hidden_tensor=0.7,
-            hidden_data=0.8,
-            contention=0.15,
-            hidden_pipeline=True,
-            gradient_bytes=2,
-            dropout=False,
-        ),
-        # FSDP gathers the next layer while one computes. torch.compile fuses pointwise kernels.
-        Software(
-            "fsdp-compiled",
-            hidden_data=1.0,
-            contention=0.15,
-            dropout=False,
-            gradient_bytes=2,
-            held_logit_bytes=12,
-        ),
-        # The loss has bf16 logits, an fp32 copy of them, their log-softmax and two gradients.
-        Software(
-            "fsdp-eager",
-            pointwise=EAGER_POINTWISE,
-            hidden_data=1.0,
-            contention=0.15,
-            dropout=False,
-            gradient_bytes=4,
-            logit_bytes=70,
-            held_logit_bytes=16,
-        ),
-        # This trainer: SDPA, FSDP2 and torch.distributed.pipelining. What overlaps is as in other
-        # trainers with FSDP. A trace of a 1.3B has the gap, and the bytes of a logit are 44.
-        Software(
-            "trainer",
-            pointwise=_OPERATORS,
-            step_gap=6e-3,
-            pads_products=True,
-            logit_bytes=round(44 * _OPERATORS),
-            hidden_data=1.0,
-            contention=0.15,
-            hidden_pipeline=True,
-            overlaps_entries=True,
-            counts_tensors=True,
-        ),
-    )
-}
-TRAINER = SOFTWARE["trainer"]
+# SDPA, FSDP2 and torch.distributed.pipelining. What overlaps is as in other trainers with FSDP. A
+# trace of a 1.3B has the gap, and the bytes of a logit are 44.
+TRAINER = Software(
+    "trainer",
+    pointwise=_OPERATORS,
+    step_gap=6e-3,
+    pads_products=True,
+    logit_bytes=round(44 * _OPERATORS),
+    hidden_data=1.0,
+    contention=0.15,
+    hidden_pipeline=True,
+    overlaps_entries=True,
+)
 """This trainer."""

@@ -1,7 +1,7 @@
 """The memory of each pipeline rank, by kind.
 
-The parts of a model and of its activations are those of `megatron.model.flops`, with its sources.
-This module adds what the layout, the schedule and the software decide.
+Sources of the bytes of parameters: the notes of BigScience's 104B run, and for the stages of ZeRO
+https://arxiv.org/abs/1910.02054. `cost.peak` counts the other tensors.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from enum import StrEnum
 
 from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
-from megatron.extras.planner.cost import memory_estimates
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.peak import find_peak
@@ -23,11 +22,6 @@ from megatron.model.partition import (
 )
 from megatron.model.shape import ModelShape
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
-
-_PREFETCHED = 2
-"""Layers whose gathered weights exist at the same time with ZeRO stage 3: one computes, and one is
-gathered ahead."""
-
 
 BALANCED_ENDS = "type:transformer|embedding"
 """Value of --pp-partition-method that counts embedding and output layer as layers."""
@@ -83,6 +77,84 @@ def judge_peak(peak_bytes: float, hardware: Hardware) -> Verdict:
     return Verdict.DOES_NOT_FIT
 
 
+@dataclass(frozen=True)
+class ParameterMemory:
+    """Bytes of everything that scales with the parameters. Activations and buffers are extra."""
+
+    master_weights: int
+    working_weights: int
+    """The weights that the model computes with, if they are not the master weights themselves."""
+    optimizer_states: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts in bytes."""
+        return self.master_weights + self.working_weights + self.optimizer_states + self.gradients
+
+
+def estimate_parameter_memory(
+    parameters: int, *, half: bool, state_bytes: int | None = None
+) -> ParameterMemory:
+    """Estimate the memory of parameters. With Adam it is the rule of 18 bytes for each.
+
+    These are 4 for fp32 weights, 2 for half-precision weights, 8 for Adam's moments and 4 for fp32
+    gradients.
+
+    Args:
+        parameters: Number of parameters.
+        half: The model computes in bf16 or fp16. In fp32 there is no second copy of the weights,
+            and the rule has 16 bytes.
+        state_bytes: Bytes of the optimizer's states. Default: those of Adam.
+    """
+    if state_bytes is None:
+        state_bytes = 8 * parameters
+    return ParameterMemory(
+        4 * parameters, 2 * parameters if half else 0, state_bytes, 4 * parameters
+    )
+
+
+def estimate_parameter_memory_per_rank(
+    rank_parameters: int,
+    *,
+    half: bool,
+    data_parallel_size: int,
+    zero_stage: int,
+    shard_size: int | None = None,
+    state_bytes: int | None = None,
+) -> ParameterMemory:
+    """Estimate the memory of parameters on one rank with ZeRO, rounded up.
+
+    `state_bytes` are those before ZeRO shards them. See `estimate_parameter_memory`.
+
+    Stage 1 shards optimizer states and master weights over the data-parallel ranks. Stage 2 also
+    shards gradients. Stage 3 also shards the weights that the model computes with. `shard_size` is
+    the number of ranks that share one copy of the model. By default it is all of them.
+
+    In fp32 the model computes with the master weights, unless stage 1 or 2 shards them. Then the
+    rank also has a complete copy.
+    """
+    ranks = shard_size or data_parallel_size
+    whole = estimate_parameter_memory(rank_parameters, half=half, state_bytes=state_bytes)
+    if not half and data_parallel_size > 1 and zero_stage in (1, 2):
+        fp32_copies = 4 * rank_parameters
+    else:
+        fp32_copies = 0
+
+    def shard_from(stage: int, size: int) -> int:
+        # Rounded up, because the last shard is padded.
+        if zero_stage >= stage:
+            return -(-size // ranks)
+        return size
+
+    return ParameterMemory(
+        master_weights=shard_from(1, whole.master_weights),
+        working_weights=shard_from(3, whole.working_weights) + fp32_copies,
+        optimizer_states=shard_from(1, whole.optimizer_states),
+        gradients=shard_from(2, whole.gradients),
+    )
+
+
 def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
     """Return the stages of a layout, in the order of the layers.
 
@@ -126,41 +198,6 @@ def build_schedule(layout: RankLayout, batch_size: int) -> PipelineSchedule:
     """Return the pipeline schedule of a global batch of `batch_size` samples."""
     microbatches = max(1, batch_size // (layout.data * layout.micro_batch))
     return choose_schedule(microbatches, layout.pipeline, layout.virtual)
-
-
-def estimate_layer_bytes(
-    shape: ModelShape, layout: RankLayout, software: Software, *, working: bool = False
-) -> int:
-    """Return the bytes that a layer keeps for one microbatch.
-
-    A `working` layer is one that is being recomputed completely, so it has the scores of its
-    attention as well if there is no flash kernel.
-    """
-    kept = layout.recompute == "none" or working
-    whole = memory_estimates.estimate_layer_activation_bytes(
-        shape,
-        layout.micro_batch,
-        layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        half=software.half,
-        scores_kept=kept and not software.flash,
-    )
-    if layout.recompute == "operators" and not working:
-        whole = _count_operator_bytes(shape, layout)
-    return whole // layout.context
-
-
-def _count_operator_bytes(shape: ModelShape, layout: RankLayout) -> int:
-    """Return the bytes of a layer that keeps its input, attention and every second product."""
-    q = shape.config.num_attention_heads * shape.head_dim
-    k = shape.query_groups * shape.head_dim
-    # The kept products are those for query, value, gate and the MLP's output.
-    sharded = 2 * (2 * q + k + shape.ffn_hidden_size) // layout.tensor
-    # The inputs of both norms.
-    whole = 2 * 2 * shape.config.hidden_size
-    if layout.sequence_parallel:
-        whole //= layout.tensor
-    return shape.config.seq_length * layout.micro_batch * (sharded + whole)
 
 
 def estimate_memory(
@@ -210,7 +247,7 @@ def _estimate_rank(
     rank: int,
 ) -> RankMemory:
     """Return the memory of pipeline rank `rank` with these parameters and stages."""
-    held = memory_estimates.estimate_parameter_memory_per_rank(
+    held = estimate_parameter_memory_per_rank(
         parameters,
         half=software.half,
         data_parallel_size=layout.data * layout.context,
@@ -223,11 +260,12 @@ def _estimate_rank(
             * flops.count_layer_matrix_parameters(shape, layout.tensor),
         ),
     )
-    if software.counts_tensors:
+    # It is not known how other trainers allocate, so their formulas come with them.
+    if software.memory is None:
         peak = find_peak(shape, layout, software, stages, schedule, rank)
         parts = (peak.weights, peak.gradients, peak.activations, peak.working, 0.0, peak.buffers)
     else:
-        parts = _estimate_parts(shape, layout, software, held, parameters, stages, schedule, rank)
+        parts = software.memory(shape, layout, software, held, parameters, stages, schedule, rank)
     weights, gradients, activations, working, logits, buffers = parts
     tensors = held.master_weights + held.optimizer_states + sum(parts)
     return RankMemory(
@@ -241,87 +279,3 @@ def _estimate_rank(
         buffers,
         software.overhead.estimate_bytes(tensors),
     )
-
-
-def _estimate_parts(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    held: memory_estimates.ParameterMemory,
-    parameters: int,
-    stages: Sequence[Stage],
-    schedule: PipelineSchedule,
-    rank: int,
-) -> tuple[float, float, float, float, float, float]:
-    """Return weights, gradients, activations, a working layer, logits and buffers of a rank."""
-    visits = schedule.count_in_flight(rank)
-    activations, working = _estimate_activations(shape, layout, software, stages, visits)
-    tokens = shape.config.seq_length * layout.micro_batch // layout.context
-    if layout.sequence_parallel:
-        working += software.held_gathers * 2 * tokens * shape.config.hidden_size
-    # Only the last stage computes the loss.
-    logits = 0.0
-    if any(stage.last for stage in stages):
-        logits = software.held_logit_bytes * tokens * shape.padded_vocab_size / layout.tensor
-    buffers = _estimate_buffers(shape, layout, software, parameters, stages, visits)
-    gradients = held.gradients * software.held_gradient_bytes / 4
-    return held.working_weights, gradients, activations, working, logits, buffers
-
-
-def _estimate_activations(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    stages: Sequence[Stage],
-    visits: int,
-) -> tuple[float, float]:
-    """Return the bytes of the microbatches in flight, and those of a layer being recomputed."""
-    whole = estimate_layer_bytes(shape, layout, software)
-    kept_input = memory_estimates.estimate_layer_input_bytes(
-        shape,
-        layout.micro_batch,
-        layout.tensor,
-        sequence_parallel=layout.sequence_parallel or layout.partition_inputs,
-        half=software.half,
-    )
-    kept_input //= layout.context
-    # Recomputed layers keep less, and which ones they are depends on the stage.
-    of_visits = 0
-    recomputes = False
-    for stage in stages:
-        again = flops.count_recomputed_layers(stage.layers, layout.layers_recomputed)
-        of_visits += (len(stage.layers) - again) * whole + again * kept_input
-        recomputes = recomputes or again > 0
-    # The stages of a rank may differ, so the mean of its visits counts.
-    activations = visits * of_visits / len(stages)
-    if not recomputes:
-        return activations, 0.0
-    return activations, estimate_layer_bytes(shape, layout, software, working=True)
-
-
-def _estimate_buffers(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    parameters: int,
-    stages: Sequence[Stage],
-    visits: int,
-) -> float:
-    """Return the bytes of buffers for communication."""
-    size = 0.0
-    if layout.zero_stage == 3 and layout.shard_size > 1:
-        of_layer = flops.count_layer_parameters(shape, layout.tensor)
-        layers = sum(len(stage.layers) for stage in stages)
-        outside = parameters - layers * of_layer
-        # Their weights are gathered together, and gradients are reduced layer by layer.
-        gathered = min(_PREFETCHED, layers) * of_layer + outside
-        size += 2 * gathered + software.gradient_bytes * of_layer
-    if layout.pipeline > 1:
-        # A message is received in each direction while another is computed with.
-        tokens = shape.config.seq_length * layout.micro_batch // layout.context
-        # Hidden states in half precision.
-        message = 2 * tokens * shape.config.hidden_size
-        size += 4 * message
-        if software.held_outputs:
-            size += visits * message
-    return size

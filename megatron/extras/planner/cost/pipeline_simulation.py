@@ -10,6 +10,7 @@ sources.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron.schedule.pipeline_schedule import PipelineSchedule
 
@@ -118,32 +119,54 @@ def simulate_pipeline(schedule: PipelineSchedule, times: StageTimes) -> Simulate
     )
 
 
-@lru_cache(maxsize=256)
-def _list_steps(schedule: PipelineSchedule, rank: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the visits of a rank as numbers, for the speed of the simulation.
+class _Step(NamedTuple):
+    """A visit as numbers, for the speed of the simulation.
 
-    Each has the number of its own result, that of the result it needs (-1 for none), the rank that
-    needs its result (-1 for none, or for the rank itself), and the number of its duration. Results
-    are numbered by direction, stage and microbatch, and durations by direction and stage.
+    Results are numbered by direction, stage and microbatch, and durations by direction and stage.
     """
+
+    result: int
+    needed: int | None
+    """The result that the visit waits for."""
+    receiver: int | None
+    """The rank that its result is sent to."""
+    duration: int
+
+
+@lru_cache(maxsize=256)
+def _list_steps(schedule: PipelineSchedule, rank: int) -> tuple[_Step, ...]:
+    """Return the visits of a rank, in order."""
     p = schedule.ranks
     m = schedule.microbatches
     stages = p * schedule.stages_per_rank
     steps = []
     for visit in list_visits(schedule, rank):
         stage = visit.stage
-        duration = stage if visit.forward else stages + stage
+        duration = stage
+        if not visit.forward:
+            duration += stages
         result = duration * m + visit.microbatch
+        needed: int | None
+        receiver: int | None
         if visit.forward:
-            needed = result - m if stage else -1
-            receiver = (stage + 1) % p if stage + 1 < stages else -1
+            needed = result - m
+            receiver = (stage + 1) % p
+            if stage == 0:
+                needed = None
+            if stage + 1 == stages:
+                receiver = None
         else:
             # The loss is computed in the forward pass of the last stage.
-            needed = result + m if stage + 1 < stages else stage * m + visit.microbatch
-            receiver = (stage - 1) % p if stage else -1
+            needed = result + m
+            if stage + 1 == stages:
+                needed = stage * m + visit.microbatch
+            receiver = (stage - 1) % p
+            if stage == 0:
+                receiver = None
+        # A rank with several stages keeps such a result, so no message is counted.
         if receiver == rank:
-            receiver = -1
-        steps.append((result, needed, receiver, duration))
+            receiver = None
+        steps.append(_Step(result, needed, receiver, duration))
     return tuple(steps)
 
 
@@ -173,13 +196,15 @@ def _simulate_spans(
         woken = set()
         for index in range(len(done), len(order)):
             result, needed, receiver, duration = order[index]
-            ready = arrived[needed] if needed >= 0 else 0.0
+            ready = 0.0
+            if needed is not None:
+                ready = arrived[needed]
             if ready < 0:
                 break
             start = max(now, ready)
             now = start + durations[duration]
             arrived[result] = now
-            if receiver >= 0:
+            if receiver is not None:
                 arrived[result] = now + times.message
                 woken.add(receiver)
                 if times.blocking:

@@ -51,7 +51,7 @@ class SearchSpace:
     fuses_gradients: Callable[[RankLayout], bool] | None = None
     """Returns whether products add to the gradients in fp32 where the recipe allows it. Default: as
     in the software."""
-    also: Software | None = None
+    float8_software: Software | None = None
     """Software that each layout is predicted with as well, such as that with float8."""
 
     def get_shape(self, tensor: int) -> ModelShape:
@@ -272,8 +272,8 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
 def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
     """Yield a prediction for each legal layout of the space, with each software."""
     yield from _predict_with(space, space.software)
-    if space.also is not None:
-        yield from _predict_with(space, space.also)
+    if space.float8_software is not None:
+        yield from _predict_with(space, space.float8_software)
 
 
 def _predict_with(space: SearchSpace, software: Software) -> Iterator[StepPrediction]:
