@@ -50,7 +50,7 @@ def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None
     except Exception as error:
         leave_after_crash(error, closing)
     except KeyboardInterrupt:
-        # A signal during the start, or Ctrl-C during --eval-only. Later, `train` handles it.
+        # A signal during the start or --eval-only. Later, `train` handles it.
         close_after_error(closing)
         raise
 

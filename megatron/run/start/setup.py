@@ -13,14 +13,10 @@ from megatron.checkpoint.save import Saver, check_writable
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
 from megatron.config.without_effect import format_warnings
-from megatron.data.epochs import (
-    measure_training_data,
-)
+from megatron.data.epochs import measure_training_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.engine.native_kind import NATIVE
-from megatron.observe.log_line import (
-    format_saved_checkpoint_line,
-)
+from megatron.observe.log_line import format_saved_checkpoint_line
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh
@@ -118,9 +114,7 @@ def build_exits(config: Config, ranks: Ranks) -> Exits:
     exits = Exits(
         config.batch, ranks, make_printer(ranks.rank), saves=config.checkpoint.save is not None
     )
-    # An evaluation has nothing to save, so a signal ends it immediately.
-    if not config.batch.eval_only:
-        exits.catch_signals()
+    exits.catch_signals()
     return exits
 
 
