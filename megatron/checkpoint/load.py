@@ -39,7 +39,6 @@ _FREE_TO_CHANGE = {
     "init_method_std",
     "output_init_method_std",
     "seq_length",
-    "max_position_embeddings",
 }
 _FREE_IN_NEW_RUNS = ("rotary_base",)
 """Fields that may change if a run only takes the weights. Longer contexts need other frequencies of
@@ -233,6 +232,7 @@ def _resolve_field(model: ModelConfig, name: str) -> Any:
     derived = {
         "ffn_hidden_size": shape.ffn_hidden_size,
         "num_query_groups": shape.query_groups,
+        "max_position_embeddings": shape.position_table_size,
         "kv_channels": shape.head_dim,
         "add_qkv_bias": shape.has_qkv_bias,
         "add_attention_bias": shape.has_attention_bias,

@@ -100,9 +100,13 @@ def choose_own_run(config: CheckpointConfig) -> CheckpointConfig:
         finetune=False,
     )
     found = find_start(own).checkpoint
-    if found is None or found.state.get("base") != os.path.realpath(str(config.load)):
+    if found is None:
         return config
-    return own
+    root, name = os.path.split(found.state.get("base", ""))
+    same_iteration = config.load_iteration in (None, parse_iteration(name))
+    if root == os.path.realpath(str(config.load)) and same_iteration:
+        return own
+    return config
 
 
 def find_start(
@@ -411,14 +415,11 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
         return
     saved = list_saved_iterations(Path(config.save))
     if saved:
-        if config.finetune:
-            leave_out = ", without --finetune,"
-        else:
-            leave_out = ""
+        leave_out = ", without --finetune," * config.finetune
         if config.resumes_itself:
             why = "--finetune would start at iteration 0 and overwrite its checkpoints"
         elif config.load is not None:
-            why = f"it did not begin from --load {config.load}"
+            why = f"it did not begin from that checkpoint of --load {config.load}"
         else:
             why = "--load does not lead there"
         raise CheckpointError(

@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None) -> None:
 
     The exit code is 0 if training is done, or stopped and saved. It is 2 after an error whose
     message explains how to fix it. It is 1 after a crash of this rank, or of another one without
-    which this rank cannot continue. It is 130 after Ctrl-C before training, as in a shell.
+    which this rank cannot continue. It is 130 after Ctrl-C before training, as in a shell, and
+    after a signal during --eval-only.
     """
     # Before the slow import. A launcher that is killed during it must not leave this process.
     die_with_launcher()
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt as stop:
         # A signal before training. A traceback would look like a crash. The process does not wait
         # for other ranks, because they may be in a collective.
-        print_to_stderr("interrupted before training started; nothing was saved")
+        print_to_stderr("interrupted before training started or went on; nothing new was saved")
         sys.stdout.flush()
         # Only Ctrl-C has no arguments.
         is_key = signal.SIGINT in (stop.args or [signal.SIGINT])
@@ -79,7 +80,13 @@ def _train(argv: list[str]) -> None:
     import_training(launch.config.parallel, launch.world.size)
     from megatron.run.pretrain import run_launch
 
-    run_launch(launch)
+    try:
+        run_launch(launch)
+    except KeyboardInterrupt as stop:
+        if launch.config.batch.eval_only:
+            # There is no result, and no later start completes it. The exit code is that of Ctrl-C.
+            raise KeyboardInterrupt from stop
+        raise
 
 
 def _choose_allocator(environment: MutableMapping[str, str]) -> None:

@@ -39,7 +39,7 @@ from megatron.parallel.ranks import Ranks
 from megatron.schedule.clock import is_due
 
 _REPEATED_SECONDS = 10.0
-"""The same signal within this time counts as one. A later one ends the process.
+"""The same signal within this time counts as one. If it comes later, it ends the process.
 
 Slurm sends a signal to a job's tasks and to srun, and srun passes it on to the tasks again.
 """
@@ -152,12 +152,16 @@ class Exits:
             one_signal = _REPEATED_KEY_SECONDS
         else:
             one_signal = _REPEATED_SECONDS
-        if self._progress.stop_signal and time.monotonic() - self._signalled_at > one_signal:
+        first = self._progress.stop_signal
+        # Slurm may send SIGUSR1 before the time limit, and SIGTERM at it. The save then still has
+        # the 30 s until SIGKILL. So another signal than the first has no effect, except Ctrl-C.
+        is_repeated = first and number in (signal.SIGINT, first)
+        if is_repeated and time.monotonic() - self._signalled_at > one_signal:
             # A later signal gets its default action. It must end a process that hangs and never
             # reaches its next iteration.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if self._progress.stop_signal:
+        if first:
             return
         self._progress.stop_signal = number
         self._signalled_at = time.monotonic()

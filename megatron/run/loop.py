@@ -244,9 +244,13 @@ def wait_for_data(run: Run, *, skips: bool) -> None:
             )
         for note in run.sources.take_notes():
             run.reporter.log(note)
-    if train is not None and not skips and not run.exits.has_batch:
+    sizes = (batch_size, run.plan.get_seq_length(state.iteration + 1))
+    # A batch that was read ahead follows the last one and has its sizes.
+    is_ahead = run.exits.has_batch and sizes == run.sizes_ahead
+    run.sizes_ahead = None if skips else sizes
+    if train is not None and not skips and not is_ahead:
         with run.timers(DATA_WAIT):
-            wait_for_batch(run, train, batch_size, run.plan.get_seq_length(state.iteration + 1))
+            wait_for_batch(run, train, *sizes)
 
 
 def announce_phase(run: Run) -> None:

@@ -46,7 +46,7 @@ def run_launch(launch: Launch) -> None:
     except Exception as error:
         leave_after_crash(error, closing)
     except KeyboardInterrupt:
-        # A signal during the start, or Ctrl-C during --eval-only. Later, `train` handles it.
+        # A signal during the start or --eval-only. Later, `train` handles it.
         close_after_error(closing)
         raise
 

@@ -64,6 +64,8 @@ class Run:
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
     rollback: dict[str, Any] | None = None
     """The guard's rollback, after `train` has returned `StopReason.ROLLBACK`."""
+    sizes_ahead: tuple[int, int] | None = None
+    """Samples and length of the batch that the reading threads expect. None after a jump."""
     valid_data: dict[str, Any] = field(default_factory=dict)
     """The states of the validation sets before the last evaluation."""
     token_bytes: torch.Tensor | None = None

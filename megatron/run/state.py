@@ -78,7 +78,7 @@ class TrainState:
     kernels: dict[str, Any] = field(default_factory=dict)
     """The type of the GPUs, and the kernels in use. See `run/start/kernel_choice.py`."""
     base: str = ""
-    """The folder that the run was started from, if it is another one than that of --save."""
+    """The checkpoint that the run was started from, if it is not in the folder of --save."""
     pending: list[str] = field(default_factory=list)
     """What was due after this iteration, and is repeated because a signal has interrupted it."""
 

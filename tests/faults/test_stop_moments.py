@@ -17,8 +17,11 @@ from megatron.observe.metrics import read_metrics
 
 SECONDS = 5.0
 """The longest time from a signal to the end of all processes, besides that of the save."""
+SAVE_SECONDS = 1.0
+"""The longest time of a save."""
+MOMENTS = 30
 EVALUATING = "--split 8,1,1 --log-interval 1 --num-layers 3 --train-iters"
-LONG = f"{EVALUATING} 40 --eval-interval 5 --eval-iters 40 --save-interval 15"
+ENDLESS = f"{EVALUATING} 300000 --eval-interval 5 --eval-iters 20 --save-interval 15"
 SHORT = f"{EVALUATING} 6 --eval-interval 3 --eval-iters 100 --pipeline-model-parallel-size 3"
 EXPORTING = (
     "--hf-export-interval 15 --position-embedding-type rotary --normalization RMSNorm "
@@ -78,36 +81,43 @@ def test_a_read_that_hangs_does_not_keep_a_run_from_ending(ranks: int, new_job: 
     job.check(6)
 
 
-def interrupt_until_complete(job: Job, moments: int, seed: int) -> list[str]:
-    """Stop launches at random moments, and complete the run. Return the logs of all launches."""
+def interrupt_often(job: Job, moments: int, seed: int) -> list[float]:
+    """Stop launches at random moments. Return how long each one took to end, without its saves."""
     chance = random.Random(seed)
-    logs = []
+    spent = []
     for number in range(moments):
         launch = job.launch()
         # Before its first line, a rank may not have met the others, and the signal ends it alone.
         launch.wait_for_line("\n")
-        # The first of two moments is in the start, and the second one mostly in an evaluation.
+        # The first of two moments is mostly in the start, and the second one in an evaluation.
         time.sleep(chance.uniform(0, 1.0) if number % 2 else chance.uniform(1.0, 4.0))
-        if not launch.running():
-            break
+        assert len(launch.running()) == job.ranks, launch.all_output()
+        reached = launch.output().strip().splitlines()[-1][:60]
         seconds = stop(launch, chance.choice([None, *range(job.ranks)]))
-        logs.append(launch.output())
-        assert seconds < SECONDS + 1.0 * len(saved_lines(launch.output())), launch.all_output()
+        output = launch.output()
+        spent.append(seconds - SAVE_SECONDS * len(saved_lines(output)))
+        assert spent[-1] < SECONDS, launch.all_output()
         assert "Error" not in launch.all_output(), launch.all_output()
-    logs.append(job.succeed(NO_EXPORT))
-    return logs
+        print(f"signal {number + 1}: {seconds:.2f} s, {saved_lines(output)} saved, at: {reached}")
+    return spent
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "flags"), [(1, ""), (3, THREE_STAGES)])
 def test_numbers_do_not_change(ranks: int, flags: str, new_job: NewJob) -> None:
-    flags = f"{LONG} {EXPORTING} {flags}"
-    reference = new_job("reference", flags, ranks)
-    reference.succeed(NO_EXPORT)
+    flags = f"{ENDLESS} {EXPORTING} {flags}"
     job = new_job("job", flags, ranks)
-    logs = interrupt_until_complete(job, 30, seed=ranks)
-    assert read_numbers(job) == read_numbers(reference)
-    assert logs[-1].startswith("this run resumes at iteration")
+    spent = interrupt_often(job, MOMENTS, seed=ranks)
+    trained = max(job.curve())
+    # The last signal may have interrupted an evaluation, so both runs end after another one.
+    end = f"--exit-interval {5 * (trained // 5 + 1)} {NO_EXPORT}"
+    assert job.succeed(end).startswith("this run resumes at iteration")
+    reference = new_job("reference", flags, ranks)
+    reference.succeed(end)
+    numbers = read_numbers(reference)
+    assert read_numbers(job) == numbers
+    assert sum(validation is not None for _, _, validation in numbers.values()) >= 5
+    print(f"{ranks} ranks, {len(spent)} signals: at most {max(spent):.2f} s; {trained} iterations")
 
 
 def test_one_rank_of_three_stages_stops_an_evaluation_and_a_start(new_job: NewJob) -> None:

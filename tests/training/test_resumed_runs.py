@@ -28,7 +28,7 @@ def test_the_same_command_starts_and_resumes(
     assert output.startswith(f"this run resumes at iteration 4 of {other.folder}\n")
     assert sorted(other.losses()) == [1, 2, 3, 4, 5, 6]
     copy = shutil.copytree(run.folder, tmp_path / "copy")
-    assert f"it did not begin from --load {copy}" in other.error(flags.format(copy))
+    assert f"not begin from that checkpoint of --load {copy}" in other.error(flags.format(copy))
 
 
 @pytest.mark.full
@@ -37,12 +37,17 @@ def test_a_branch_is_resumed_by_the_same_command(run: Runner, other: Runner) -> 
     for last in (6, 8):
         other(f"--load {run.folder} --load-iteration 4 --exit-interval {last}")
     assert sorted(other.losses()) == [5, 6, 7, 8]
+    # A command that names another checkpoint of the same folder means another run.
+    run("--exit-interval 6")
+    assert "not begin from that" in other.error(f"--load {run.folder} --load-iteration 6")
 
 
 def test_another_schedule_and_another_shape_are_refused_together(run: Runner) -> None:
     run("--exit-interval 2")
-    error = run.error("--lr 1e-3 --hidden-size 64 --vocab-size 6000 --normalization RMSNorm")
-    for line in ("--lr: 0.001 here", "--hidden-size is 32 in", "--normalization", "5000 ids in"):
+    flags = "--lr 1e-3 --hidden-size 64 --vocab-size 6000 --normalization RMSNorm --seq-length 64"
+    error = run.error(flags)
+    shape = ("--hidden-size is 32 in", "--normalization", "--max-position-embeddings is 32 in")
+    for line in ("--lr: 0.001 here", *shape, "5000 ids in"):
         assert line in error
 
 

@@ -122,6 +122,32 @@ def test_the_layout_of_a_copy_with_shared_sequences(name: str, tmp_path: Path) -
     assert name != "copies" or sliding == 32 - 8 + 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "world_size", "data", "lost"),
+    [
+        ("--pipeline-model-parallel-size 2", 8, 3, []),
+        ("--pipeline-model-parallel-size 2", 16, 2, ["more than two data-parallel ranks"]),
+        (
+            "--sharding-strategy hsdp --hsdp-shard-size 4 --micro-batch-size 1",
+            32,
+            4,
+            ["more than two copies of the model", "more than two shards of each copy"],
+        ),
+    ],
+)
+def test_a_copy_names_the_ranks_that_it_has_no_room_for(
+    flags: str, world_size: int, data: int, lost: list[str], tmp_path: Path
+) -> None:
+    """The first run has no tensor parallelism, and its copy has six processes."""
+    tensor = 1 if world_size == 8 else 2
+    flags = f"{MODEL} {ITERATIONS} {flags} --tensor-model-parallel-size {tensor}"
+    arguments = VerifyArguments(world_size=world_size)
+    reduction = reduce_plan(resolve_command(arguments, flags.split())[0], tmp_path)
+    assert reduction.plan.grid.data == data
+    assert list(reduction.lost) == lost
+    assert ("more than two data-parallel ranks" in reduction.kept) == (data > 2)
+
+
 SMALLEST = (
     "--micro-batch-size 1 --tensor-model-parallel-size 2 --rampup-batch-size 8 8 800 "
     "--global-batch-size 64 --train-samples 64000"

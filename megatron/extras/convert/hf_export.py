@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.base.durable import without_links
-from megatron.checkpoint.folder import step_folder
+from megatron.checkpoint.folder import UNFINISHED, list_saved_iterations, step_folder
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.run.parts import Exporter
 from megatron.schedule.clock import is_due
@@ -51,8 +51,8 @@ class HFExporter(Exporter):
         self._log = log
         self._last = iteration
         """Iteration of the last checkpoint that was recorded, or at which this launch starts."""
-        self._waiting: int | None = None
-        """Iteration of the newest checkpoint to export after the present one."""
+        self._waiting: list[int] = self._list_unfinished(iteration)
+        """Iterations of checkpoints to export after the present one, the oldest first."""
         self._process: subprocess.Popen[bytes] | None = None
         self._iteration = 0
         """Iteration that `_process` exports. 0 if there is none, as no run saves iteration 0."""
@@ -63,7 +63,7 @@ class HFExporter(Exporter):
         Any thread may call it.
         """
         # `poll` moves the one to the other. In this order, no checkpoint is missed meanwhile.
-        return {self._waiting or 0, self._iteration} - {0}
+        return {*self._waiting, self._iteration} - {0}
 
     def record_checkpoint(self, iteration: int) -> None:
         """Export a checkpoint that is complete on the disk, if it is the first of its interval."""
@@ -72,12 +72,17 @@ class HFExporter(Exporter):
         self._last = iteration
         if not due or step_folder(self._folder, iteration).exists():
             return
-        if self._waiting is not None:
+        if self._waiting:
+            left_out = self._waiting.pop()
+            self._remove_unfinished(left_out)
             self._log(
-                f"warning: iteration {self._waiting} is not exported, because the export before it "
+                f"warning: iteration {left_out} is not exported, because the export before it "
                 "is still in progress; use a longer --hf-export-interval"
             )
-        self._waiting = iteration
+        # The export writes into this folder. Until it has ended, the folder shows that it is due.
+        with contextlib.suppress(OSError):
+            self._name_unfinished(iteration).mkdir(parents=True, exist_ok=True)
+        self._waiting.append(iteration)
         self.poll()
 
     def poll(self) -> None:
@@ -89,9 +94,9 @@ class HFExporter(Exporter):
             self._report(code)
             self._process = None
             self._iteration = 0
-        if self._waiting is not None:
-            self._iteration = self._waiting
-            self._waiting = None
+        if self._waiting:
+            self._iteration = self._waiting[0]
+            del self._waiting[0]
             self._start()
 
     def finish(self, must_stop: Callable[[], bool]) -> None:
@@ -112,17 +117,35 @@ class HFExporter(Exporter):
             self.poll()
 
     def stop(self) -> None:
-        """End an export in progress. A later export of the iteration replaces what it wrote."""
+        """End an export in progress. The next start of the run repeats it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
             self._log(
-                f"warning: the export of iteration {self._iteration} was ended with the run; "
-                f"{self._describe_repetition()}"
+                f"warning: the export of iteration {self._iteration} was ended with the run; the "
+                f"next start of the run repeats it, or {self._describe_repetition()}"
             )
-        self._waiting = None
+        self._waiting = []
         self._iteration = 0
+
+    def _name_unfinished(self, iteration: int) -> Path:
+        """Return the folder that an export of this iteration writes into."""
+        out = step_folder(self._folder, iteration)
+        return out.with_name(out.name + UNFINISHED)
+
+    def _list_unfinished(self, start: int) -> list[int]:
+        """Return the iterations whose export an earlier launch has not completed.
+
+        Those after `start` are recorded again when they are trained again.
+        """
+        saved = [at for at in list_saved_iterations(self._root) if at <= start]
+        return [at for at in saved if self._name_unfinished(at).is_dir()]
+
+    def _remove_unfinished(self, iteration: int) -> None:
+        """Remove the folder of an export that has failed or is left out. It is empty."""
+        with contextlib.suppress(OSError):
+            self._name_unfinished(iteration).rmdir()
 
     def _start(self) -> None:
         out = step_folder(self._folder, self._iteration)
@@ -164,6 +187,8 @@ class HFExporter(Exporter):
             out = step_folder(self._folder, self._iteration)
             self._log(f"exported iteration {self._iteration} to {out}")
         else:
+            # The next start would fail in the same way.
+            self._remove_unfinished(self._iteration)
             self._log(
                 f"warning: the export of iteration {self._iteration} failed (exit code {code}); "
                 f"see {self._folder / LOG}"

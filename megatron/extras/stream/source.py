@@ -383,7 +383,9 @@ class StreamSource:
         The ranks that read a shard know its cursor. If samples of a shard were skipped since, one
         rank passes over them.
         """
-        own = [(key, shard.number, shard.cursor) for key, shard in self._shards.items()]
+        # A copy, because a thread that reads ahead may open a shard meanwhile.
+        shards = list(self._shards.items())
+        own = [(key, shard.number, shard.cursor) for key, shard in shards]
         starts = self._merge_positions(self._starts, own)
         behind = [
             (dataset, shard)

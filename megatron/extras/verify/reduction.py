@@ -465,6 +465,10 @@ def _list_features(plan: Plan) -> list[str]:
         "exchange of heads between ranks of a sequence": parallel.exchanges_heads,
         "several copies of the model": plan.copies > 1,
         "copies that are sharded": plan.shard_size > 1,
+        "more than two data-parallel ranks": plan.data_parallel_size > 2,
+        # With HSDP, four data-parallel ranks may be two copies of two shards.
+        "more than two copies of the model": plan.copies > 2 and plan.shard_size > 1,
+        "more than two shards of each copy": plan.shard_size > 2 and plan.copies > 1,
         "grouped queries": plan.shape.query_groups < model.num_attention_heads,
         "query groups that ranks share": plan.shape.query_groups < tensor,
         "padding of the vocabulary": plan.padded_vocab_size > plan.vocab_size,

@@ -44,12 +44,12 @@ def warn_incomplete_saves(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Warn if the run cannot resume from its own checkpoints, or saves only at its end."""
     checkpoint = settings.config.checkpoint
     if (
-        # The same command resumes only if it loads what it saves. Then it would ask for a state
-        # that was not saved.
+        # The same command resumes only if it loads something (`choose_own_run`). Then it would ask
+        # for a state that was not saved.
         checkpoint.save is not None
         and not checkpoint.save_optim
         and checkpoint.load_optim
-        and checkpoint.resumes_itself
+        and (checkpoint.load or checkpoint.pretrained_checkpoint)
     ):
         yield warning(
             "--no-save-optim: this command cannot resume from its own checkpoints, because they "

@@ -277,6 +277,6 @@ def warn_about_new_states(context: ResumeContext) -> Iterator[Finding]:
     if config.optimizer.optimizer == context.saved.optimizer.optimizer:
         yield warning(
             "--no-load-optim: the optimizer's states of the checkpoint are not loaded, although "
-            "they fit, and start from zero. Remove the flag after the first start with it, or "
-            "every start loses them"
+            "they fit, and start from zero. If --load is --save, remove the flag after the first "
+            "start with it, or every start loses them"
         )

@@ -16,15 +16,11 @@ from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
 from megatron.config.compare import format_warnings
 from megatron.config.tree import Config
-from megatron.data.epochs import (
-    measure_training_data,
-)
+from megatron.data.epochs import measure_training_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.engine.native_kind import NATIVE
-from megatron.observe.log_line import (
-    format_saved_checkpoint_line,
-)
+from megatron.observe.log_line import format_saved_checkpoint_line
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
@@ -205,9 +201,7 @@ def build_exits(config: Config, ranks: Ranks) -> Exits:
     Call it as soon as the ranks have met, so that all of them stop if one gets a signal.
     """
     exits = Exits(config.batch, ranks, ranks.log, saves=config.checkpoint.save is not None)
-    # An evaluation has nothing to save, so a signal ends it immediately.
-    if not config.batch.eval_only:
-        exits.catch_signals()
+    exits.catch_signals()
     return exits
 
 

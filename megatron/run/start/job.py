@@ -292,7 +292,7 @@ def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> Train
     if not config.checkpoint.finetune:
         state = TrainState.from_json(checkpoint.state)
     if not config.checkpoint.resumes_itself:
-        state.base = os.path.realpath(str(config.checkpoint.load))
+        state.base = os.path.realpath(checkpoint.folder)
     return state
 
 
