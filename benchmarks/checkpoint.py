@@ -58,9 +58,10 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run import loop
+from megatron.run.start.build import build_timers, divide_ranks, start_run
 from megatron.run.start.job import agree_on_job
-from megatron.run.start.join import join_ranks
-from megatron.run.start.setup import build_ranks, build_timers, divide_ranks, start_run
+from megatron.run.start.launch import read_launch
+from megatron.run.start.meet import join_ranks
 
 BLOCK = 4 << 20
 """Bytes of one write or read of the raw contestant."""
@@ -138,15 +139,16 @@ class StoringRank:
             message="torch.distributed is disabled",
         )
         loaded = load_config(argv)
+        launch = read_launch(loaded, choose_parts(loaded.config))
         world = read_launcher_world()
-        ranks = join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+        ranks = join_ranks(launch)
+        job = agree_on_job(launch, ranks)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
-        self._run = start_run(loaded, job, mesh, timers, None)
+        self._run = start_run(launch, job, mesh, timers, None)
         self._run.reporter.log = lambda line: None  # type: ignore[method-assign]
         self._root = root
-        self._ranks = build_ranks(mesh)
+        self._ranks = mesh.ranks
         # One step gives Adam's moments values other than zero.
         one_iteration(self._run)
         self._shards = [shard for shard in self._run.engine.shards(optimizer=True) if shard.owner]

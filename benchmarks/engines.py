@@ -38,10 +38,11 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
+from megatron.run.start.build import build_timers, divide_ranks
 from megatron.run.start.job import agree_on_job
-from megatron.run.start.join import join_ranks
+from megatron.run.start.launch import read_launch
+from megatron.run.start.meet import join_ranks
 from megatron.run.start.open_data import open_data
-from megatron.run.start.setup import build_timers, divide_ranks
 from megatron.run.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,8 +76,9 @@ class BareRank:
         """Build the model and open the data of the run that `argv` describes."""
         world = read_launcher_world()
         loaded = load_config(argv)
-        ranks = join_ranks(loaded, world)
-        plan = agree_on_job(loaded, ranks, print, choose_parts(loaded.config)).plan
+        launch = read_launch(loaded, choose_parts(loaded.config))
+        ranks = join_ranks(launch)
+        plan = agree_on_job(launch, ranks).plan
         mesh = divide_ranks(plan, ranks, world, build_timers(world))
         self._device = mesh.device
         self._size = plan.batch_size.final

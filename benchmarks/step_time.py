@@ -68,9 +68,10 @@ from megatron.parallel.rng import RandomStreams
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.run import Run
+from megatron.run.start.build import start_run
 from megatron.run.start.job import agree_on_job
+from megatron.run.start.launch import read_launch
 from megatron.run.start.open_data import open_data
-from megatron.run.start.setup import start_run
 from megatron.run.state import TrainState
 
 # layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape
@@ -176,8 +177,9 @@ def command_line(arguments: Arguments, shape: str, precision: str) -> str:
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     """Build the trainer without its output."""
     timers = Timers(device)
-    job = agree_on_job(loaded, Ranks(), print, choose_parts(loaded.config))
-    run = start_run(loaded, job, build_mesh(Grid(1, 1, 1), device), timers, None)
+    launch = read_launch(loaded, choose_parts(loaded.config))
+    job = agree_on_job(launch, Ranks())
+    run = start_run(launch, job, build_mesh(Grid(1, 1, 1), device), timers, None)
     run.reporter.log = lambda line: None  # type: ignore[method-assign]
     return run
 
@@ -235,7 +237,7 @@ class Batches:
 
 def open_batches(argv: list[str], device: torch.device) -> Batches:
     """Open the data of the run that `argv` describes."""
-    plan = agree_on_job(load_config(argv), Ranks(), lambda line: None).plan
+    plan = agree_on_job(read_launch(load_config(argv)), Ranks()).plan
     source = open_data(plan, build_mesh(Grid(1, 1, 1), device), TrainState()).train
     assert source is not None
     return Batches(plan, source, device)

@@ -33,9 +33,10 @@ from megatron.run.loop import check_nan_iterations, list_waits, train_iteration
 from megatron.run.pretrain import leave
 from megatron.run.report import StepRecord
 from megatron.run.run import Run
+from megatron.run.start.build import build_timers, divide_ranks, start_run
 from megatron.run.start.job import agree_on_job
-from megatron.run.start.join import join_ranks
-from megatron.run.start.setup import build_timers, divide_ranks, start_run
+from megatron.run.start.launch import read_launch
+from megatron.run.start.meet import join_ranks
 from megatron.run.state import TrainState
 from megatron.schedule.batch_size import ConstantBatchSize
 
@@ -132,16 +133,17 @@ class Rank:
     def __init__(self, argv: list[str]) -> None:
         """Start the run of `argv` in this rank."""
         loaded = load_config(argv)
+        launch = read_launch(loaded, choose_parts(loaded.config))
         world = read_launcher_world()
-        ranks = join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+        ranks = join_ranks(launch)
+        job = agree_on_job(launch, ranks)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         self._timers = timers
         self._cuda = mesh.device.type == "cuda"
         # The memory of Python and the libraries is not the run's, so `MemoryRank` subtracts it.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
-        self._run = run = start_run(loaded, job, mesh, timers, None)
+        self._run = run = start_run(launch, job, mesh, timers, None)
         self._seen: list[StepRecord] = []
         report = run.reporter.report_step
 
@@ -274,7 +276,7 @@ class LaunchedWorld:
         # A fork of this process would copy its threads' locks. The fork server has imported the
         # trainer once, so that ranks start quickly.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron.run.start.setup"])
+        context.set_forkserver_preload(["megatron.run.start.build"])
         home = Path(tempfile.mkdtemp(dir=folder))
         argv = [
             *case.flags.split(),

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from megatron.run.start.launch import read_launch
+
 if TYPE_CHECKING:
     from megatron.run.run import Run
 
@@ -235,24 +237,25 @@ def pretrain(argv: list[str]) -> None:
     from megatron.commands.parts import choose_parts, load_command_line
 
     loaded = load_command_line(argv, "pretrain_gpt.py")
-    pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+    pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
 
 
 def start_without_lease(argv: list[str]) -> "Run":
     """Start the run of a command line on this rank, up to its first iteration."""
     from megatron.commands.parts import choose_parts, load_command_line
     from megatron.parallel.launcher import read_launcher_world
+    from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks, start_run
+    from megatron.run.start.meet import join_ranks
 
     loaded = load_command_line(argv, "pretrain_gpt.py")
+    launch = read_launch(loaded, choose_parts(loaded.config))
     world = read_launcher_world()
-    ranks = join_ranks(loaded, world)
-    job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+    ranks = join_ranks(launch)
+    job = agree_on_job(launch, ranks)
     timers = build_timers(world)
     mesh = divide_ranks(job.plan, ranks, world, timers)
-    return start_run(loaded, job, mesh, timers, None)
+    return start_run(launch, job, mesh, timers, None)
 
 
 def succeed(outcomes: list[Outcome]) -> str:

@@ -38,7 +38,7 @@ from megatron.model.shape import ModelShape
 from megatron.observe.log_line import LINE_FORMATS
 from megatron.parallel.mesh import TensorParallel
 from megatron.plan.resolve import resolve
-from megatron.rules.tokenizer import check_tokenizer_files
+from megatron.plan.rules.data import check_tokenizer_files
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer.build import build_tokenizer

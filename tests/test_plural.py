@@ -1,6 +1,6 @@
 """Numbers with their nouns."""
 
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 
 
 def test_one_is_singular_and_all_others_are_plural() -> None:

@@ -12,7 +12,7 @@ import megatron.engine.native
 # A run imports the next two only if it uses them.
 import megatron.engine.pipeline_runner
 import megatron.engine.sharding
-import megatron.run.start.setup  # noqa: F401
+import megatron.run.start.build  # noqa: F401
 from megatron.base.errors import ConfigError
 
 # `.ci/check_core_alone.py` runs tests without extras. Without DeepSpeed, the tests that need it are

@@ -1,11 +1,80 @@
-"""Text that was not written by this program, made safe to print.
+"""Text for people: foreign text made safe to print, counts, lists, sizes and likely names.
 
 A terminal obeys control characters. An escape sequence, a carriage return or a line break in the
 name of a file could hide a line of a log, or forge one.
 """
 
+import difflib
+import re
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TextIO
+
+
+def find_close_names(
+    typed: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6
+) -> list[str]:
+    """Return the known names that are spelled nearly as a typed one, the nearest first.
+
+    Each word of `typed` must be among the words of the other name, perhaps in another spelling.
+    Otherwise, a name for evaluations would lead to one that changes the training.
+    """
+
+    def has_each_word(name: str) -> bool:
+        words = re.findall(r"[^\W_]+", name)
+        return all(difflib.get_close_matches(word, words) for word in typed_words)
+
+    # No name is longer, and the search among thousands of words would take minutes.
+    typed = typed[:100]
+    typed_words = re.findall(r"[^\W_]+", typed)
+    return difflib.get_close_matches(typed, filter(has_each_word, known), most, cutoff)
+
+
+def format_bytes(size: float) -> str:
+    """Return a size with at most two decimals, in units of 1000 as disks and quotas are sold."""
+    unit = "bytes"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        # 999.5 would be rounded to 1000, which has four digits.
+        if size < 999.5:
+            break
+        size = size / 1000
+        unit = larger
+    if unit == "bytes" or size >= 99.95:
+        decimals = 0
+    else:
+        decimals = 1 if size >= 9.995 else 2
+    return f"{size:,.{decimals}f} {unit}"
+
+
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, as in "1 file" and "2 files".
+
+    Args:
+        number: How many.
+        noun: The word for one.
+        plural: The word for several. Default: `noun` with an s.
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {plural or noun + 's'}"
+
+
+def format_alternatives(options: Sequence[object]) -> str:
+    """Format a list of alternatives, as in '1, 2 or 4'."""
+    words = [str(option) for option in options]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def format_some(items: Iterable[object], shown: int = 3) -> str:
+    """Join the first items and count the others, as in 'a, b, c and 110 more'.
+
+    A message with thousands of file names could not be read.
+    """
+    words = [str(item) for item in items]
+    text = ", ".join(words[:shown])
+    if len(words) > shown:
+        text += f" and {len(words) - shown:,} more"
+    return text
 
 
 def make_plain(text: object, longest: int | None = None) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.base.byte_size import format_bytes
-from megatron.base.meminfo import read_available_memory
+from megatron.base.host_limits import read_available_memory
+from megatron.base.plain_text import format_bytes
 
 _ALIGNMENT = 64
 """Each shard begins at a multiple of this many bytes, which is a line of the CPU's cache."""

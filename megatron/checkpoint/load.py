@@ -25,8 +25,8 @@ from megatron.checkpoint.manifest import (
     verify_file,
 )
 from megatron.checkpoint.tensor_file import TensorReader
+from megatron.config.compare import load_yaml
 from megatron.config.model import ModelConfig
-from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import TensorShard

@@ -27,10 +27,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.durable import replace_file
 from megatron.base.errors import CheckpointError, DamagedError, TrainingError
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_bytes, format_count
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
 from megatron.checkpoint.folder import UNFINISHED, remove, step_folder

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.base.byte_size import format_bytes
+from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.contents import CheckpointContents, write_small_files
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import remove

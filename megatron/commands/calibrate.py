@@ -42,7 +42,7 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.prediction import describe_software, predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.rules.layout import WORLD_SIZE
+from megatron.plan.rules.layout import WORLD_SIZE
 
 _SKIPPED = 10
 """First steps of a run that are left out: they compile and allocate."""

@@ -35,7 +35,7 @@ from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.parallel.mesh import Mesh
-from megatron.rules.finding import Finding, apply_rules, error, refuse_errors
+from megatron.plan.rules.finding import Finding, apply_rules, error, refuse_errors
 from megatron.tokenizer import Tokenizer
 
 

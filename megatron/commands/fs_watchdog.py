@@ -27,7 +27,7 @@ from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.operations.monitor.alerts import Outlets, check_outlets, deliver
 from megatron.extras.operations.monitor.disk_watch import check_disks, parse_watch
-from megatron.rules.finding import refuse_errors
+from megatron.plan.rules.finding import refuse_errors
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from megatron.extras.generate.prompts import check_text, prepare_input, read_lin
 from megatron.extras.generate.sampling import SamplingOptions, check_sampling
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
-from megatron.parallel.ranks import Work, build_ranks
-from megatron.rules.finding import Finding, error, refuse_errors
+from megatron.parallel.ranks import Work
+from megatron.plan.rules.finding import Finding, error, refuse_errors
 
 _BETWEEN_TEXTS = "---"
 _ROUND_SECONDS = 0.2
@@ -257,7 +257,7 @@ def run(arguments: GenerateArguments) -> None:
     options = GenerationOptions(arguments.max_new_tokens, sampling, arguments.stop)
     with arguments.join_ranks() as mesh:
         # A file could differ between hosts, so rank 0 reads it for all.
-        prompts = build_ranks(mesh).call_on_rank_0(
+        prompts = mesh.ranks.call_on_rank_0(
             lambda: collect_prompts(arguments), "reading the prompts"
         )
         together = min(max(len(prompts), 1), arguments.batch_size)

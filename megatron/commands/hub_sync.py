@@ -33,9 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base import exit_codes
-from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError, MegatronError, OperationsError
-from megatron.base.plain_text import make_plain, print_line, print_to_stderr
+from megatron.base.plain_text import format_bytes, make_plain, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.standard_streams import protect_standard_streams
 from megatron.extras.operations.hub.checkpoints import push_checkpoints
@@ -49,7 +48,7 @@ from megatron.extras.operations.hub.push import (
     hold_sync_lock,
 )
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
-from megatron.rules.finding import Finding, error, refuse_errors
+from megatron.plan.rules.finding import Finding, error, refuse_errors
 
 
 @dataclass(frozen=True)

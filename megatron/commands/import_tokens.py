@@ -9,8 +9,7 @@ file is one document. The ids stay as they are.
 
 import sys
 
-from megatron.base.plain_text import print_line, print_to_stderr
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.preprocess.token_files import TokenFiles, TokenType, import_token_files

@@ -25,9 +25,8 @@ from typing import Any
 import tyro
 
 from megatron.base import exit_codes
-from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError, MegatronError
-from megatron.base.plain_text import make_plain, print_line, print_to_stderr
+from megatron.base.plain_text import format_bytes, make_plain, print_line, print_to_stderr
 from megatron.checkpoint.finite import counts_text
 from megatron.checkpoint.folder import (
     DAMAGED,

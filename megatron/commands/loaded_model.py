@@ -17,10 +17,9 @@ from megatron.extras.preprocess.flags import (
     resolve_tokenizer_type,
 )
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ranks import build_ranks
-from megatron.rules.contexts import TokenizerContext
-from megatron.rules.finding import refuse_errors
-from megatron.rules.resume import check_tokenizer
+from megatron.plan.rules.contexts import TokenizerContext
+from megatron.plan.rules.finding import refuse_errors
+from megatron.plan.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
 from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
 
@@ -87,7 +86,7 @@ def load(arguments: ModelArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer,
         kind = resolve_tokenizer_type(arguments.tokenizer_type)
         tokenizer_config = replace(tokenizer_config, tokenizer_type=kind)
     # The other ranks read what rank 0 has downloaded.
-    ranks = build_ranks(mesh)
+    ranks = mesh.ranks
     ranks.call_on_rank_0(
         lambda: fetch_missing_tokenizer(tokenizer_config, needs_text=True),
         "looking for the tokenizer",

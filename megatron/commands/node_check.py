@@ -20,7 +20,7 @@ from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport, check_limits, write
-from megatron.rules.finding import refuse_errors
+from megatron.plan.rules.finding import refuse_errors
 
 
 @dataclass(frozen=True)

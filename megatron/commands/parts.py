@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
     from megatron.parallel.roll_call import RollCall
+    from megatron.plan.rules.finding import Finding
     from megatron.plan.run_plan import Plan
-    from megatron.rules.finding import Finding
     from megatron.run.state import TrainState
 
 

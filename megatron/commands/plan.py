@@ -29,8 +29,7 @@ import tyro
 
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, combine_errors
-from megatron.base.plain_text import print_line, print_to_stderr
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.parts import choose_engine, open_indexed
 from megatron.commands.plan_config import write_config
@@ -69,9 +68,9 @@ from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
+from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
 from megatron.plan.usable_values import replace_wrong_values
-from megatron.rules.layout import WORLD_SIZE
 from megatron.schedule.counter_forecast import ForecastPoint
 
 _ASSUMED = {

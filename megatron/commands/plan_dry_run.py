@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import format_bytes
 from megatron.extras.planner.dry_run.process import (
     choose_fake_kernels,
     choose_microbatches,

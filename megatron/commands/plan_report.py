@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.commands.plan_cost import format_assumed
 from megatron.commands.plan_estimates import (
     choose_final_schedule,
@@ -20,11 +20,11 @@ from megatron.commands.plan_strategies import (
     estimate_compute_seconds,
     estimate_strategies,
 )
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.without_effect import (
+from megatron.config.compare import (
     format_warnings,
     split_off_flags_without_effect,
 )
+from megatron.config.optimizer import OptimizerConfig
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.planned_phase import PlannedPhase
 from megatron.extras.planner.cost.hardware import Hardware

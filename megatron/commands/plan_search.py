@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron.base.errors import ConfigError
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.commands.parts import choose_engine
 from megatron.commands.plan_cost import (
     FLOAT8_ROUNDING,
@@ -39,9 +39,9 @@ from megatron.extras.planner.prediction import (
     propose_float8,
 )
 from megatron.plan.resolve import resolve
+from megatron.plan.rules.finding import list_errors
+from megatron.plan.rules.kernels import check_float8
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import list_errors
-from megatron.rules.float8 import check_float8
 
 if TYPE_CHECKING:
     pass

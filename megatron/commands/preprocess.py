@@ -24,8 +24,7 @@ import tyro
 
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
-from megatron.base.plain_text import print_line, print_to_stderr
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.config.data import TokenizerConfig

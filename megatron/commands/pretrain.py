@@ -25,10 +25,8 @@ from megatron.commands.parts import choose_parts, load_command_line
 from megatron.commands.preset_table import format_preset_table, wants_preset_list
 from megatron.commands.standard_streams import end_without_reader, protect_standard_streams
 from megatron.commands.training_imports import import_training
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.parallel.launcher import read_launcher_world
-from megatron.plan.run_plan import Plan
 from megatron.run.leaving import leave_with_error
+from megatron.run.start.launch import Launch, read_launch
 from megatron.run.start.orphans import die_with_launcher
 from megatron.run.start.refusals import check_before_torch
 
@@ -51,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if {"-h", "--help"} & set(words):
             with end_without_reader():
-                _load(words)
+                _read_launch(words)
         _train(words)
     except MegatronError as error:
         leave_with_error(error)
@@ -76,17 +74,16 @@ def _train(argv: list[str]) -> None:
     # After a signal such as SIGBUS or SIGSEGV, the log then shows where each thread was.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.enable()
-    loaded, plan = _load(argv)
+    launch = _read_launch(argv)
     _choose_allocator(os.environ)
     # This imports torch, which takes seconds. Neither --help nor an error above needs it.
-    parallel = loaded.config.parallel
-    import_training(parallel, read_launcher_world(parallel.local_rank).size)
-    from megatron.run.pretrain import run_loaded
+    import_training(launch.config.parallel, launch.world.size)
+    from megatron.run.pretrain import run_launch
 
     try:
-        run_loaded(loaded, choose_parts(loaded.config), plan)
+        run_launch(launch)
     except KeyboardInterrupt as stop:
-        if loaded.config.batch.eval_only:
+        if launch.config.batch.eval_only:
             # There is no result, and no later start completes it. The exit code is that of Ctrl-C.
             raise KeyboardInterrupt from stop
         raise
@@ -102,8 +99,8 @@ def _choose_allocator(environment: MutableMapping[str, str]) -> None:
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _load(argv: list[str]) -> tuple[LoadedConfig, Plan | None]:
-    """Return the configuration and the early plan, after all checks that need no torch.
+def _read_launch(argv: list[str]) -> Launch:
+    """Return the launch of this rank, after all checks that need no torch.
 
     --help prints its text and exits.
 
@@ -112,8 +109,7 @@ def _load(argv: list[str]) -> tuple[LoadedConfig, Plan | None]:
     """
     try:
         loaded = load_command_line(argv, "pretrain_gpt.py")
-        world = read_launcher_world(loaded.config.parallel.local_rank)
-        plan = check_before_torch(loaded, world.size, choose_parts(loaded.config))
+        return check_before_torch(read_launch(loaded, choose_parts(loaded.config)))
     except BrokenPipeError:
         # The reader of --help has ended.
         raise
@@ -121,7 +117,6 @@ def _load(argv: list[str]) -> tuple[LoadedConfig, Plan | None]:
         raise ConfigError(
             f"a file of the command line cannot be read: {describe_os_error(error)}"
         ) from error
-    return loaded, plan
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[s
     # Old checkpoints counted bare thresholds in samples. The same reading is needed to find the
     # same samples.
     if checkpoint is not None:
-        config, notes = read_bare_thresholds(config, checkpoint)
+        config, notes = read_bare_thresholds(config, checkpoint.read_config())
         for note in notes:
             print_to_stderr(f"warning: {note}")
     if options.iterations and config.batch.global_batch_size is None and options.world_size is None:

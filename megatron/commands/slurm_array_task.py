@@ -46,7 +46,7 @@ from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.node_report import NodeLimits, check_limits
 from megatron.extras.operations.slurm.task import EXIT_CODES, ArrayTask
-from megatron.rules.finding import Finding, error, refuse_errors
+from megatron.plan.rules.finding import Finding, error, refuse_errors
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron.commands.parse import parse_arguments
 from megatron.commands.run_tool import run_tool
 from megatron.extras.operations.monitor.alerts import Outlets, check_outlets, deliver
 from megatron.extras.operations.monitor.status import StatusLimits, WatchedRun, check_run
-from megatron.rules.finding import refuse_errors
+from megatron.plan.rules.finding import refuse_errors
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from megatron.commands.run_tool import run_tool
 from megatron.commands.training_imports import hide_from_collector
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
+from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
-from megatron.rules.layout import WORLD_SIZE
 
 _SWITCHES = ("--help", "--json", "--no-json", "-h")
 _WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size")
@@ -79,9 +79,10 @@ def main(argv: list[str] | None = None) -> int:
 def train(argv: list[str]) -> None:
     """Run a training command line on this rank."""
     from megatron.run.pretrain import pretrain
+    from megatron.run.start.launch import read_launch
 
     loaded = load_config(argv)
-    pretrain(loaded, parts=choose_parts(loaded.config))
+    pretrain(read_launch(loaded, choose_parts(loaded.config)))
 
 
 def preload() -> None:

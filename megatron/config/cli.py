@@ -2,7 +2,7 @@
 
 Invariant: precedence is flag, then YAML file, then preset, then default. Only --help ends the
 process. All that is wrong is collected into one `ConfigError`. Rules that connect fields are in
-`megatron.rules.training`.
+`megatron.plan.rules.training`.
 """
 
 import sys

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.base.close_names import find_close_names
-from megatron.base.plural import format_some
+from megatron.base.plain_text import find_close_names, format_some
 from megatron.config.command_line import CommandLine, Translator
 from megatron.config.fields import SWITCH, Arity, Field, ValueWithOrigin, all_fields
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from megatron.base.close_names import find_close_names
 from megatron.base.errors import MOST_ERRORS
 from megatron.base.outside_file import SETTINGS_BYTES, load_text
-from megatron.base.plain_text import make_plain
+from megatron.base.plain_text import find_close_names, make_plain
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
 

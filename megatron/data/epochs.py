@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import DataError
-from megatron.base.plural import format_count, format_some
+from megatron.base.plain_text import format_count, format_some
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.gpt_dataset import count_tokens

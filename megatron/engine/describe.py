@@ -5,7 +5,7 @@ This module has the rows that the native and the DeepSpeed engine share.
 
 import torch
 
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.engine.loss_scale import LossScale
 from megatron.model.execution import Execution
 from megatron.model.fused_operators import FusedOperators

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron.base.errors import ConfigError
 from megatron.config.tree import Config
+from megatron.plan.rules.finding import Rule, apply_rules, list_errors, refuse_errors
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import Rule, apply_rules, list_errors, refuse_errors
 
 if TYPE_CHECKING:
     from megatron.engine.base import Engine, PhaseTimers

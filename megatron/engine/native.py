@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.data.batches import Microbatch
 from megatron.engine.base import (
     Accept,

@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.mesh import CommTimer, ParallelGroup, TensorParallel
+from megatron.parallel.time_limit import wait_for
 from megatron.parallel.torch_private import (
     all_gather_in_graph,
     all_reduce_in_graph,
     reduce_scatter_in_graph,
 )
-from megatron.parallel.waiting import wait_for
 
 # torch 2.13 renamed these functions and logs a warning if the old names are used.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,6 +20,7 @@ from megatron.parallel.connections import connect_group, connect_ranks
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
 from megatron.parallel.rank_progress import RankProgress
+from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import build_control_group
 from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.torch_private import make_priority_options
@@ -115,6 +116,11 @@ class Mesh:
     progress: RankProgress = field(default_factory=RankProgress)
     """The phase of this rank, for the watchdog."""
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that read and write files together. All ranks of the grid."""
+        return Ranks(self.rank, self.grid.world_size, self.control, self.names, self.progress)
 
     def build_stage_group(self) -> dist.ProcessGroup | None:
         """Return a new group of the ranks that share one copy of this rank's stages.

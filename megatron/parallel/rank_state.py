@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron.base.code_version import PACKAGE
 from megatron.parallel.rank_progress import RankProgress
+from megatron.parallel.time_limit import is_waiting
 from megatron.parallel.torch_private import read_flight_recorder
-from megatron.parallel.waiting import is_waiting
 
 FILE_THREAD = "files"
 """Name of the threads in which a rank works on files while the ranks wait together."""

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import CheckpointError, MegatronError, make_error
-from megatron.base.plural import format_some
-from megatron.parallel.mesh import Mesh
+from megatron.base.plain_text import format_some, print_line
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
 from megatron.parallel.rank_progress import Phase, RankProgress, StopRequested
 from megatron.parallel.rank_state import FILE_THREAD
@@ -82,6 +81,11 @@ class Ranks:
     """Names of all ranks, for messages."""
     progress: RankProgress = field(default_factory=RankProgress, compare=False)
     """The phase of this rank, for the watchdog."""
+
+    def log(self, line: str) -> None:
+        """Print a line on rank 0. It is used before the reporter exists."""
+        if self.rank == 0:
+            print_line(line)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, on every rank. See `gather_json` for what a value may be."""
@@ -270,8 +274,3 @@ def build_roll_call(
     return build_watchdog(
         store, ranks.rank, ranks.names, limit, progress=progress, hang_timeout=hang_timeout
     )
-
-
-def build_ranks(mesh: Mesh) -> Ranks:
-    """Return the ranks that write and read checkpoints together."""
-    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names, mesh.progress)

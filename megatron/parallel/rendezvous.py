@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import LayoutError
-from megatron.base.open_files import allow_open_files
+from megatron.base.host_limits import allow_open_files
 from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.roll_call import store_is_rank_zeros
 from megatron.parallel.store_values import read_text

@@ -1,9 +1,30 @@
-"""The time-outs that follow from `--distributed-timeout-minutes` and `--hang-timeout`."""
+"""The time-outs that follow from `--distributed-timeout-minutes` and `--hang-timeout`.
+
+Also the wait for an asynchronous collective, in a function that the watchdog can recognise.
+"""
 
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
+
+import torch.distributed as dist
 
 from megatron.parallel.rank_progress import LONG_FACTOR
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait until a collective is done.
+
+    `Work.wait` has no frame of Python. Without this function, a rank that waits would look like one
+    that computes.
+    """
+    work.wait()
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Return whether a frame is that of `wait_for`."""
+    return frame.f_code is wait_for.__code__
+
 
 _LONGEST_SECONDS = 10.0
 """The longest time for a roll call, for any `--distributed-timeout-minutes`."""

@@ -8,8 +8,8 @@ def build_curriculum(config: Config) -> Curriculum | None:
     """Build the curriculum that the flags describe.
 
     Returns:
-        The curriculum, or None if the flags describe none or only a part of one. `megatron.rules`
-        reports the latter.
+        The curriculum, or None if the flags describe none or only a part of one. The rules report
+        the latter.
 
     Raises:
         ConfigError: The numbers do not give a valid schedule.

@@ -3,7 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron.config.saved import load_yaml
+from megatron.config.compare import load_yaml
 from megatron.config.yaml_file import dump_yaml
 from megatron.data.planned_phase import PlannedPhase
 from megatron.model.partition import Stage

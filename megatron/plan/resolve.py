@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from megatron.base.errors import ConfigError, MegatronError
-from megatron.base.plural import format_alternatives, format_count
+from megatron.base.plain_text import format_alternatives, format_count
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.loss import LOSS_MEAN
 from megatron.config.optimizer import OptimizerConfig
@@ -21,11 +21,11 @@ from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
 from megatron.plan.curriculum import build_curriculum
+from megatron.plan.rules.contexts import PlanContext
+from megatron.plan.rules.finding import apply_rules, list_errors, list_warnings, warning
+from megatron.plan.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.plan.run_plan import Plan
 from megatron.plan.usable_values import replace_wrong_values
-from megatron.rules.contexts import PlanContext
-from megatron.rules.finding import apply_rules, list_errors, list_warnings, warning
-from megatron.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,
     ConstantBatchSize,
@@ -324,7 +324,7 @@ def _parse_train_time(config: Config) -> float | None:
     Raises:
         ConfigError: The value is not a duration.
     """
-    # `megatron.rules` reports an empty text.
+    # `megatron.plan.rules` reports an empty text.
     if not config.batch.train_time:
         return None
     return parse_duration(config.batch.train_time)
@@ -390,8 +390,8 @@ def _build_lr_schedule(
     if optimizer.lr_warmup_tokens is not None:
         warmup = optimizer.lr_warmup_tokens / config.model.seq_length
     wsd_decay = convert_to_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters)
-    # Without a time, a fraction refers to the decay in samples. `megatron.rules` reports it if a
-    # number is given as well.
+    # Without a time, a fraction refers to the decay in samples. A rule reports it if a number is
+    # given as well.
     if train_seconds is None and optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
     if train_seconds is None and optimizer.lr_wsd_decay_fraction is not None:

@@ -7,7 +7,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
 from megatron.config.tree import Config
-from megatron.rules.model import LAYER_CHOICES
+from megatron.plan.rules.model import LAYER_CHOICES
 
 # Fields that divide or are divided by others. A value below 1 would end in a ZeroDivisionError, and
 # a very large one in an OverflowError.

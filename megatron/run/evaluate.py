@@ -13,7 +13,7 @@ from megatron.model.tally import Tally
 from megatron.observe.report import EvaluationResult
 from megatron.observe.timers import EVALUATE
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ranks import Work, build_ranks
+from megatron.parallel.ranks import Work
 from megatron.run.run import Run
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.token_bytes import count_token_bytes
@@ -95,7 +95,7 @@ def wait_for_batch(run: Run, source: Source, *sizes: int) -> None:
     reading = Work(lambda: source.read_ahead(*sizes), in_thread=True)
     what = f"reading a batch of {source.name}"
     repeated = run.mesh.progress.phase.is_repeated
-    ranks = build_ranks(run.mesh)
+    ranks = run.mesh.ranks
     ranks.wait_for(reading, what, run.reporter.log, until_failure=True, is_repeated=repeated)
 
 
@@ -206,7 +206,7 @@ def _find_token_bytes(run: Run) -> torch.Tensor:
         # Ids of a larger --vocab-size are in no text.
         return counts + [0] * (run.plan.vocab_size - len(counts))
 
-    counts = build_ranks(run.mesh).call_on_rank_0(
+    counts = run.mesh.ranks.call_on_rank_0(
         find, "counting the bytes of each token", run.reporter.log
     )
     for reason in found:

@@ -1,8 +1,8 @@
 """The memory of a host without GPUs, checked before anything is allocated."""
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.errors import ConfigError
-from megatron.base.meminfo import read_total_memory
+from megatron.base.host_limits import read_total_memory
+from megatron.base.plain_text import format_bytes
 from megatron.model import flops
 from megatron.plan.run_plan import Plan
 

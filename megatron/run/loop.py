@@ -14,7 +14,6 @@ from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
 from megatron.parallel.rank_progress import Phase
-from megatron.parallel.ranks import build_ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.evaluate import (
     evaluate_tasks,
@@ -240,7 +239,7 @@ def wait_for_data(run: Run, *, skips: bool) -> None:
     if train is not None and train.must_extend(batch_size):
         # Building an index takes long. The ranks wait for each other outside of other collectives.
         with run.step_clock.pause():
-            build_ranks(run.mesh).work(
+            run.mesh.ranks.work(
                 lambda: train.extend(batch_size), "building the next data index", run.reporter.log
             )
         for note in run.sources.take_notes():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.observe.report import Sink
-from megatron.rules.finding import Finding, error
+from megatron.plan.rules.finding import Finding, error
 
 # This module is used before torch is imported, which takes seconds.
 if TYPE_CHECKING:

@@ -5,15 +5,12 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from megatron.base.errors import MegatronError
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.engine.native_kind import NATIVE
-from megatron.parallel.launcher import read_launcher_world
-from megatron.parallel.ranks import build_ranks, build_roll_call
-from megatron.plan.run_plan import Plan
+from megatron.parallel.ranks import build_roll_call
 from megatron.run.closing import close_within_limit
 from megatron.run.evaluate import evaluate_only
 from megatron.run.exits import ignore_stop_signals
@@ -22,28 +19,27 @@ from megatron.run.leaving import (
     leave_after_crash,
     leave_with_error,
 )
-from megatron.run.parts import NO_PARTS, Parts
-from megatron.run.start.agreement import check_agreement
-from megatron.run.start.job import agree_on_job, select_checkpoint_config
-from megatron.run.start.join import join_ranks, make_printer
-from megatron.run.start.launch_record import train_and_record
-from megatron.run.start.setup import (
+from megatron.run.start.build import (
     build_exits,
     build_timers,
     divide_ranks,
     hold_folder_lease,
     start_run,
 )
+from megatron.run.start.job import agree_on_job, select_checkpoint_config
+from megatron.run.start.launch import Launch
+from megatron.run.start.launch_record import train_and_record
+from megatron.run.start.meet import check_agreement, join_ranks
 
 
-def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None = None) -> None:
+def run_launch(launch: Launch) -> None:
     """Train, and end the process after an error. See `megatron.commands.pretrain`.
 
     An error is printed first, and then the files and threads of the run are closed.
     """
     closing = ExitStack()
     try:
-        stopped = pretrain(loaded, closing, parts, early)
+        stopped = pretrain(launch, closing)
         leave(closing, stopped=stopped)
     except MegatronError as error:
         leave_with_error(error, closing)
@@ -55,31 +51,24 @@ def run_loaded(loaded: LoadedConfig, parts: Parts = NO_PARTS, early: Plan | None
         raise
 
 
-def pretrain(
-    loaded: LoadedConfig,
-    closing: ExitStack | None = None,
-    parts: Parts = NO_PARTS,
-    early: Plan | None = None,
-) -> bool:
+def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
     """Run everything between the configuration and the end of training.
 
     Args:
-        loaded: The configuration of this rank.
+        launch: What this rank was started with.
         closing: Receives what must be closed at the end of the run. The caller closes it. If None,
             everything is closed before this function returns.
-        parts: The parts of the run besides the core.
-        early: What `check_before_torch` returned, if it was called.
 
     Returns:
         Whether a signal has stopped the run.
     """
     if closing is None:
         with ExitStack() as own:
-            return pretrain(loaded, own, parts, early)
+            return pretrain(launch, own)
     started = time.monotonic()
-    config = loaded.config
-    world = read_launcher_world(config.parallel.local_rank)
-    ranks = join_ranks(loaded, world)
+    config = launch.config
+    parts = launch.parts
+    ranks = join_ranks(launch)
     exits = build_exits(config, ranks)
     # A rank that is lost from here on is named. Without the roll call, the others would only report
     # that a collective has failed.
@@ -90,17 +79,15 @@ def pretrain(
         hang_timeout=config.parallel.hang_timeout,
         build_watchdog=parts.load_watchdog(saving),
     ) as roll_call:
-        if ranks.size > 1:
-            check_agreement(config, ranks, parts.engine or NATIVE)
-        log = make_printer(ranks.rank)
+        check_agreement(launch, ranks)
         guards = parts.load_guard()
         # First, because no run starts from a folder that is half rolled back.
-        guards.finish_interrupted_rollback(config, ranks, log)
+        guards.finish_interrupted_rollback(config, ranks, ranks.log)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
-        job = agree_on_job(loaded, ranks, log, parts, early)
-        tasks = parts.prepare_tasks(job.plan, ranks, log)
-        timers = build_timers(world)
-        mesh = divide_ranks(job.plan, ranks, world, timers)
+        job = agree_on_job(launch, ranks)
+        tasks = parts.prepare_tasks(job.plan, ranks, ranks.log)
+        timers = build_timers(launch.world)
+        mesh = divide_ranks(job.plan, ranks, launch.world, timers)
         if roll_call is not None:
             roll_call.use_names(mesh.names)
         lease = closing.enter_context(hold_folder_lease(config, mesh))
@@ -108,7 +95,7 @@ def pretrain(
         # starts another pass.
         while True:
             opened = closing.enter_context(ExitStack())
-            run = start_run(loaded, job, mesh, timers, lease, exits)
+            run = start_run(launch, job, mesh, timers, lease, exits)
             run.tasks = tasks
             # A read that hangs must not keep the files from being closed, so the data come last.
             opened.callback(run.sources.close)
@@ -127,10 +114,12 @@ def pretrain(
             # The next pass needs as much memory as this one. Reference cycles would keep the memory
             # of this one allocated.
             del run
-            build_ranks(mesh).work(opened.close, "closing the files", log)
+            mesh.ranks.work(opened.close, "closing the files", ranks.log)
             gc.collect()
             guards.roll_back(rollback, job.plan, mesh, lease)
-            job = agree_on_job(loaded, ranks, log, parts)
+            # The early plan is that of a run from scratch.
+            launch = replace(launch, early=None)
+            job = agree_on_job(launch, ranks)
 
 
 def leave(closing: ExitStack, *, stopped: bool = False) -> None:

@@ -13,14 +13,13 @@ from megatron.engine.base import Engine
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan.run_plan import Plan
-from megatron.run.clock import RunClock
+from megatron.run.clock import RunClock, StepClock
 from megatron.run.divergence import DivergenceWatch
 from megatron.run.exits import Exits
 from megatron.run.parts import Exporter, Guard, Profiling, RankComparison, Tasks
 from megatron.run.report import Reporter
 from megatron.run.start.data_files import DataFiles
 from megatron.run.state import TrainState
-from megatron.run.step_clock import StepClock
 
 
 @dataclass

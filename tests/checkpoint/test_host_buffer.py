@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.base.meminfo import read_available_memory
+from megatron.base.host_limits import read_available_memory
 from megatron.checkpoint import host_buffer
 from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.save import CheckpointContents, Saver
@@ -126,7 +126,7 @@ def test_memory_that_the_system_does_not_report(
     path = tmp_path / "meminfo"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr("megatron.base.meminfo._MEMINFO", path)
+    monkeypatch.setattr("megatron.base.host_limits._MEMINFO", path)
     assert read_available_memory() == available
 
 
@@ -147,7 +147,7 @@ def test_too_little_memory_fails_the_save_and_not_the_run(
     saver = Saver(root, CheckpointConfig(async_save=True), log=messages.append)
     with monkeypatch.context() as patched:
         if overcommitted:
-            patched.setattr("megatron.base.meminfo._MEMINFO", meminfo)
+            patched.setattr("megatron.base.host_limits._MEMINFO", meminfo)
         else:
             patched.setattr(host_buffer.mmap, "mmap", refuse)
         saver.begin(CheckpointContents(1, None, {}, ""), make_shards())

@@ -11,7 +11,7 @@ import pytest
 from shared_data import shared_dir
 
 from megatron.base.errors import ConfigError
-from megatron.config.without_effect import split_off_flags_without_effect
+from megatron.config.compare import split_off_flags_without_effect
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 

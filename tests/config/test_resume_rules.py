@@ -8,9 +8,9 @@ from config.minimal import TRAINABLE
 from megatron.config.data import TokenizerConfig
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.rules.contexts import ResumeContext, TokenizerContext
-from megatron.rules.finding import Finding, error, warning
-from megatron.rules.resume import (
+from megatron.plan.rules.contexts import ResumeContext, TokenizerContext
+from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.resume import (
     check_curriculum,
     check_optimizer,
     check_tokenizer,

@@ -4,10 +4,10 @@ import importlib
 import inspect
 import pkgutil
 
-import megatron.rules
-from megatron.rules.declared import IfGiven
-from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS, PLAN_RULES, RESUME_RULES
-from megatron.rules.tokenizer import check_tokenizer_files
+import megatron.plan.rules
+from megatron.plan.rules.data import check_tokenizer_files
+from megatron.plan.rules.declared import IfGiven
+from megatron.plan.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS, PLAN_RULES, RESUME_RULES
 
 
 def test_each_rule_is_in_a_list():
@@ -15,7 +15,7 @@ def test_each_rule_is_in_a_list():
     rules = (check_tokenizer_files, *CONFIG_RULES, *NEEDED_BY_RUNS, *PLAN_RULES, *RESUME_RULES)
     listed = {rule.rule if isinstance(rule, IfGiven) else rule for rule in rules}
     found = 0
-    for module in pkgutil.iter_modules(megatron.rules.__path__, "megatron.rules."):
+    for module in pkgutil.iter_modules(megatron.plan.rules.__path__, "megatron.plan.rules."):
         for name, function in vars(importlib.import_module(module.name)).items():
             if inspect.isfunction(function) and name.startswith(("check_", "warn_")):
                 assert function in listed, f"{module.name}.{name}"

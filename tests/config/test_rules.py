@@ -10,10 +10,10 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, build_config, flatten
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.rules.contexts import PlanContext
-from megatron.rules.declared import IfGiven
-from megatron.rules.lists import CONFIG_RULES, PLAN_RULES
-from megatron.rules.ranges import check_ranges
+from megatron.plan.rules.contexts import PlanContext
+from megatron.plan.rules.declared import IfGiven
+from megatron.plan.rules.lists import CONFIG_RULES, PLAN_RULES
+from megatron.plan.rules.numbers import check_ranges
 from megatron.schedule.position import Progress
 
 GUARDED = {"spike_guard": "rollback", "save": "run", "load": "run", "save_interval": 5}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import MOST_ERRORS, ConfigError, combine_errors
+from megatron.config.compare import load_yaml
 from megatron.config.fields import Field, all_fields, build_config
-from megatron.config.saved import load_yaml
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml, read_text
 from megatron.extras.translators.translator import load_config

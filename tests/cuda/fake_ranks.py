@@ -19,6 +19,7 @@ from megatron.extras.translators.translator import load_config
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
+from megatron.run.start.launch import read_launch
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
@@ -324,7 +325,7 @@ def train(arguments: list[str]) -> StepTrace:
     with gpu:
         gpu.start_step()
         loaded = load_config(arguments)
-        pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain(read_launch(loaded, choose_parts(loaded.config)))
         return gpu.end_step()
 
 

@@ -20,8 +20,9 @@ from megatron.model.gpt import GPT
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
+from megatron.plan.rules.finding import Finding, error
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import Finding, error
+from megatron.run.start.launch import read_launch
 from megatron.run.start.refusals import check_before_torch
 
 CALLS: Counter[str] = Counter()
@@ -82,7 +83,7 @@ def train_counting(argv: list[str]) -> dict[str, int]:
     from megatron.run.pretrain import pretrain
 
     CALLS.clear()
-    pretrain(load_config(argv), parts=Parts(engine=COUNTING))
+    pretrain(read_launch(load_config(argv), Parts(engine=COUNTING)))
     return dict(CALLS)
 
 
@@ -104,7 +105,7 @@ def test_an_added_engine_trains_and_resumes(pool: ProcessPool, tmp_path: Path) -
 
 def test_missing_package_of_an_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_config([*SIZES.split(), "--deepspeed", "--data-path", "x"])
-    check_before_torch(loaded, 1, choose_parts(loaded.config))
+    check_before_torch(read_launch(loaded, choose_parts(loaded.config)))
     monkeypatch.setattr("megatron.commands.parts._has_extras", lambda: False)
     with pytest.raises(ConfigError, match=r"--deepspeed needs megatron\.extras\.deepspeed, which"):
-        check_before_torch(loaded, 1, choose_parts(loaded.config))
+        check_before_torch(read_launch(loaded, choose_parts(loaded.config)))

@@ -3,6 +3,8 @@
 import pytest
 from process_pool import ProcessPool, succeed
 
+from megatron.run.start.launch import read_launch
+
 ARGV = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 2 --lr 2e-3 --train-iters 10 --vocab-size 100 "
@@ -20,12 +22,12 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
-    from megatron.run.start.start_engine import build_engine
+    from megatron.run.start.build import build_engine, build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])
+    launch = read_launch(loaded)
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
     timers = build_timers(world)
@@ -42,7 +44,7 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
         calls.append(phase)
         unchanged.append(all(map(torch.equal, before, copy_state())))
 
-    mesh = divide_ranks(plan, join_ranks(loaded, world), world, timers)
+    mesh = divide_ranks(plan, join_ranks(launch), world, timers)
     engine = build_engine(plan, mesh, timers, before_update, choose_engine(loaded.config))
     tokens = torch.randint(0, 100, (2, 1, 17), generator=torch.Generator().manual_seed(0))
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]

@@ -21,6 +21,7 @@ from megatron.extras.planner.cost.communication import (
     estimate_time,
 )
 from megatron.observe.metrics import read_metrics
+from megatron.run.start.launch import read_launch
 
 # Heads of 6 and 5,000 ids give rows that 4 ranks cannot divide.
 SIZES = (
@@ -90,7 +91,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, dict[str, Shapes]]:
 
     with mock.patch.object(NativeEngine, "train_batch", train):
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     return {name: (counts[name], sizes[name]) for name in counts}, shapes
 
 

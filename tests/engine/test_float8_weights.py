@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 from process_pool import ProcessPool, succeed
 
+from megatron.run.start.launch import read_launch
+
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
     from megatron.plan.run_plan import Plan
@@ -136,14 +138,15 @@ def run_histories(flags: str, stale: Sequence[int]) -> list[list[float]]:
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*FLAGS.split(), *flags.split()])
+    launch = read_launch(loaded)
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
-    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    mesh = divide_ranks(plan, join_ranks(launch), world, build_timers(world))
     always = History(plan, mesh, always=True).run()
     history = History(plan, mesh, always=False)
     return [always, *(history.run(each) for each in (None, *stale))]

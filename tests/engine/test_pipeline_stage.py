@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 from process_pool import ProcessPool, succeed
 
+from megatron.run.start.launch import read_launch
+
 ARGV = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 1 --global-batch-size 8 "
@@ -119,14 +121,15 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config([*ARGV.split(), *flags.split()])
+    launch = read_launch(loaded)
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
-    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    mesh = divide_ranks(plan, join_ranks(launch), world, build_timers(world))
     engine = NativeEngine(plan, mesh)
     seen = []
     trained = 0

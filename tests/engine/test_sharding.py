@@ -7,6 +7,8 @@ import pytest
 from process_pool import ProcessPool, succeed
 from torch.distributed.tensor import DTensor
 
+from megatron.run.start.launch import read_launch
+
 SIZES = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--micro-batch-size 1 --global-batch-size 6 --train-iters 1 --eval-iters 0 "
@@ -51,7 +53,7 @@ def count_gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
         mock.patch.object(GPT, "forward", count_after),
     ):
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     return seen
 
 

@@ -19,7 +19,8 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
-from megatron.run.start import start_engine
+from megatron.run.start import build as start_build
+from megatron.run.start.launch import read_launch
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 2 --data-path none"
 # 53 million parameters, of which no block has more than 3.2 million.
@@ -45,14 +46,15 @@ Weights = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 def build_engine(argv: list[str]) -> tuple[Plan, NativeEngine]:
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config(argv)
+    launch = read_launch(loaded)
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
-    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    mesh = divide_ranks(plan, join_ranks(launch), world, build_timers(world))
     engine = NativeEngine(plan, mesh)
     # Rank 0 keeps the store through which the others still build their groups.
     if mesh.control is not None:
@@ -217,7 +219,7 @@ def test_model_that_a_host_cannot_allocate_is_refused_with_its_size() -> None:
     def build(message: str) -> None:
         mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"))
         kind: Any = FailingKind(message)
-        start_engine.build_engine(plan, mesh, Timers(mesh.device), do_nothing, kind)
+        start_build.build_engine(plan, mesh, Timers(mesh.device), do_nothing, kind)
 
     allocation = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     with pytest.raises(ConfigError) as refused:

@@ -7,6 +7,7 @@ from process_pool import ProcessPool, succeed
 from megatron.commands.plan_estimates import estimate_memory
 from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
+from megatron.run.start.launch import read_launch
 
 # No number is padded or divided unevenly. Two stages have the same number of layers.
 ARGV = (
@@ -27,14 +28,15 @@ def measure_states(argv: list[str]) -> tuple[int, int]:
     """Return this rank's pipeline rank and the bytes of its optimizer's states."""
     from megatron.engine.native import NativeEngine
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world(None)
     loaded = load_config(argv)
+    launch = read_launch(loaded)
     plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
-    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    mesh = divide_ranks(plan, join_ranks(launch), world, build_timers(world))
     shards = NativeEngine(plan, mesh).shards(optimizer=True)
     # Rank 0 keeps the store through which the others still build their groups.
     if mesh.control is not None:

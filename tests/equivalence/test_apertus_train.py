@@ -22,8 +22,8 @@ from tiny_corpus import EOD, REFERENCE_PREFIX
 
 from megatron.base.errors import ConfigError
 from megatron.commands.plan_report import build_json
+from megatron.config.compare import split_off_flags_without_effect
 from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.without_effect import split_off_flags_without_effect
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
 from megatron.extras.planner.cost.hardware import load_hardware

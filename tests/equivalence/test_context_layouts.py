@@ -16,6 +16,8 @@ import torch
 from equivalence.test_reshape import select
 from process_pool import ProcessPool, succeed
 
+from megatron.run.start.launch import read_launch
+
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
     from megatron.run.run import Run
@@ -62,20 +64,21 @@ def train_cases(cases: Sequence[str]) -> Any:
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
+    from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks, start_run
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world()
     ranks = None
     results = []
     for case in cases:
         loaded = load_config(case.split())
-        ranks = ranks or join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+        launch = read_launch(loaded, choose_parts(loaded.config))
+        ranks = ranks or join_ranks(launch)
+        job = agree_on_job(launch, ranks)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
-        run = start_run(loaded, job, mesh, timers, None)
+        run = start_run(launch, job, mesh, timers, None)
         results.append(train(run, documents="--reset-attention-mask" in case))
         run.reporter.close()
         run.sources.close()

@@ -22,6 +22,8 @@ import torch
 from equivalence.float8_recorder import Key, Operand, Recorder, count_flips, join_operands
 from process_pool import ProcessPool, succeed
 
+from megatron.run.start.launch import read_launch
+
 if TYPE_CHECKING:
     from megatron.parallel.launcher import LaunchedWorld
     from megatron.parallel.ranks import Ranks
@@ -155,10 +157,10 @@ def train_job(job: Job) -> Any:
     from megatron.extras.float8 import products
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
-    from megatron.run.start.join import join_ranks
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world()
-    ranks = join_ranks(load_config(job.cases[0].split()), world)
+    ranks = join_ranks(read_launch(load_config(job.cases[0].split())))
     with ExitStack() as patches:
         if job.fault:
             patches.enter_context(FAULTS[job.fault]())
@@ -210,14 +212,15 @@ def train_case(
     """Train one case. See `Job`."""
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
+    from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
-    from megatron.run.start.setup import build_timers, divide_ranks, start_run
 
     loaded = load_config(case.split())
-    job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+    launch = read_launch(loaded, choose_parts(loaded.config))
+    job = agree_on_job(launch, ranks)
     timers = build_timers(world)
     mesh = divide_ranks(job.plan, ranks, world, timers)
-    run = start_run(loaded, job, mesh, timers, None)
+    run = start_run(launch, job, mesh, timers, None)
     result = train(run, loaded.config.model.seq_length, replayed, steps)
     run.reporter.close()
     run.sources.close()

@@ -15,6 +15,7 @@ import torch
 from process_pool import ProcessPool, pretrain, succeed
 
 from megatron.observe.metrics import read_metrics
+from megatron.run.start.launch import read_launch
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
@@ -58,20 +59,21 @@ def train_cases(flags: Sequence[str], micro_batch_size: int, cases: Sequence[str
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
+    from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
-    from megatron.run.start.join import join_ranks
-    from megatron.run.start.setup import build_timers, divide_ranks, start_run
+    from megatron.run.start.meet import join_ranks
 
     world = read_launcher_world()
     ranks = None
     results = []
     for case in cases:
         loaded = load_config([*flags, *case.split(), "--micro-batch-size", str(micro_batch_size)])
-        ranks = ranks or join_ranks(loaded, world)
-        job = agree_on_job(loaded, ranks, print, choose_parts(loaded.config))
+        launch = read_launch(loaded, choose_parts(loaded.config))
+        ranks = ranks or join_ranks(launch)
+        job = agree_on_job(launch, ranks)
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
-        run = start_run(loaded, job, mesh, timers, None)
+        run = start_run(launch, job, mesh, timers, None)
         steps = [train_step(run, number, counted) for number, counted in enumerate(STEPS, 1)]
         validation = 0.0
         if "--eod-mask-loss" in case:

@@ -16,6 +16,8 @@ from equivalence.layouts import STRATEGIES, Layout
 from process_pool import ProcessPool, pretrain, succeed
 from safetensors import safe_open
 
+from megatron.run.start.launch import read_launch
+
 BOUND = 1e-5
 LAYOUTS = [
     Layout(micro_batch_size=2),
@@ -84,7 +86,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
     from megatron.extras.translators.translator import load_config
-    from megatron.run.start import setup
+    from megatron.run.start import build
 
     expected = read_global_tensors(Path(checkpoint))
     counts: list[int] = []
@@ -100,7 +102,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
         counts.append(len(run.engine.shards(optimizer=True)))
 
     def start_and_look(*arguments: Any) -> Any:
-        run = setup.start_run(*arguments)
+        run = build.start_run(*arguments)
         look(run)
         return run
 
@@ -108,7 +110,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     pretrain_module.start_run = start_and_look  # type: ignore[assignment]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     finally:
         pretrain_module.start_run = original
     return counts[0], different

@@ -58,8 +58,8 @@ class Site:
 
 
 INDEX = Site("megatron.data.indexed_source.IndexedSource.prepare", "data/source.py")
-LOAD = Site("megatron.checkpoint.load.Checkpoint.load_into", "run/start/start_engine.py")
-AFTER_LOAD = Site("megatron.run.start.start_engine.agree_on_damage", "run/start/start_engine.py")
+LOAD = Site("megatron.checkpoint.load.Checkpoint.load_into", "run/start/build.py")
+AFTER_LOAD = Site("megatron.run.start.build.agree_on_damage", "run/start/build.py")
 FIRST_STEP = Site("megatron.run.loop.count_step", "run/loop.py")
 FIRST_DECISION = Site("megatron.run.loop.decide", "run/loop.py")
 FIRST_READ = Site("megatron.data.position_source.compute_sample_positions", "data/")

@@ -62,12 +62,12 @@ def test_error_at_the_end_of_a_run_is_reported(errors: Path) -> None:
     code = """
 import errno
 from megatron.run import pretrain
-def train(loaded, closing, *others):
+def train(launch, closing):
     def fail():
         raise OSError(errno.EIO, "Input/output error")
     closing.callback(fail)
 pretrain.pretrain = train
-pretrain.run_loaded(None)
+pretrain.run_launch(None)
 """
     environment = {**os.environ, FOLDER_VARIABLE: str(errors), "SLURMD_NODENAME": "n1"}
     ended = subprocess.run(

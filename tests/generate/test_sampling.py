@@ -13,7 +13,7 @@ from megatron.extras.generate.sampling import (
     check_sampling,
     filter_logits,
 )
-from megatron.rules.finding import refuse_errors
+from megatron.plan.rules.finding import refuse_errors
 
 VOCAB = 50
 LOGITS = 3 * torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(4))

@@ -9,7 +9,7 @@ from model.builders import build, tiny_config
 from torch import Tensor
 
 from megatron.model import loss
-from megatron.model.attention_logits import find_largest_attention_logit
+from megatron.model.attention import find_largest_attention_logit
 from megatron.model.loss import VocabSlice, find_largest_output_logit
 from megatron.model.positions import Positions, make_alibi_bias, make_window_bias
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from operations.receivers import mail_server
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.errors import OperationsError
+from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.commands import fs_watchdog

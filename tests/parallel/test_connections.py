@@ -20,8 +20,9 @@ from process_pool import ProcessPool, find_free_port, succeed
 from training.runs import Runner
 
 from megatron.base.errors import LayoutError
-from megatron.base.open_files import allow_open_files
+from megatron.base.host_limits import allow_open_files
 from megatron.parallel.rendezvous import _meet
+from megatron.run.start.launch import read_launch
 
 
 @contextmanager
@@ -361,7 +362,7 @@ def train_without_rank_3(argv: list[str]) -> None:
 
     with mock.patch.object(connections, "connect_group", end):
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
 
 
 def test_lost_rank_and_the_group_that_misses_it_are_named(

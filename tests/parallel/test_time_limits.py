@@ -7,6 +7,8 @@ import pytest
 from process_pool import PerRank, ProcessPool, succeed
 from training.runs import Runner
 
+from megatron.run.start.launch import read_launch
+
 MINUTES = 7.0
 TP_PP = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 TP_DP = "--tensor-model-parallel-size 2"
@@ -22,7 +24,7 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
     from megatron.extras.translators.translator import load_config
 
     loaded = load_config(argv)
-    pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+    pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     groups = [
         group
         for group in dist.distributed_c10d._world.pg_map

@@ -25,7 +25,7 @@ from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.extras.generate.text import IncrementalText
 from megatron.extras.preprocess.encoders import AWKWARD
 from megatron.extras.translators.translator import load_config
-from megatron.rules.tokenizer import check_tokenizer_files
+from megatron.plan.rules.data import check_tokenizer_files
 from megatron.tokenizer import (
     SentencePieceTokenizer,
     build_tokenizer,

@@ -11,7 +11,7 @@ from tiny_corpus import GPT2, VOCAB
 
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
-from megatron.rules.tokenizer import check_tokenizer_files
+from megatron.plan.rules.data import check_tokenizer_files
 from megatron.tokenizer import (
     compute_padded_vocab_size,
     find_vocab_size,

@@ -17,8 +17,9 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.source import BatchSlice
 from megatron.extras.translators.translator import load_config
-from megatron.rules.finding import refuse_errors
+from megatron.plan.rules.finding import refuse_errors
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
+from megatron.run.start.launch import read_launch
 
 FLAGS = (
     "--vocab-size 256 --dataset-format jsonl --split 80,10,10 --eval-iters 1 --train-iters 5 "
@@ -39,7 +40,7 @@ def pretrain_bytes(argv: list[str]) -> None:
     """Run a command line on this rank with another kind of data."""
     import megatron.run.pretrain as pretrain_module
 
-    pretrain_module.pretrain(load_config(argv), parts=ByteParts())
+    pretrain_module.pretrain(read_launch(load_config(argv), ByteParts()))
 
 
 class ByteRunner(Runner):

@@ -21,6 +21,7 @@ from megatron.data.indexed import IndexedDatasetWriter
 from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
 from megatron.parallel.ranks import Ranks
 from megatron.run.exits import Exits
+from megatron.run.start.launch import read_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -266,7 +267,7 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     finally:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 

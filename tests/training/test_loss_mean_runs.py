@@ -8,6 +8,8 @@ import pytest
 from process_pool import ProcessPool, succeed
 from training.runs import Runner, rewrite_config
 
+from megatron.run.start.launch import read_launch
+
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 FILES = f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
 EOD = f"{FILES} --eod-mask-loss --reset-position-ids --reset-attention-mask"
@@ -106,7 +108,7 @@ def pretrain_without_tokens(argv: list[str], empty: tuple[int, ...]) -> None:
     NativeEngine.eval_batch = eval_batch  # type: ignore[assignment, method-assign]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     finally:
         NativeEngine.train_batch = train  # type: ignore[method-assign]
         NativeEngine.eval_batch = evaluate  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from training.spiky_corpus import (
 from megatron.base.errors import ConfigError, TrainingError
 from megatron.checkpoint.folder import list_saved_iterations
 from megatron.observe.metrics import read_metrics
+from megatron.run.start.launch import read_launch
 
 SIZES = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --hidden-dropout 0 "
@@ -60,7 +61,7 @@ def pretrain_with_nan(argv: list[str], first: int, last: int) -> None:
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
         loaded = load_config(argv)
-        pretrain_module.pretrain(loaded, parts=choose_parts(loaded.config))
+        pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
     finally:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 

@@ -13,11 +13,18 @@ from training.runs import SIZES, Runner
 import megatron
 from megatron.checkpoint.start import find_start
 from megatron.extras.translators.translator import load_config
+from megatron.parallel.launcher import LaunchedWorld
 from megatron.run.parts import Parts
 from megatron.run.start.job import Job, resolve_job, select_checkpoint_config
+from megatron.run.start.launch import Launch, read_launch
 from megatron.run.start.refusals import check_before_torch
 
 ARGV = [*SIZES.split(), "--data-path", "/nowhere/corpus"]
+ALONE = LaunchedWorld(1, 0)
+
+
+def launch(argv: list[str], ranks: int) -> Launch:
+    return Launch(load_config(argv), LaunchedWorld(ranks, 0))
 
 
 def watch_start(argv: list[str]) -> list[str]:
@@ -58,7 +65,7 @@ def pretrain_with_lost_search(argv: list[str]) -> None:
 
 def pretrain_as_version(argv: list[str], version: str) -> None:
     """Train with this rank's code version replaced."""
-    import megatron.run.start.agreement as agreement
+    import megatron.run.start.meet as agreement
 
     with mock.patch.object(agreement, "get_code_version", return_value=version):
         pretrain(argv)
@@ -183,7 +190,7 @@ def pretrain_with_file(argv: list[str], file: str) -> None:
         return DEEPSPEED.describe_settings(dataclasses.replace(config, parallel=parallel))
 
     engine = dataclasses.replace(DEEPSPEED, describe_settings=describe)
-    pretrain(load_config(argv), parts=Parts(engine=engine))
+    pretrain(read_launch(load_config(argv), Parts(engine=engine)))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +211,7 @@ def pretrain_with_file(argv: list[str], file: str) -> None:
     ],
 )
 def test_every_rank_builds_the_plan_that_rank_0_resolved(flags: str, world_size: int) -> None:
-    job = resolve_job(load_config([*ARGV, *flags.split()]), world_size, None)
+    job = resolve_job(launch([*ARGV, *flags.split()], world_size), None)
     received = Job.from_json(json.loads(json.dumps(job.to_json())))
     assert received.plan == job.plan
     assert received.state == job.state
@@ -217,7 +224,7 @@ def test_what_a_checkpoint_decides_reaches_every_rank(run: Runner) -> None:
     flags = "--lr 1e-3 --use-checkpoint-lr-scheduler"
     loaded = load_config(run.argv(flags))
     start = find_start(select_checkpoint_config(loaded.config))
-    job = resolve_job(loaded, 1, start.checkpoint)
+    job = resolve_job(Launch(loaded, ALONE), start.checkpoint)
     assert job.plan.lr_schedule.max_lr == 2e-3
     assert job.plan.skip_ranges == ((5, 6),)
     received = Job.from_json(json.loads(json.dumps(job.to_json())))
@@ -237,4 +244,4 @@ def test_rank_that_is_lost_during_the_start_is_named(run: Runner, pool: ProcessP
 
 def test_folder_that_cannot_be_looked_for_is_left_to_rank_0() -> None:
     # A name of 300 characters is an error of the file system, as a folder without permission is.
-    check_before_torch(load_config([*ARGV, "--load", f"/nowhere/{'x' * 300}"]), 2)
+    check_before_torch(launch([*ARGV, "--load", f"/nowhere/{'x' * 300}"], 2))

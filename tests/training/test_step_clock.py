@@ -10,7 +10,7 @@ import torch
 from process_pool import pretrain, succeed
 from training.runs import Runner
 
-from megatron.run.step_clock import StepClock
+from megatron.run.clock import StepClock
 
 
 class Clock:

@@ -36,9 +36,9 @@ from megatron.extras.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.convert.writing import write_folder
 from megatron.model.shape import ModelShape
-from megatron.rules.contexts import TokenizerContext
-from megatron.rules.finding import list_warnings, refuse_errors
-from megatron.rules.resume import check_tokenizer
+from megatron.plan.rules.contexts import TokenizerContext
+from megatron.plan.rules.finding import list_warnings, refuse_errors
+from megatron.plan.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

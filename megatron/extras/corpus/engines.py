@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.base.errors import ConfigError
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.extras.corpus.task import run_task
 
 EngineName = Literal["local", "slurm", "ray"]

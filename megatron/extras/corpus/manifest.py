@@ -14,8 +14,7 @@ from typing import Any
 from megatron.base.durable import replace_file
 from megatron.base.errors import DataError
 from megatron.base.outside_file import INDEX_BYTES, load_json, open_regular
-from megatron.base.plain_text import print_to_stderr
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count, print_to_stderr
 from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
 
 VERSION = 1

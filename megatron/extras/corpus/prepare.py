@@ -11,7 +11,7 @@ from typing import Any
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import load_json
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.extras.corpus.engines import EngineName, run_tasks
 from megatron.extras.corpus.manifest import Corpus, Shard
 from megatron.extras.corpus.shards import SCRATCH, CorpusJob, list_changes

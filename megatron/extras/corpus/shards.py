@@ -16,7 +16,7 @@ from typing import Any, Literal
 from megatron.base.durable import sync_folder, write_file
 from megatron.base.errors import DataError, MegatronError
 from megatron.base.outside_file import load_json
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.data.tokenizer_record import describe_tokenizer, get_record_path, write_record

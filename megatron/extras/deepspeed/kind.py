@@ -12,7 +12,7 @@ from megatron.config.tree import Config
 from megatron.engine.kind import BuildEngine, EngineKind, FileSettings
 from megatron.extras.deepspeed.support import RULES
 from megatron.extras.translators.deepspeed_json import read_json, select_passed_on
-from megatron.rules.finding import Finding, error
+from megatron.plan.rules.finding import Finding, error
 
 
 def _load(device_type: str) -> BuildEngine:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.extras.translators.deepspeed_json import read_accumulation_steps, read_json
+from megatron.plan.rules.finding import Finding, Rule, error
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import Finding, Rule, error
 
 
 def check_layout(plan: Plan) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from megatron.base.errors import ConfigError
 from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.extras.float8.recipe import MULTIPLE
+from megatron.plan.rules.finding import Finding, error, warning
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import Finding, error, warning
 
 
 def _load(device_type: str) -> BuildEngine:

@@ -23,10 +23,10 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.messages import gather_json
-from megatron.parallel.ranks import Ranks, build_ranks, build_roll_call
+from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
-from megatron.rules.finding import list_errors
-from megatron.rules.layout import check_tensor_parallel
+from megatron.plan.rules.finding import list_errors
+from megatron.plan.rules.layout import check_tensor_parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -100,7 +100,7 @@ def choose_checkpoint(path: Path, iteration: int | None, mesh: Mesh) -> tuple[Pa
         root, found = locate_checkpoint(path, iteration)
         return [str(root), found]
 
-    root, found = build_ranks(mesh).call_on_rank_0(locate, "looking for the checkpoint")
+    root, found = mesh.ranks.call_on_rank_0(locate, "looking for the checkpoint")
     return Path(root), found
 
 
@@ -124,7 +124,7 @@ def load_part(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> StagedM
     _check_parts(config, parallel)
     stages = partition(read_shape(checkpoint, mesh.grid.tensor), parallel)
     stage = stages[mesh.coordinate.pipeline]
-    model = load_model(checkpoint, mesh.device, mesh.tensor_parallel, build_ranks(mesh), stage)
+    model = load_model(checkpoint, mesh.device, mesh.tensor_parallel, mesh.ranks, stage)
     pipeline = None
     if mesh.grid.pipeline > 1:
         pipeline = mesh.get_pipeline_group()

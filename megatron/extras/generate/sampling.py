@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import ConfigError
-from megatron.rules.finding import Finding, error
+from megatron.plan.rules.finding import Finding, error
 
 _BOUND = 2**63
 """Torch stores seeds and sizes in 64 bits, one of them for the sign."""

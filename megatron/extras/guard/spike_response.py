@@ -19,10 +19,8 @@ from megatron.extras.guard.interventions import (
 )
 from megatron.extras.guard.spike_guard import Response, Spike, SpikeGuard
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ranks import build_ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.parts import Guard, GuardKind
-from megatron.run.start.join import make_printer
 from megatron.run.state import TrainState
 
 
@@ -43,13 +41,13 @@ class SpikeGuardKind(GuardKind):
         self, record: dict[str, Any], plan: Plan, mesh: Mesh, lease: Lease | None
     ) -> None:
         """See `GuardKind`."""
-        log = make_printer(mesh.rank)
+        log = mesh.ranks.log
 
         def execute() -> None:
             assert lease is not None, "rank 0 holds the lease"
             execute_rollback(Path(str(plan.config.checkpoint.save)), record, lease, log)
 
-        build_ranks(mesh).call_on_rank_0(execute, "rolling back", log)
+        mesh.ranks.call_on_rank_0(execute, "rolling back", log)
 
 
 class RunGuard(Guard):
@@ -143,7 +141,7 @@ class RunGuard(Guard):
                 self._log(f"warning: spike guard: {reason}; the steps of the spike are dropped")
             return decided
 
-        decided: dict[str, Any] | None = build_ranks(self._mesh).call_on_rank_0(
+        decided: dict[str, Any] | None = self._mesh.ranks.call_on_rank_0(
             decide, "deciding on a rollback", self._log
         )
         if decided is None:

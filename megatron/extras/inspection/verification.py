@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from megatron.base.errors import CheckpointError, DamagedError
 from megatron.base.outside_file import check_regular, open_regular, parse_json
-from megatron.base.plural import format_some
+from megatron.base.plain_text import format_some
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest
 from megatron.checkpoint.finite import values_not_finite
 from megatron.checkpoint.folder import parse_iteration

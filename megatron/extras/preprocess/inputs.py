@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.errors import DataError
 from megatron.base.outside_file import open_regular
+from megatron.base.plain_text import format_bytes
 from megatron.extras.preprocess.blocks import BLOCK_BYTES, InputBlock, PlainText, Position
 from megatron.extras.preprocess.input_files import InputFormat, find_format, is_compressed
 from megatron.extras.preprocess.json_array import is_array, read_array_blocks

@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.base.open_files import allow_open_files
+from megatron.base.host_limits import allow_open_files
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, refuse_existing
 from megatron.data.tokenizer_record import compare_tokenizers, read_record, write_record
 

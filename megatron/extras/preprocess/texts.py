@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.base.outside_file import parse_json
-from megatron.base.plural import format_some
+from megatron.base.plain_text import format_some
 from megatron.extras.preprocess.blocks import InputBlock, PlainText
 
 # A record may have thousands of keys. A message names this many.

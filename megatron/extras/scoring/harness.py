@@ -15,7 +15,7 @@ from megatron.extras.generate.generation import GenerationOptions, generate
 from megatron.extras.generate.sampling import SamplingOptions, check_sampling
 from megatron.extras.generate.staged_model import StagedModel
 from megatron.extras.scoring.likelihood import Scorer, iterate_windows
-from megatron.rules.finding import refuse_errors
+from megatron.plan.rules.finding import refuse_errors
 from megatron.tokenizer import Tokenizer
 
 _NEW_TOKENS = 256

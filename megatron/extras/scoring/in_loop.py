@@ -16,7 +16,6 @@ from megatron.data.batches import Microbatch
 from megatron.engine.base import Engine
 from megatron.extras.scoring.likelihood import Continuation, Row, join_continuation, make_inputs
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ranks import build_ranks
 from megatron.plan.run_plan import Plan
 
 _SHORTEST = 16
@@ -107,7 +106,7 @@ class EngineScorer:
             return requests.tokens[end - length : end].tolist(), following
 
         for length, chosen in self._divide([size - 1 for size, _ in sizes]):
-            build_ranks(self._mesh).check_stop()
+            self._mesh.ranks.check_stop()
             self._mesh.progress.begin_step("evaluation batch of tasks", chosen[0])
             rows = [read(request) for request in chosen]
             scored = self._engine.score_batch(self._make_microbatches(rows, length))

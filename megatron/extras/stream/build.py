@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.base.open_files import allow_open_files
-from megatron.base.plural import format_count
+from megatron.base.host_limits import allow_open_files
+from megatron.base.plain_text import format_count
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.content import FileSet

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
 from megatron.data.position_source import find_kind
 from megatron.data.prefetch import Prefetcher

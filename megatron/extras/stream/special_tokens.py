@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_count
 from megatron.tokenizer import Tokenizer, list_special_token_ids
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.rules.finding import Finding, error
+from megatron.plan.rules.finding import Finding, error
 
 if TYPE_CHECKING:
     from megatron.config.config_with_origin import ConfigWithOrigin

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from megatron.base.close_names import find_close_names
 from megatron.base.outside_file import SETTINGS_BYTES, load_text
+from megatron.base.plain_text import find_close_names
 from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import read_argv

@@ -16,7 +16,7 @@ from megatron.base.outside_file import load_json
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, flatten
 from megatron.config.tree import Config
-from megatron.rules.finding import Finding, error
+from megatron.plan.rules.finding import Finding, error
 
 COPIED = "verification.json"
 """File name of the copy in the --save folder."""

@@ -22,16 +22,16 @@ from megatron.checkpoint.start import (
 )
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.tree import Config
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
 from megatron.plan.record import record_plan, restore_plan
 from megatron.plan.resolve import resolve
+from megatron.plan.rules.finding import refuse_errors
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import refuse_errors
-from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
+from megatron.run.parts import PartsContext, check_parts
+from megatron.run.start.launch import Launch
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import (
     choose_curriculum,
@@ -55,7 +55,6 @@ class Job:
     checkpoint: Checkpoint | None
     notes: list[str]
     """Warnings to print at the start."""
-    parts: Parts
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON for the other ranks."""
@@ -67,65 +66,55 @@ class Job:
         }
 
     @classmethod
-    def from_json(cls, record: dict[str, Any], parts: Parts = NO_PARTS) -> "Job":
+    def from_json(cls, record: dict[str, Any]) -> "Job":
         """Return the job that `to_json` described. Nothing is read from files."""
         plan = restore_plan(record["plan"])
         checkpoint = restore_checkpoint(record["checkpoint"])
         state = build_starting_state(checkpoint, plan.config)
         # Only rank 0 reads the file of interventions.
         state.keep_guard_windows(record["guard_windows"])
-        return cls(plan, state, checkpoint, record["notes"], parts)
+        return cls(plan, state, checkpoint, record["notes"])
 
 
-def agree_on_job(
-    loaded: LoadedConfig,
-    ranks: Ranks,
-    log: Callable[[str], None],
-    parts: Parts = NO_PARTS,
-    early: Plan | None = None,
-) -> Job:
+def agree_on_job(launch: Launch, ranks: Ranks) -> Job:
     """Return the job that rank 0 resolves from its configuration and the checkpoint that it finds.
 
     This run does not hold the lease yet, and nothing on the disk changes. So a wrong command line
     is refused before anything is written. All ranks call it together.
 
     Args:
-        loaded: The configuration as this rank loaded it. Only rank 0's is used.
+        launch: What this rank was started with. Only rank 0's configuration is used.
         ranks: All ranks of the run.
-        log: Prints a message if it takes long.
-        parts: The parts of the run besides the core.
-        early: See `resolve_job`.
 
     Raises:
         MegatronError: On every rank, as `find_start` and `resolve_job`.
     """
 
     def find() -> Job:
-        chosen = _choose_own_run(loaded)
+        chosen = _choose_own_run(launch)
         start = find_start(select_checkpoint_config(chosen.config))
-        # The early plan is that of the given flags.
-        plan = early if chosen.config == loaded.config else None
-        return resolve_job(chosen, ranks.size, start.checkpoint, parts, plan)
+        return resolve_job(chosen, start.checkpoint)
 
-    job = _share_job(find, ranks, log, parts)
+    job = _share_job(find, ranks)
     assert job is not None, "`find` always returns a job"
     settings = job.plan.config.checkpoint
     if job.checkpoint is not None and not settings.finetune:
-        log(f"this run resumes at iteration {job.checkpoint.iteration} of {settings.load}")
+        ranks.log(f"this run resumes at iteration {job.checkpoint.iteration} of {settings.load}")
     return job
 
 
-def _choose_own_run(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the configuration with the result of `choose_own_run`."""
-    chosen = choose_own_run(select_checkpoint_config(loaded.config))
+def _choose_own_run(launch: Launch) -> Launch:
+    """Return the launch with the result of `choose_own_run`."""
+    config = launch.config
+    chosen = choose_own_run(select_checkpoint_config(config))
     # An evaluation saves nothing, but its metrics are in the folder.
-    chosen = replace(chosen, save=loaded.config.checkpoint.save)
-    return replace(loaded, config=replace(loaded.config, checkpoint=chosen))
+    changed = replace(config, checkpoint=replace(chosen, save=config.checkpoint.save))
+    # The early plan is that of the given flags.
+    early = launch.early if changed == config else None
+    return replace(launch, loaded=replace(launch.loaded, config=changed), early=early)
 
 
-def _share_job(
-    find: Callable[[], Job | None], ranks: Ranks, log: Callable[[str], None], parts: Parts
-) -> Job | None:
+def _share_job(find: Callable[[], Job | None], ranks: Ranks) -> Job | None:
     """Call a function on rank 0, and return its job, or None, on every rank."""
     if ranks.size == 1:
         return find()
@@ -136,21 +125,15 @@ def _share_job(
         own = find()
         return None if own is None else own.to_json()
 
-    record = ranks.call_on_rank_0(find_and_record, _SEARCH, log)
+    record = ranks.call_on_rank_0(find_and_record, _SEARCH, ranks.log)
     # Rank 0 keeps its own job. Building it again would give the same.
     if record is None or own is not None:
         return own
-    return Job.from_json(record, parts)
+    return Job.from_json(record)
 
 
 def confirm_job(
-    loaded: LoadedConfig,
-    job: Job,
-    ranks: Ranks,
-    damage: Mapping[int, str],
-    *,
-    holds_lease: bool,
-    log: Callable[[str], None],
+    launch: Launch, job: Job, ranks: Ranks, damage: Mapping[int, str], *, holds_lease: bool
 ) -> Job:
     """Return the job, or another one if its checkpoint is not the one to start from any more.
 
@@ -158,45 +141,36 @@ def confirm_job(
     ranks call it together.
 
     Args:
-        loaded: The configuration as this rank loaded it. Only rank 0's is used.
+        launch: What this rank was started with. Only rank 0's configuration is used.
         job: The job as it is known so far.
         ranks: All ranks of the run.
         damage: Iteration of a checkpoint -> what an earlier attempt to load it found.
         holds_lease: Whether this run holds the lease of the folder that it loads from. See
             `take_start`.
-        log: Prints warnings.
 
     Raises:
         MegatronError: On every rank, as `take_start` and `resolve_job`.
     """
 
     def confirm() -> Job | None:
-        chosen = _choose_own_run(loaded)
+        chosen = replace(_choose_own_run(launch), early=None)
         config = select_checkpoint_config(chosen.config)
-        start = take_start(config, damage, holds_lease=holds_lease, log=log)
+        start = take_start(config, damage, holds_lease=holds_lease, log=ranks.log)
         # The usual case. The other ranks then keep their job, and no plan is sent.
         if start.checkpoint == job.checkpoint:
             return None
-        return resolve_job(chosen, ranks.size, start.checkpoint, job.parts)
+        return resolve_job(chosen, start.checkpoint)
 
-    return _share_job(confirm, ranks, log, job.parts) or job
+    return _share_job(confirm, ranks) or job
 
 
-def resolve_job(
-    loaded: LoadedConfig,
-    world_size: int,
-    checkpoint: Checkpoint | None,
-    parts: Parts = NO_PARTS,
-    early: Plan | None = None,
-) -> Job:
+def resolve_job(launch: Launch, checkpoint: Checkpoint | None) -> Job:
     """Resolve the plan for continuing from a checkpoint, or for a run from scratch.
 
     Args:
-        loaded: The configuration as rank 0 loaded it.
-        world_size: Number of processes.
+        launch: What rank 0 was started with. Without a checkpoint, its early plan is that of the
+            run.
         checkpoint: Where the run continues. None: from scratch.
-        parts: The parts of the run besides the core.
-        early: What `check_before_torch` returned. Without a checkpoint, it is the plan of the run.
 
     Raises:
         ConfigError: The configuration is wrong, it contradicts the checkpoint, or the tokenizer
@@ -204,61 +178,57 @@ def resolve_job(
         CheckpointError: The checkpoint's state is incomplete, or --load has no checkpoint and the
             run would not save one there.
     """
-    if loaded.config.batch.eval_only and checkpoint is None:
+    config = launch.config
+    if config.batch.eval_only and checkpoint is None:
         raise CheckpointError(
-            f"--eval-only: --load {loaded.config.checkpoint.load} contains no checkpoint to "
-            "evaluate"
+            f"--eval-only: --load {config.checkpoint.load} contains no checkpoint to evaluate"
         )
     # Other programs may call `pretrain` without the checks before the import of torch.
-    refuse_errors(check_parts(PartsContext(loaded.config, parts)))
+    refuse_errors(check_parts(PartsContext(config, launch.parts)))
     # Fine-tuning is a new run, which takes only the weights of the checkpoint.
     # The plan depends on the position, because its end is counted from there.
-    state = build_starting_state(checkpoint, loaded.config)
-    if checkpoint is None or loaded.config.checkpoint.finetune:
-        plan = early or _resolve_plan(loaded, world_size, state, parts)
+    state = build_starting_state(checkpoint, config)
+    if checkpoint is None or config.checkpoint.finetune:
+        plan = launch.early or _resolve_plan(launch, state)
         if checkpoint is None:
             _refuse_missing_checkpoint(plan.config.checkpoint)
         _refuse_kill_switch(plan.config.batch)
         notes: list[str] = []
     else:
-        plan, notes = _resolve_resume(loaded, world_size, checkpoint, state, parts)
+        plan, notes = _resolve_resume(launch, checkpoint, state)
     notes = [
-        *loaded.warnings,
+        *launch.loaded.warnings,
         *plan.warnings,
         *_warn_if_nothing_is_kept(plan.config),
         *notes,
     ]
-    return Job(plan, state, checkpoint, notes, parts)
+    return Job(plan, state, checkpoint, notes)
 
 
-def _resolve_plan(loaded: LoadedConfig, world_size: int, state: TrainState, parts: Parts) -> Plan:
+def _resolve_plan(launch: Launch, state: TrainState) -> Plan:
     """Resolve the plan on rank 0, and refuse one that cannot be trained.
 
     Raises:
         ConfigError: See `resolve_job`.
     """
-    config = loaded.config
+    config = launch.config
     # This is rank 0. The other ranks read the tokenizer later, from the cache of the Hub.
     fetch_missing_tokenizer(config.tokenizer, needs_text=config.data.needs_documents)
     plan = resolve(
         config,
-        world_size,
-        loaded.origin,
+        launch.world.size,
+        launch.loaded.origin,
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_tokens,
         iteration=state.iteration,
-        ranks_per_node=read_ranks_per_node(world_size),
+        ranks_per_node=read_ranks_per_node(launch.world.size),
     )
-    check_plan(plan, parts)
+    check_plan(plan, launch.parts)
     return plan
 
 
 def _resolve_resume(
-    loaded: LoadedConfig,
-    world_size: int,
-    checkpoint: Checkpoint,
-    state: TrainState,
-    parts: Parts,
+    launch: Launch, checkpoint: Checkpoint, state: TrainState
 ) -> tuple[Plan, list[str]]:
     """Resolve the plan for continuing from a checkpoint.
 
@@ -269,16 +239,17 @@ def _resolve_resume(
         ConfigError: See `resolve_job`.
         CheckpointError: See `resolve_job`.
     """
-    loaded = choose_loss_mean(loaded, checkpoint)
+    saved = checkpoint.read_config()
+    loaded = choose_loss_mean(launch.loaded, saved)
     # The order matters. The unit of the thresholds and the curriculum change the configuration
     # that the plan is resolved from. The schedule and the ranges are compared with the plan.
-    given, about_steps = read_bare_thresholds(loaded.config, checkpoint)
-    config = choose_curriculum(given, checkpoint)
-    plan = _resolve_plan(replace(loaded, config=config), world_size, state, parts)
+    given, about_steps = read_bare_thresholds(loaded.config, saved)
+    config = choose_curriculum(given, saved, checkpoint.iteration)
+    plan = _resolve_plan(replace(launch, loaded=replace(loaded, config=config)), state)
     _refuse_kill_switch(config.batch)
-    about_checkpoint = compare_with_checkpoint(given, plan, state, checkpoint)
+    about_checkpoint = compare_with_checkpoint(given, plan, state, checkpoint, saved)
     plan = keep_saved_choices(plan, state)
-    plan, about_windows = parts.load_guard().add_windows(plan, state, checkpoint)
+    plan, about_windows = launch.parts.load_guard().add_windows(plan, state, checkpoint)
     return plan, [*about_steps, *about_checkpoint, *about_windows]
 
 

@@ -19,7 +19,7 @@ from megatron.data.source import BatchSlice, Sources
 from megatron.data.source_kind import OpenIndexed, SourceKind, SourceRequest
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks, build_ranks
+from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
 from megatron.tokenizer import build_tokenizer, compute_tokenizer_digests, find_tokenizer_files
@@ -111,7 +111,7 @@ def open_data(
         train_samples = None
         valid_samples = None if valid_samples else 0
 
-    ranks = build_ranks(mesh)
+    ranks = mesh.ranks
 
     def ask() -> SourceRequest:
         """Return what this rank asks for. It may fail, because it may build the tokenizer."""

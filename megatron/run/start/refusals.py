@@ -4,55 +4,52 @@ Importing torch takes seconds. Where possible, a wrong command line is therefore
 """
 
 import os
+from dataclasses import replace
 
 from megatron.base.errors import combine_errors
-from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.engine.kind import refuse_unsupported
 from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.plan.resolve import resolve
+from megatron.plan.rules.data import check_tokenizer_files
+from megatron.plan.rules.finding import apply_rules, list_errors, refuse_errors
+from megatron.plan.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
 from megatron.plan.run_plan import Plan
-from megatron.rules.finding import apply_rules, list_errors, refuse_errors
-from megatron.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
-from megatron.rules.tokenizer import check_tokenizer_files
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
+from megatron.run.start.launch import Launch
 from megatron.tokenizer import fetch_missing_tokenizer
 
 _UNKNOWN_VOCABULARY = 1
 """A vocabulary size that breaks no rule, for a plan that is only checked."""
 
 
-def check_before_torch(
-    loaded: LoadedConfig, world_size: int, parts: Parts = NO_PARTS
-) -> Plan | None:
+def check_before_torch(launch: Launch) -> Launch:
     """Refuse a configuration with errors that no checkpoint could correct.
 
     Each rank calls this without communication. In `resolve_job`, rank 0 checks what depends on the
     checkpoint, or on files that many ranks must not read at the same time.
 
-    Args:
-        loaded: The configuration as this rank loaded it.
-        world_size: Number of processes.
-        parts: The parts of the run besides the core.
-
     Returns:
-        The plan of a run from scratch. None if it may depend on a checkpoint, or on such files.
+        The launch, with the plan of a run from scratch. The plan is left out if it may depend on a
+        checkpoint, or on such files.
 
     Raises:
         ConfigError: See `check_parts` and `check_plan`, or the tokenizer cannot be downloaded.
     """
-    config = loaded.config
-    refuse_errors(check_parts(PartsContext(config, parts)))
+    config = launch.config
+    refuse_errors(check_parts(PartsContext(config, launch.parts)))
     # The checkpoint's curriculum may replace the one that is wrong here.
     if config.optimizer.use_checkpoint_lr_scheduler:
-        return None
+        return launch
     load = config.checkpoint.load
     # `os.path.exists` raises no error for a folder that cannot be read. Rank 0 reports that later.
     if load is not None and os.path.exists(load):
         # The position in the data is unknown, so only rules that do not depend on it apply.
-        refuse_errors(apply_rules(CONFIG_RULES, ConfigWithOrigin(config, loaded.origin)))
-        return None
+        refuse_errors(apply_rules(CONFIG_RULES, ConfigWithOrigin(config, launch.loaded.origin)))
+        return launch
     # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
+    world_size = launch.world.size
     alone = world_size == 1
     if alone:
         # The plan needs the size of the vocabulary.
@@ -60,13 +57,13 @@ def check_before_torch(
     plan = resolve(
         config,
         world_size,
-        loaded.origin,
+        launch.loaded.origin,
         vocab_size=None if alone else _UNKNOWN_VOCABULARY,
         ranks_per_node=read_ranks_per_node(world_size),
     )
-    check_plan(plan, parts, read_files=alone)
+    check_plan(plan, launch.parts, read_files=alone)
     # Several ranks have planned with a placeholder for the vocabulary. Nothing can use that plan.
-    return plan if alone else None
+    return replace(launch, early=plan) if alone else launch
 
 
 def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) -> None:

@@ -6,11 +6,17 @@ from megatron.checkpoint.load import Checkpoint, compare_models
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
+from megatron.plan.rules.contexts import ResumeContext
+from megatron.plan.rules.finding import (
+    apply_rules,
+    error,
+    list_errors,
+    list_warnings,
+    refuse_errors,
+)
+from megatron.plan.rules.lists import RESUME_RULES
+from megatron.plan.rules.resume import describe_curriculum_difference
 from megatron.plan.run_plan import Plan
-from megatron.rules.contexts import ResumeContext
-from megatron.rules.finding import apply_rules, error, list_errors, list_warnings, refuse_errors
-from megatron.rules.lists import RESUME_RULES
-from megatron.rules.resume import describe_curriculum_difference
 from megatron.run.state import TrainState
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.lr import LRSchedule
@@ -18,27 +24,28 @@ from megatron.schedule.skip import SkipRange
 from megatron.tokenizer import compute_tokenizer_digests
 
 
-def read_bare_thresholds(config: Config, checkpoint: Checkpoint) -> tuple[Config, list[str]]:
+def read_bare_thresholds(config: Config, saved: Config) -> tuple[Config, list[str]]:
     """Read bare thresholds of --step-batch-size-schedule as samples if the checkpoint did so.
 
     A schedule that differs from the checkpoint's is not changed. The plan rejects its bare
     thresholds.
 
+    Args:
+        config: The configuration of a run that continues a checkpoint.
+        saved: The checkpoint's configuration.
+
     Returns:
         The configuration with the unit spelled out, and the warnings to print.
-
-    Raises:
-        CheckpointError: The checkpoint's configuration is damaged.
     """
     given = config.batch.step_batch_size_schedule
-    if given is None or config.checkpoint.finetune:
+    if given is None:
         return config, []
     spelled = bare_thresholds_as_samples(given)
     # Every threshold has a unit already, so there is nothing to decide.
     if spelled == step_entries(given):
         return config, []
-    saved = checkpoint.read_config().batch.step_batch_size_schedule
-    if saved is None or bare_thresholds_as_samples(saved) != spelled:
+    trained = saved.batch.step_batch_size_schedule
+    if trained is None or bare_thresholds_as_samples(trained) != spelled:
         return config, []
     note = (
         f"--step-batch-size-schedule '{' '.join(given)}' is read as '{' '.join(spelled)}': the "
@@ -48,18 +55,14 @@ def read_bare_thresholds(config: Config, checkpoint: Checkpoint) -> tuple[Config
     return replace(config, batch=replace(config.batch, step_batch_size_schedule=spelled)), [note]
 
 
-def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint) -> LoadedConfig:
-    """Return the configuration with the --loss-mean of the checkpoint, unless it was given.
-
-    Raises:
-        CheckpointError: The checkpoint's configuration is damaged.
-    """
+def choose_loss_mean(loaded: LoadedConfig, saved: Config) -> LoadedConfig:
+    """Return the configuration with the --loss-mean of the checkpoint, unless it was given."""
     origin = loaded.origin.get(LOSS_MEAN, "default")
     # A mean that only follows from another trainer's flag is no decision of the user.
     given = origin != "default" and not origin.startswith(FOREIGN_ORIGIN)
-    if loaded.config.checkpoint.finetune or given:
+    if given:
         return loaded
-    mean = checkpoint.read_config().loss.loss_mean
+    mean = saved.loss.loss_mean
     return replace(
         loaded,
         config=replace(loaded.config, loss=replace(loaded.config.loss, loss_mean=mean)),
@@ -67,17 +70,18 @@ def choose_loss_mean(loaded: LoadedConfig, checkpoint: Checkpoint) -> LoadedConf
     )
 
 
-def choose_curriculum(config: Config, checkpoint: Checkpoint) -> Config:
+def choose_curriculum(config: Config, saved: Config, iteration: int) -> Config:
     """Return the configuration with the curriculum that applies on resume.
 
-    Raises:
-        CheckpointError: The checkpoint's configuration is damaged.
+    Args:
+        config: The configuration of the command line.
+        saved: The checkpoint's configuration.
+        iteration: The checkpoint's iteration.
     """
-    if config.checkpoint.finetune or config.batch.eval_only:
+    if config.batch.eval_only:
         return config
-    saved = checkpoint.read_config()
     if config.optimizer.use_checkpoint_lr_scheduler and describe_curriculum_difference(
-        config, saved, checkpoint.iteration
+        config, saved, iteration
     ):
         return replace(config, curriculum=saved.curriculum)
     return config
@@ -107,7 +111,7 @@ def _read_ranges(state: TrainState) -> tuple[SkipRange, ...]:
 
 
 def compare_with_checkpoint(
-    given: Config, plan: Plan, state: TrainState, checkpoint: Checkpoint
+    given: Config, plan: Plan, state: TrainState, checkpoint: Checkpoint, saved: Config
 ) -> list[str]:
     """Compare a run with the checkpoint that it continues. Return the warnings.
 
@@ -116,21 +120,18 @@ def compare_with_checkpoint(
         plan: The plan, before `keep_saved_choices`.
         state: The state to start from.
         checkpoint: The checkpoint.
+        saved: The checkpoint's configuration.
 
     Raises:
         ConfigError: The run cannot continue the checkpoint. All errors are listed.
-        CheckpointError: The checkpoint's configuration is damaged.
     """
-    # Fine-tuning is a new run.
-    if given.checkpoint.finetune:
-        return []
     context = ResumeContext(
         plan.config.tokenizer,
         state.iteration,
         state.tokenizer,
         given,
         plan,
-        saved=checkpoint.read_config(),
+        saved=saved,
         has_states=checkpoint.optimizer is not None,
         saved_schedule=LRSchedule(**state.lr_schedule) if state.lr_schedule else None,
         saved_ranges=_read_ranges(state),
@@ -138,7 +139,7 @@ def compare_with_checkpoint(
     findings = apply_rules(RESUME_RULES, context)
     if list_errors(findings):
         # `load_into` compares the shapes, but this message must have all differences.
-        lines = compare_models(context.saved.model, plan.config.model)
+        lines = compare_models(saved.model, plan.config.model)
         rows = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"][0]
         if rows != plan.vocab_size:
             lines.append(f"the vocabulary has {rows} ids in the checkpoint, {plan.vocab_size} here")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.errors import CheckpointError, OperationsError
+from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
 from megatron.extras.operations.hub.client import (

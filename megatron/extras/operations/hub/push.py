@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.durable import without_links
 from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
-from megatron.base.plural import format_count
+from megatron.base.plain_text import format_bytes, format_count
 from megatron.extras.operations.hub.client import (
     MAIN,
     Hub,

@@ -40,7 +40,7 @@ from megatron.base.file_lock import LockResult, try_lock
 from megatron.base.outside_file import load_json
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
 from megatron.observe.chronicle import CHRONICLE, append_event
-from megatron.rules.finding import Finding, error
+from megatron.plan.rules.finding import Finding, error
 
 _TIMEOUT_SECONDS = 20.0
 """Time limit for each answer of a mail server or webhook."""

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.base.byte_size import format_bytes
 from megatron.base.durable import replace_file
 from megatron.base.errors import CheckpointError, OperationsError
+from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.extras.operations.monitor.alerts import Alert, read_record

@@ -45,7 +45,7 @@ from megatron.observe.log_line import (
     parse_slow_ranks_line,
     starts_launch,
 )
-from megatron.rules.finding import Finding, error, refuse_errors
+from megatron.plan.rules.finding import Finding, error, refuse_errors
 
 _TAIL_BYTES = 8 << 20
 """Bytes that are read from the end of the log, enough for tens of thousands of lines."""

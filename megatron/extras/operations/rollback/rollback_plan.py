@@ -33,7 +33,7 @@ from megatron.checkpoint.manifest import (
     read_checked_text,
     read_manifest,
 )
-from megatron.config.saved import load_yaml
+from megatron.config.compare import load_yaml
 from megatron.config.tree import Config
 from megatron.extras.operations.rollback.cutting import (
     CutSpans,

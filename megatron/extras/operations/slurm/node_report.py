@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.base.outside_file import load_json
-from megatron.rules.finding import Finding, error
+from megatron.plan.rules.finding import Finding, error
 
 OWN_PARTS = ("memory", "product", "disk")
 """Parts of the probe that involve no other host. A rank that hangs in one has a bad host."""

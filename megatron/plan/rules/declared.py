@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.tree import Config
-from megatron.rules.finding import Finding, Rule, error, warning
+from megatron.plan.rules.finding import Finding, Rule, error, warning
 
 Condition = Callable[[Config], bool]
 S = TypeVar("S", bound=ConfigWithOrigin)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
 from megatron.model.shape import ModelShape
-from megatron.rules.contexts import PlanContext
-from megatron.rules.finding import Finding, error, warning
+from megatron.plan.rules.contexts import PlanContext
+from megatron.plan.rules.finding import Finding, error, warning
 
 LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
 """Fields that choose layers."""

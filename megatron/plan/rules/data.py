@@ -1,16 +1,50 @@
-"""Rules about the training data and their tokenizer."""
+"""Rules about the training data, their tokenizer and its files."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.base.plural import format_some
+from megatron.base.plain_text import format_some
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.data import DataConfig
+from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.url import has_secret, is_url, redact
 from megatron.data.splits import parse_split
-from megatron.rules.contexts import PlanContext
-from megatron.rules.finding import Finding, error, warning
+from megatron.plan.rules.contexts import PlanContext
+from megatron.plan.rules.finding import Finding, error, warning
+from megatron.tokenizer.vocabulary import describe_absence, describe_lack, find_tokenizer_folder
+
+
+def check_tokenizer_files(config: TokenizerConfig) -> Iterator[Finding]:
+    """Check that each file that a run needs is on this machine.
+
+    A run must not guess the size of its vocabulary. Only a plan may guess it (`find_vocab_size`).
+    """
+    stated = config.vocab_size is not None
+    without = "or leave it out and give --vocab-size N, if no tokenizer is needed"
+    name = config.tokenizer_name_or_path
+    if config.has_two_files:
+        for flag, path in (
+            ("--vocab-file", config.vocab_file),
+            ("--merge-file", config.merge_file),
+        ):
+            if path is not None and not os.path.isfile(path):
+                yield error(f"{flag} {path} does not exist. Correct the path, {without}.")
+        if config.vocab_file is None and not stated:
+            yield error(
+                "the size of the vocabulary is unknown: give --vocab-file and --merge-file, "
+                "--tokenizer-type with --tokenizer-name-or-path, or --vocab-size N."
+            )
+    elif find_tokenizer_folder(name) is not None:
+        return
+    elif name is None:
+        # If the size is given, no text is tokenized.
+        if not stated:
+            yield error(describe_lack(config))
+    # A name may be on the Hugging Face Hub. If the size is given, the name alone is enough.
+    elif not stated or name.startswith((".", "/", "~")):
+        yield error(describe_absence(config))
+
 
 DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 """Fields that need the id of the end-of-document token."""

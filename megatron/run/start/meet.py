@@ -1,39 +1,53 @@
-"""Comparison of what the ranks were started with.
+"""The first meeting of the ranks, before any of them knows the layout.
 
 Rank 0's configuration is the run's. A rank whose own command line, YAML file, settings of the
 engine, code version or source files differ is named before anything is read for the run.
 """
 
 import json
+import os
 from typing import NoReturn
+
+import torch.distributed as dist
 
 from megatron.base.code_version import compute_file_digests, get_code_version
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.digest import digest_of_text
-from megatron.config.compare import compute_config_digest, list_config_differences
-from megatron.config.saved import load_yaml
+from megatron.config.compare import compute_config_digest, list_config_differences, load_yaml
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
+from megatron.engine.deterministic import choose_deterministic_kernels
 from megatron.engine.kind import EngineKind
+from megatron.engine.native_kind import NATIVE
+from megatron.parallel.messages import gather_json
+from megatron.parallel.rank_state import FLIGHT_RECORDER_ENTRIES
 from megatron.parallel.ranks import Ranks
+from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
+from megatron.plan.rules.finding import refuse_errors
+from megatron.plan.rules.numbers import check_ranges
+from megatron.run.start.launch import Launch
 
 _NAMED_FILES = 5
 
 
-def check_agreement(config: Config, ranks: Ranks, kind: EngineKind) -> None:
+def check_agreement(launch: Launch, ranks: Ranks) -> None:
     """Compare configuration, code and settings of the engine between ranks.
 
     All ranks call it together.
 
     Args:
-        config: The configuration as this rank loaded it.
+        launch: What this rank was started with.
         ranks: All ranks of the run.
-        kind: The kind of the engine.
 
     Raises:
         LayoutError: A rank differs from rank 0. The error is raised on every rank. It names the
             first such rank, its host, and what differs.
     """
+    if ranks.size == 1:
+        return
+    config = launch.config
+    kind = launch.parts.engine or NATIVE
     # A digest is enough to find a difference. Gathering every rank's YAML file here would send
     # megabytes over the control group in a large job.
     # The version is the commit. A file of a checkout may have been edited since.
@@ -115,3 +129,40 @@ def _differences(rank_0: str, other: str) -> list[str]:
         return list_config_differences(load_yaml(rank_0), load_yaml(other))
     except ConfigError as error:
         return [f"this rank cannot read a configuration of another version: {error}"]
+
+
+def join_ranks(launch: Launch) -> Ranks:
+    """Start the process group if there are several ranks. Return the ranks, named by their hosts.
+
+    Raises:
+        ConfigError: A number of the configuration is out of its range.
+        LayoutError: See `start_process_group`.
+    """
+    if launch.config.kernels.deterministic_mode:
+        choose_deterministic_kernels()
+    # The device is set before the process group starts. NCCL would otherwise use device 0 on every
+    # rank of the host.
+    device = choose_device(launch.world.local_rank)
+    host = os.uname().nodename
+    if launch.world.size == 1:
+        return Ranks(names=(f"rank 0 on {host}",))
+    # The time limit is used below. Rank 0 checks everything else together, once the ranks have met.
+    refuse_errors(check_ranges(ConfigWithOrigin(launch.config, launch.loaded.origin)))
+    parallel = launch.config.parallel
+    minutes = parallel.distributed_timeout_minutes
+    hang_timeout = parallel.hang_timeout
+    if hang_timeout is not None:
+        # torch reads it when the first group starts.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_ENTRIES))
+    start_process_group(parallel.distributed_backend, minutes, device, hang_timeout=hang_timeout)
+    rank = dist.get_rank()
+    control = build_control_group(minutes, hang_timeout)
+    names = gather_json(f"rank {rank} on {host}", control)
+    ranks = Ranks(rank, launch.world.size, control, tuple(names))
+    chosen = parallel.distributed_backend
+    if chosen is None and device.type == "cuda" and dist.get_backend() == "gloo":
+        ranks.log(
+            "warning: some host has more ranks than GPUs. NCCL cannot connect ranks that share a "
+            "GPU, so the slower gloo is used. For speed, start one rank for each GPU"
+        )
+    return ranks

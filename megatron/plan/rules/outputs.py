@@ -9,8 +9,8 @@ from megatron.config.profiling import (
     find_requesting_field,
     parse_profile_iterations,
 )
-from megatron.rules.contexts import PlanContext
-from megatron.rules.finding import Finding, error, warning
+from megatron.plan.rules.contexts import PlanContext
+from megatron.plan.rules.finding import Finding, error, warning
 
 
 def check_profile(settings: ConfigWithOrigin) -> Iterator[Finding]:

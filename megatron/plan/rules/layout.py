@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from fractions import Fraction
 
-from megatron.base.plural import format_alternatives
+from megatron.base.plain_text import format_alternatives
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.recompute import OPERATORS
 from megatron.model.shape import ModelShape
-from megatron.rules.contexts import PlanContext
-from megatron.rules.finding import Finding, error, warning
+from megatron.plan.rules.contexts import PlanContext
+from megatron.plan.rules.finding import Finding, error, warning
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 _IDLE_WORTH_WARNING = 1 / 3

@@ -7,8 +7,8 @@ from megatron.config.compare import find_config_differences
 from megatron.config.fields import Field, all_fields
 from megatron.config.tree import Config
 from megatron.plan.curriculum import build_curriculum
-from megatron.rules.contexts import ResumeContext, TokenizerContext
-from megatron.rules.finding import Finding, error, warning
+from megatron.plan.rules.contexts import ResumeContext, TokenizerContext
+from megatron.plan.rules.finding import Finding, error, warning
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import list_schedule_differences
 from megatron.schedule.skip import find_range

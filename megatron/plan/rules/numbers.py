@@ -1,10 +1,36 @@
-"""Rules about the precision of numbers, and about what only some optimizers have."""
+"""Rules about numbers: their ranges, their precision, and what only some optimizers have.
+
+Invariant: every number of the configuration has a range. If its field declares none, a whole number
+must be at least 1 and any other number must be finite.
+"""
 
 import math
 from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.rules.finding import Finding, error, warning
+from megatron.config.fields import all_fields
+from megatron.plan.rules.finding import Finding, error, warning
+
+
+def check_ranges(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Yield a message for each number that is out of its range."""
+    for dotted, value in settings.list_values().items():
+        field = all_fields()[dotted]
+        # A tuple whose field declares a range is checked number by number. The numbers in other
+        # tuples are checked elsewhere.
+        if isinstance(value, tuple) and field.declared_range is not None:
+            several = value
+        else:
+            several = (value,)
+        numbers = [
+            number
+            for number in several
+            # bool is a subclass of int, so it must be left out explicitly.
+            if isinstance(number, int | float) and not isinstance(number, bool)
+        ]
+        if not all(field.range.contains(number) for number in numbers):
+            yield error(f"{settings.describe(dotted)} must be {field.range.describe()}.")
+
 
 _LARGEST_BF16_DECAY = 1.0 - 2.0**-8
 """Largest decay rate with which each step without a gradient makes any number in bf16 smaller.

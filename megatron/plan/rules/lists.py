@@ -14,23 +14,20 @@ The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpee
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.profiling import find_requesting_field
-from megatron.rules import (
+from megatron.plan.rules import (
     batch,
     curriculum,
     data,
-    float8,
     kernels,
     layout,
     model,
     numbers,
     outputs,
-    ranges,
     resume,
-    spike_guard,
     training,
 )
-from megatron.rules.contexts import PlanContext, ResumeContext
-from megatron.rules.declared import (
+from megatron.plan.rules.contexts import PlanContext, ResumeContext
+from megatron.plan.rules.declared import (
     Forbids,
     OneOf,
     if_given,
@@ -39,7 +36,7 @@ from megatron.rules.declared import (
     no_effect_unless,
     no_effect_without,
 )
-from megatron.rules.finding import Rule, error
+from megatron.plan.rules.finding import Rule, error
 
 _SAVE = "checkpoint.save"
 _SCALING = "model.rope_scaling"
@@ -63,7 +60,7 @@ _TENSORBOARD = tuple(
 CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     # Errors.
     training.check_no_empty_text,
-    ranges.check_ranges,
+    numbers.check_ranges,
     training.check_one_training_length,
     if_given(training.check_times, *training.TIMES),
     if_given(training.check_length_by_time, "batch.train_time"),
@@ -134,8 +131,8 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         ("batch.eval_tasks",),
     ),
     OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
-    if_given(spike_guard.check_spike_guard_can_roll_back, "guard.spike_guard"),
-    spike_guard.check_spike_guard_sizes,
+    if_given(training.check_spike_guard_can_roll_back, "guard.spike_guard"),
+    training.check_spike_guard_sizes,
     if_given(numbers.check_bf16_moments, "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
     OneOf(_DEEPSPEED_OPTIMIZERS),
     # The native engine (FSDP2) supports neither of them.
@@ -157,7 +154,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(kernels.check_varlen_attention, "kernels.use_varlen_attention"),
     if_given(kernels.check_gradient_accumulation_fusion, "kernels.gradient_accumulation_fusion"),
     if_given(outputs.check_profile, "logging.profile_iterations", "logging.memory_snapshot"),
-    if_given(float8.check_float8, "precision.fp8_format"),
+    if_given(kernels.check_float8, "precision.fp8_format"),
     # Warnings.
     if_given(
         training.warn_ramp_by_iterations,
@@ -297,7 +294,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     if_given(outputs.warn_layer_statistics_without_file, "logging.log_layer_stats_interval"),
     if_given(kernels.warn_fusion_with_shared_groups, "kernels.gradient_accumulation_fusion"),
-    if_given(float8.warn_float8_after_the_end, "precision.fp8_format"),
+    if_given(kernels.warn_float8_after_the_end, "precision.fp8_format"),
 )
 """Rules that need only the configuration."""
 

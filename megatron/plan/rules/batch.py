@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from megatron.base.plural import format_alternatives
-from megatron.rules.contexts import PlanContext
-from megatron.rules.finding import Finding, error, warning
+from megatron.base.plain_text import format_alternatives
+from megatron.plan.rules.contexts import PlanContext
+from megatron.plan.rules.finding import Finding, error, warning
 from megatron.schedule.batch_size import (
     ConstantBatchSize,
     RampupBatchSize,

@@ -1,43 +1,132 @@
-"""Builds a `Run` from the configuration, and ends the process group after training."""
+"""Builds the `Run` of a job: the groups of its ranks, its engine with the weights, and its data."""
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, ConfigError, DamagedError
+from megatron.base.plain_text import format_bytes
+from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
+from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import Saver, check_writable
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.checkpoint.start import agree_on_damage
+from megatron.config.compare import format_warnings
 from megatron.config.tree import Config
-from megatron.config.without_effect import format_warnings
 from megatron.data.epochs import measure_training_data
 from megatron.engine.base import Engine, skip_waiting
+from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.engine.native_kind import NATIVE
 from megatron.observe.log_line import format_saved_checkpoint_line
 from megatron.observe.timers import Timers
-from megatron.parallel.launcher import LaunchedWorld
+from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
-from megatron.parallel.ranks import Ranks, build_ranks
+from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan.run_plan import Plan
-from megatron.run.clock import RunClock
+from megatron.run.clock import RunClock, StepClock
 from megatron.run.exits import Exits
+from megatron.run.host_memory import require_host_memory
 from megatron.run.loop import check_invariants
-from megatron.run.parts import Exporter
+from megatron.run.parts import Exporter, Parts
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
 from megatron.run.start.job import Job, confirm_job
-from megatron.run.start.join import make_printer
 from megatron.run.start.kernel_choice import choose_run_kernels
+from megatron.run.start.launch import Launch
 from megatron.run.start.open_data import check_small_files, open_data
 from megatron.run.start.resume import record_for_resume
-from megatron.run.start.start_engine import build_engine, load_engine
 from megatron.run.start.start_table import get_device_name, print_start
-from megatron.run.step_clock import StepClock
+
+_BYTES_OF_PARAMETER = 4
+"""Size of an fp32 number."""
+
+
+def build_engine(
+    plan: Plan,
+    mesh: Mesh,
+    timers: Timers,
+    before_update: Callable[[], None],
+    kind: EngineKind,
+) -> Engine:
+    """Build an engine.
+
+    Args:
+        plan: The plan of the run.
+        mesh: The ranks of the run.
+        timers: They time the phases of a step.
+        before_update: Called before weights or moments change.
+        kind: The kind of the engine.
+
+    Raises:
+        ConfigError: A package that the engine needs is not installed. Or the memory of a host
+            without GPUs is too small.
+    """
+    if mesh.device.type == "cpu":
+        # Some launchers do not tell how many ranks a host has. There is at least this one.
+        require_host_memory(plan, read_ranks_per_node(plan.world_size, unknown=1))
+
+    def load() -> BuildEngine:
+        return kind.load(mesh.device.type)
+
+    # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
+    # the ranks that are done from running into the time limit of a collective.
+    make = mesh.ranks.work(load, "importing the engine", mesh.ranks.log)
+    try:
+        return make(plan, mesh, timers, before_update)
+    except RuntimeError as error:
+        # torch has no class of its own for this error on a CPU.
+        if "can't allocate memory" not in str(error):
+            raise
+        size = format_bytes(plan.parameters * _BYTES_OF_PARAMETER)
+        raise ConfigError(
+            f"the model does not fit into the memory of this host: its {plan.parameters:,} "
+            f"parameters alone need {size}; make it smaller, or divide it over more processes "
+            f"(tools/plan.py shows what each needs): {error}"
+        ) from error
+
+
+def load_engine(
+    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, log: Callable[[str], None]
+) -> str | None:
+    """Load a checkpoint of any layout into the engine, on all ranks together.
+
+    Returns:
+        A description of the damage, the same on all ranks, or None if the checkpoint is valid.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit, or has no optimizer state although it is
+            needed.
+    """
+    with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
+    if with_optimizer and checkpoint.optimizer is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
+            "continue with moments of zero, or --finetune to start a new run with these weights"
+        )
+    shards = engine.shards(optimizer=with_optimizer)
+
+    def read() -> DamagedError | None:
+        try:
+            checkpoint.load_into(shards, config.model, finetune=config.checkpoint.finetune)
+        except DamagedError as damage:
+            return damage
+        return None
+
+    # Ranks must agree on the damage before any of them goes on. A rank that read its part without
+    # an error would otherwise train on weights that the others do not have.
+    damage = ranks.work(read, f"loading {checkpoint.folder}", log)
+    damaged = agree_on_damage(checkpoint, damage, ranks)
+    if damaged is None:
+        # Checked after the digests, because a damaged file may hold any number. Weights that are
+        # not finite in a valid file cannot be trained further.
+        refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
+        engine.finish_load(checkpoint.optimizer if with_optimizer else None)
+    return damaged
 
 
 def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers) -> Mesh:
@@ -97,9 +186,9 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         except OSError as error:
             raise CheckpointError(f"--save {root} cannot be written: {error}") from error
 
-    log = make_printer(mesh.rank)
+    log = mesh.ranks.log
     try:
-        build_ranks(mesh).call_on_rank_0(acquire, f"acquiring the lease of {root}", log)
+        mesh.ranks.call_on_rank_0(acquire, f"acquiring the lease of {root}", log)
         yield held[0] if held else None
     finally:
         for lease in held:
@@ -111,15 +200,13 @@ def build_exits(config: Config, ranks: Ranks) -> Exits:
 
     Call it as soon as the ranks have met, so that all of them stop if one gets a signal.
     """
-    exits = Exits(
-        config.batch, ranks, make_printer(ranks.rank), saves=config.checkpoint.save is not None
-    )
+    exits = Exits(config.batch, ranks, ranks.log, saves=config.checkpoint.save is not None)
     exits.catch_signals()
     return exits
 
 
 def start_run(
-    loaded: LoadedConfig,
+    launch: Launch,
     job: Job,
     mesh: Mesh,
     timers: Timers,
@@ -136,31 +223,31 @@ def start_run(
         ConfigError: See `resolve_job`.
         LayoutError: Small files of a rank differ from rank 0's.
     """
-    config = loaded.config
-    ranks = build_ranks(mesh)
-    log = make_printer(mesh.rank)
+    ranks = mesh.ranks
+    log = ranks.log
+    parts = launch.parts
     # After a rollback, the run keeps its time limit and its handlers of signals.
     if exits is None:
-        exits = build_exits(config, ranks)
+        exits = build_exits(launch.config, ranks)
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and job.plan.config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
     # `confirm_job` does not return a checkpoint that is listed there.
     while True:
-        job = confirm_job(loaded, job, ranks, damage, holds_lease=own, log=log)
+        job = confirm_job(launch, job, ranks, damage, holds_lease=own)
         if ranks.size > 1:
             check_small_files(job.plan.config, ranks, mesh.describe())
         for line in format_warnings(job.notes):
             log(line)
-        reporter = Reporter(job.plan, mesh, job.parts, device_name=get_device_name(mesh.device))
-        exporter = job.parts.build_exporter(job.plan, job.state, mesh, reporter.log)
+        reporter = Reporter(job.plan, mesh, parts, device_name=get_device_name(mesh.device))
+        exporter = parts.build_exporter(job.plan, job.state, mesh, reporter.log)
         saver = build_saver(job, mesh, reporter, lease, exporter)
         # The optimizer must not change tensors that the saver is still copying.
         before_update = skip_waiting
         if saver is not None:
             before_update = saver.wait_for_copy
-        kind = job.parts.engine or NATIVE
+        kind = parts.engine or NATIVE
         saved = None if job.checkpoint is None else job.checkpoint.read_config().kernels
         plan = choose_run_kernels(job.plan, job.state, saved, ranks, mesh.device, kind, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
@@ -171,6 +258,7 @@ def start_run(
         if wrong is None:
             return build_run(
                 job,
+                parts,
                 mesh,
                 engine,
                 timers=timers,
@@ -188,6 +276,7 @@ def start_run(
 
 def build_run(
     job: Job,
+    parts: Parts,
     mesh: Mesh,
     engine: Engine,
     *,
@@ -206,9 +295,8 @@ def build_run(
     plan = job.plan
     state = job.state
     config = job.plan.config
-    ranks = build_ranks(mesh)
-    log = make_printer(mesh.rank)
-    parts = job.parts
+    ranks = mesh.ranks
+    log = ranks.log
     kind = None
     if config.data.dataset_format is not None:
         kind = parts.load_source(config.data.dataset_format)
@@ -290,7 +378,7 @@ def build_saver(
     return Saver(
         Path(str(config.save)),
         config,
-        build_ranks(mesh),
+        mesh.ranks,
         lease=lease,
         log=reporter.log,
         saved=report_saved,
