@@ -151,7 +151,7 @@ def write_data(folder: Path) -> Path:
     prefix = folder / "corpus"
     run_python(
         "-m",
-        "megatron.commands.preprocess",
+        "megatron.extras.preparation.commands.preprocess",
         "--input",
         fixtures / "openwebtext-100.jsonl",
         "--output-prefix",

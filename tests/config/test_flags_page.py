@@ -10,8 +10,8 @@ import pytest
 
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
-from megatron.extras.translators.compat import TABLE, Row, find_row, find_rows
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.compat import TABLE, Row, find_row, find_rows
+from megatron.extras.interop.translators.translator import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"

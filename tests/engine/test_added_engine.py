@@ -15,7 +15,7 @@ from megatron.commands.parts import choose_parts
 from megatron.data.batches import Microbatch
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.engine.kind import BuildEngine, EngineKind
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.model.gpt import GPT
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh

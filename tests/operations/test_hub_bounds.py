@@ -6,7 +6,7 @@ from operations.hub_server import HubServer
 
 from megatron.base.errors import OperationsError
 from megatron.extras.operations.hub.client import Hub
-from megatron.extras.stream import answers
+from megatron.extras.training.stream import answers
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from megatron.base.errors import DamagedError
 from megatron.checkpoint.folder import point_to
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.manifest import Manifest, collect_digests, is_plain_name, read_manifest
-from megatron.extras.inspection.verification import verify
+from megatron.extras.interop.inspection.verification import verify
 from megatron.extras.operations.hub import push as hub_push
 from megatron.extras.operations.hub import queue as hub_queue
 from megatron.extras.operations.hub.inside import OutsideError, open_inside

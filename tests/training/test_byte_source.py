@@ -16,7 +16,7 @@ from training.runs import SIZES, Runner
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.source import BatchSlice
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.rules.finding import refuse_errors
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 from megatron.run.start.launch import read_launch

@@ -90,7 +90,7 @@ class TrainingStarts:
         try:
             program = [
                 "-m",
-                "megatron.commands.node_check",
+                "megatron.extras.operations.commands.node_check",
                 "--report",
                 str(folder),
                 *limits.format_flags(),
