@@ -17,8 +17,6 @@ from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.normalise import normalise_flag
-from megatron.engine.kind import EngineKind
-from megatron.engine.native_kind import NATIVE
 from megatron.run.parts import (
     NO_PARTS,
     Exporter,
@@ -85,25 +83,6 @@ def _may_mean_another(argv: Sequence[str]) -> bool:
     return bool(flags & READ_BY_TRANSLATOR) or not argv or not argv[0].startswith("-")
 
 
-def choose_engine(config: Config) -> EngineKind:
-    """Return the kind of engine that a configuration asks for. This imports no torch."""
-    # Without the packages, `check_parts` refuses the flags.
-    if not _has_extras():
-        return NATIVE
-    kind = NATIVE
-    if config.parallel.deepspeed:
-        from megatron.extras.training.deepspeed.kind import DEEPSPEED
-
-        kind = DEEPSPEED
-    elif config.precision.fp8_format is not None:
-        from megatron.extras.training.float8.kind import FLOAT8
-
-        kind = FLOAT8
-    from megatron.extras.training.kernels.kind import add_kernels
-
-    return add_kernels(kind)
-
-
 def choose_parts(config: Config) -> Parts:
     """Return what builds the parts of a run: the extras, or without them the core alone.
 
@@ -111,6 +90,8 @@ def choose_parts(config: Config) -> Parts:
     """
     if not _has_extras():
         return NO_PARTS
+    from megatron.extras.training.engines import choose_engine
+
     return InstalledParts(choose_engine(config))
 
 

@@ -30,7 +30,7 @@ import tyro
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, combine_errors
 from megatron.base.plain_text import format_count, print_line, print_to_stderr
-from megatron.commands.parts import choose_engine, open_indexed
+from megatron.commands.parts import open_indexed
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.console.parse import parse_arguments
 from megatron.console.preset_table import format_preset_table, wants_preset_list
@@ -71,6 +71,7 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
+from megatron.extras.training.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan

@@ -9,7 +9,6 @@ from fractions import Fraction
 import pytest
 from cost.published import make_gpt
 
-from megatron.commands.parts import choose_engine
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_cost import list_breakdown
 from megatron.extras.planner.commands.plan_search import (
@@ -25,6 +24,7 @@ from megatron.extras.planner.cost.search import SearchSpace, list_divisors, sear
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
+from megatron.extras.training.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

@@ -1,4 +1,4 @@
-"""The kernels of `megatron.extras.training.kernels` equal PyTorch's operators, in Triton's interpreter."""
+"""The Triton kernels equal PyTorch's operators, in Triton's interpreter."""
 
 import re
 from concurrent.futures import ProcessPoolExecutor

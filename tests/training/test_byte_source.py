@@ -94,14 +94,18 @@ def test_mock_data_refuse_the_checkpoint_of_a_new_kind(
 
 def test_a_format_without_its_package_is_refused() -> None:
     config = load_config(f"{SIZES} {FLAGS} --data-path words.txt".split()).config
-    with pytest.raises(ConfigError, match=r"--dataset-format needs megatron\.extras\.sources"):
+    with pytest.raises(
+        ConfigError, match=r"--dataset-format needs megatron\.extras\.training\.sources"
+    ):
         refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
     refuse_errors(check_parts(PartsContext(config, ByteParts())))
 
 
 def test_kernels_without_their_package_are_refused() -> None:
     config = load_config(f"{SIZES} --bias-swiglu-fusion --data-path words.txt".split()).config
-    with pytest.raises(ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.kernels"):
+    with pytest.raises(
+        ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.training\.kernels"
+    ):
         refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
 
 

@@ -1,1 +1,1 @@
-"""Flags, files and checkpoints of other trainers and of Hugging Face, and what a checkpoint holds."""
+"""Flags, files and checkpoints of other trainers and of Hugging Face, and what checkpoints hold."""

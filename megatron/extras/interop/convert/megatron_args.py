@@ -1,8 +1,8 @@
 """The run of a Megatron checkpoint: its arguments as our configuration, and its counters.
 
-The arguments are written as a command line, which the tables of
-`megatron.extras.interop.translators.compat` read as they read a script's. So a setting that is not possible
-here is refused with the same message.
+The arguments are written as a command line, which the tables of the translators
+(`megatron/extras/interop/translators/compat.py`) read as they read a script's. So a setting that is
+not possible here is refused with the same message.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron.base.errors import ConfigError
-from megatron.extras.preparation.preprocess.encoders import AWKWARD
+from megatron.extras.interop.convert.awkward_texts import AWKWARD
 from megatron.tokenizer import SentencePieceTokenizer
 
 _SPACE = "\u2581"

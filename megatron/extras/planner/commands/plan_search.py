@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import format_count
-from megatron.commands.parts import choose_engine
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, flatten
 from megatron.extras.planner.commands.plan_cost import (
@@ -38,6 +37,7 @@ from megatron.extras.planner.prediction import (
     predict_plan,
     propose_float8,
 )
+from megatron.extras.training.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.finding import list_errors
 from megatron.plan.rules.kernels import check_float8

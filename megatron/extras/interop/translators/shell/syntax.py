@@ -1,7 +1,7 @@
 """The syntax tree of a bash script.
 
 The parser follows bash's grammar for commands. Words stay as they are written, because their value
-depends on the variables (`megatron/extras/interop/translators/shell/values.py`). Nothing is executed.
+depends on the variables. Nothing is executed.
 
 Invariant: a construct that the parser does not know is an error. It is never ignored.
 """
