@@ -133,7 +133,9 @@ def test_reasons_about_checkpoints_agree_with_the_importers():
     """Checkpoints of the trainers in the table are imported, so no reason may deny it."""
     denied = [row.flag for row in TABLE if re.search(r"checkpoints? of .* not read", row.reason)]
     assert denied == []
-    importers = (ROOT / "megatron" / "extras" / "interop" / "commands" / "convert_checkpoint.py").read_text()
+    importers = (
+        ROOT / "megatron" / "extras" / "interop" / "commands" / "convert_checkpoint.py"
+    ).read_text()
     named = {name for row in TABLE for name in re.findall(r"\.py (from-[a-z-]+[a-z])", row.reason)}
     assert named
     assert [name for name in named if f'"{name}"' not in importers] == []

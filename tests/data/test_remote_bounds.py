@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import DataError
-from megatron.extras.training.stream import answers, remote
+from megatron.extras.operations.hub import answers
+from megatron.extras.training.stream import remote
 from megatron.extras.training.stream.block_cache import BlockCache
 from megatron.extras.training.stream.remote import RemoteFolder
 

@@ -1,4 +1,4 @@
-"""Which engine a configuration asks for."""
+"""Chooses the engine that a configuration asks for."""
 
 from megatron.config.tree import Config
 from megatron.engine.kind import EngineKind
