@@ -27,7 +27,7 @@ from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.tensors import measure_tensors
 from megatron.extras.training.float8.recipe import GRADIENTS, ROWWISE
-from megatron.extras.training.generate.token_positions import TokenPositions
+from megatron.extras.training.generate.cached_model import TokenPositions
 from megatron.extras.training.sources.kinds import SOURCE_KINDS
 from megatron.extras.training.trackers.trackers import TRACKERS
 from megatron.model import flops

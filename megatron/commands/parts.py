@@ -180,7 +180,7 @@ class InstalledParts(Parts):
         logging = plan.config.logging
         if logging.profile_iterations is None and not logging.memory_snapshot:
             return Profiling()
-        from megatron.extras.training.profiling.profilers import Profilers
+        from megatron.extras.training.profiling.profiler import Profilers
 
         return Profilers(plan.config, mesh.rank, log)
 

@@ -17,7 +17,7 @@ from tiny_corpus import MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.training.generate.checkpoint_model import load_model
+from megatron.extras.training.generate.load import load_model
 from megatron.model.inputs import Inputs
 from megatron.observe.metrics import read_metrics
 

@@ -23,7 +23,7 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.extras.interop.commands import convert_checkpoint
 from megatron.extras.interop.convert.fields import normalise_model
 from megatron.extras.interop.convert.megatron_args import SavedRun, load_run_config
-from megatron.extras.training.generate.checkpoint_model import load_model
+from megatron.extras.training.generate.load import load_model
 from megatron.observe.metrics import read_metrics
 
 SIZES = (

@@ -27,7 +27,7 @@ from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.training.generate.checkpoint_model import load_model
+from megatron.extras.training.generate.load import load_model
 from megatron.observe.metrics import read_metrics
 
 ROWS = 64

@@ -16,8 +16,7 @@ import pytest
 import megatron.extras.training.trackers.feed as feed_module
 from megatron.extras.training.trackers.feed import WORKS_AGAIN, Feed, FeedRequest, hide_secrets
 from megatron.extras.training.trackers.process import TrackerProcess
-from megatron.extras.training.trackers.records import flatten_record
-from megatron.extras.training.trackers.state import FeedState
+from megatron.extras.training.trackers.state import FeedState, flatten_record
 from megatron.extras.training.trackers.trackers import TrackedRun
 from megatron.observe.chronicle import append_event
 

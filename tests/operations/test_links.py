@@ -341,7 +341,8 @@ def test_large_files_are_closed_after_their_upload(
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
         "from megatron.extras.operations.hub import checkpoints; checkpoints.IN_MEMORY_BYTES = 1\n"
-        "from megatron.extras.operations.commands import hub_sync; sys.exit(hub_sync.main(sys.argv[1:]))"
+        "from megatron.extras.operations.commands import hub_sync\n"
+        "sys.exit(hub_sync.main(sys.argv[1:]))"
     )
     command = [
         sys.executable,

@@ -23,7 +23,7 @@ from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.data import TokenizerConfig
 from megatron.extras.training.commands import evaluate
-from megatron.extras.training.generate.checkpoint_model import load_model
+from megatron.extras.training.generate.load import load_model
 from megatron.extras.training.generate.staged_model import StagedModel
 from megatron.extras.training.scoring.likelihood import Scorer
 from megatron.extras.training.scoring.tasks import find_tasks

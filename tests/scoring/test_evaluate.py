@@ -16,7 +16,7 @@ from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.extras.interop.commands import convert_checkpoint
 from megatron.extras.training.commands import evaluate
-from megatron.extras.training.generate.checkpoint_model import load_model
+from megatron.extras.training.generate.load import load_model
 from megatron.extras.training.generate.staged_model import StagedModel
 from megatron.extras.training.scoring.likelihood import Scorer, TextLoss, iterate_windows
 from megatron.tokenizer import build_tokenizer

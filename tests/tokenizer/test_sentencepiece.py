@@ -24,7 +24,7 @@ from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.extras.interop.convert.awkward_texts import AWKWARD
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.preparation.commands import preprocess
-from megatron.extras.training.generate.text import IncrementalText
+from megatron.extras.training.generate.generation import IncrementalText
 from megatron.plan.rules.data import check_tokenizer_files
 from megatron.tokenizer import (
     SentencePieceTokenizer,

@@ -11,10 +11,10 @@ from process_pool import pretrain, succeed
 from training.runs import Runner
 
 from megatron.extras.operations.chronicle.records import read_events
+from megatron.extras.training.float8.engine import Float8Watch
 from megatron.extras.training.float8.operand_shares import LAYERS, OperandCounter, Share
 from megatron.extras.training.float8.recipe import Recipe
 from megatron.extras.training.float8.rounding import FORWARD, round_to_float8
-from megatron.extras.training.float8.watch import Float8Watch
 from megatron.observe.chronicle import CHRONICLE
 from megatron.parallel.grid import Grid
 

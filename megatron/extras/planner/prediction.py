@@ -213,7 +213,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         # The caller tries larger sizes if nothing fits.
         context=plan.config.parallel.context_parallel_size,
         exchange_heads=EXCHANGES_HEADS[plan.config.parallel.cp_comm_type],
-        # DeepSpeed has neither of them (`megatron/extras/training/deepspeed/support.py`).
+        # DeepSpeed has neither of them (`megatron/extras/training/deepspeed/kind.py`).
         virtual=1 if deepspeed else None,
         hsdp=False if deepspeed else None,
         pad=pad,

@@ -23,13 +23,14 @@ import torch
 from megatron.config.tree import Config
 from megatron.extras.planner.verify.comparison import (
     BOUND,
+    COMPARISON,
     ComparedRow,
     ComparedValue,
+    compare_operands,
     compare_records,
     find_first_failure,
     summarise,
 )
-from megatron.extras.planner.verify.float8_comparison import COMPARISON, compare_operands
 from megatron.extras.planner.verify.launching import Launcher, LaunchError, LaunchTimeoutError
 from megatron.extras.planner.verify.recording import RankRecord, ShardCopy, Train
 from megatron.extras.planner.verify.reduction import (

@@ -51,9 +51,9 @@ from megatron.extras.training.deepspeed.deepspeed_adapters import (
     MeshMpu,
     StageWrapper,
     TiedWeight,
+    build_settings,
     make_empty_batches,
 )
-from megatron.extras.training.deepspeed.deepspeed_settings import build_settings
 from megatron.extras.training.deepspeed.flat_moments import (
     EightBitMoments,
     FlatMoments,

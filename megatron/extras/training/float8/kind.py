@@ -24,7 +24,7 @@ def _load(device_type: str) -> BuildEngine:
             'pip install "megatron-3d[fp8]", or leave out --fp8-format'
         )
     try:
-        import_module("megatron.extras.training.float8.torchao_import")
+        import_module("megatron.extras.training.float8.rounding")
     # A package that does not match torch fails in many ways.
     except Exception as failure:
         raise ConfigError(

@@ -1,12 +1,14 @@
 """Rounding to float8 with scales that are powers of two, and products of rounded matrices.
 
 A scale is a power of two, so multiplying by it changes no digit. The only error is that of the
-rounding to float8. Source: https://arxiv.org/abs/2209.05433. Scales and padding are torchao's.
+rounding to float8. Source: https://arxiv.org/abs/2209.05433. Scales and padding are torchao's. Its
+import takes seconds, and logs lines about kernels that are not used here, which are suppressed.
 
 On a GPU, Triton's kernels find the largest value, and round in the order of rows, of columns or in
 both (`rounding_kernel.py`). PyTorch's operators are the reference, and give the same bits.
 """
 
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -15,10 +17,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.extras.training.float8.torchao_import import (
-    amax_to_scale,
-    pad_tensor_for_matmul,
-)
+_LOGGERS = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+_levels = [logger.level for logger in _LOGGERS]
+for _logger in _LOGGERS:
+    _logger.setLevel(logging.ERROR)
+try:
+    from torchao.float8.float8_utils import amax_to_scale, pad_tensor_for_matmul
+finally:
+    for _logger, _level in zip(_LOGGERS, _levels, strict=True):
+        _logger.setLevel(_level)
+
+__all__ = ["amax_to_scale", "pad_tensor_for_matmul"]
+
 
 FORWARD = torch.float8_e4m3fn
 """The format of inputs and weights."""

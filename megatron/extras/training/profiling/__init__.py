@@ -1,1 +1,1 @@
-"""Profiler traces (`profiler`) and memory snapshots (`memory_history`) of some iterations."""
+"""Profiler traces and memory snapshots of some iterations (`profiler`)."""

@@ -21,7 +21,6 @@ from megatron.data.source import Sources
 from megatron.data.source_kind import SourceRequest
 from megatron.data.splits import compute_split_bounds
 from megatron.extras.training.stream.filters import Filters
-from megatron.extras.training.stream.flags import get_filters, parse_strip_tokens
 from megatron.extras.training.stream.formats import FORMATS
 from megatron.extras.training.stream.listing import Listing, list_dataset
 from megatron.extras.training.stream.row_format import Row
@@ -30,6 +29,26 @@ from megatron.extras.training.stream.source import StreamSource
 from megatron.extras.training.stream.special_tokens import SpecialTokenCounter
 from megatron.extras.training.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.tokenizer import Tokenizer
+
+
+def parse_strip_tokens(data: DataConfig) -> tuple[int, ...]:
+    """Return the ids of --strip-tokens.
+
+    Raises:
+        ConfigError: the flag is not a list of ids.
+    """
+    try:
+        return tuple(int(each) for each in (data.strip_tokens or "").split(",") if each.strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"--strip-tokens {data.strip_tokens!r} must be ids separated by commas, as in 0,1."
+        ) from error
+
+
+def get_filters(data: DataConfig) -> Filters:
+    """Return the filters of the training data."""
+    return Filters(data.max_document_tokens, data.max_ngram_repetition, data.drop_duplicates)
+
 
 # Documents of a data set whose first and last ids are looked at when the run starts.
 _CHECKED_DOCUMENTS = 256

@@ -29,8 +29,12 @@ from megatron.base.durable import without_links
 from megatron.base.outside_file import iterate_lines
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.records import read_events
-from megatron.extras.training.trackers.records import flatten_record, parse_record, read_backlog
-from megatron.extras.training.trackers.state import FeedState
+from megatron.extras.training.trackers.state import (
+    FeedState,
+    flatten_record,
+    parse_record,
+    read_backlog,
+)
 from megatron.extras.training.trackers.trackers import TRACKERS, Tracker
 from megatron.observe.chronicle import CHRONICLE
 
