@@ -21,10 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-COMMANDS = (
-    *("__init__.py", "parts.py", "preset_table.py", "pretrain.py", "standard_streams.py"),
-    "training_imports.py",
-)
+COMMANDS = ("__init__.py", "parts.py", "pretrain.py")
 """The files of `megatron.commands` that the command of the training needs."""
 
 SITE = """\
@@ -65,20 +62,20 @@ RESUMED = 3
 """The iteration of the checkpoint that the second run starts from."""
 
 MISSING = {
-    "--codecarbon-dir emissions": "trackers",
-    "--dataset-format parquet": "sources",
-    "--deepspeed": "deepspeed",
-    "--eval-tasks lambada": "scoring",
-    "--fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate": "float8",
-    "--hf-export-interval 10": "convert",
-    "--memory-snapshot": "profiling",
-    "--profile-iterations 2-3": "profiling",
-    "--spike-guard skip-step": "guard",
-    "--straggler-interval 7": "stragglers",
-    "--hang-timeout 60": "watchdog",
-    "--tracker wandb": "trackers",
-    "--save-retain-interval 5": "translators",
-    "--sharding_group_size 2": "translators",
+    "--codecarbon-dir emissions": "training.trackers",
+    "--dataset-format parquet": "training.sources",
+    "--deepspeed": "training.deepspeed",
+    "--eval-tasks lambada": "training.scoring",
+    "--fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate": "training.float8",
+    "--hf-export-interval 10": "interop.convert",
+    "--memory-snapshot": "training.profiling",
+    "--profile-iterations 2-3": "training.profiling",
+    "--spike-guard skip-step": "training.guard",
+    "--straggler-interval 7": "training.stragglers",
+    "--hang-timeout 60": "training.watchdog",
+    "--tracker wandb": "training.trackers",
+    "--save-retain-interval 5": "interop.translators",
+    "--sharding_group_size 2": "interop.translators",
 }
 """Flags of a command line -> the package of `megatron.extras` that they need.
 
@@ -151,7 +148,7 @@ def write_data(folder: Path) -> Path:
     prefix = folder / "corpus"
     run_python(
         "-m",
-        "megatron.commands.preprocess",
+        "megatron.extras.preparation.commands.preprocess",
         "--input",
         fixtures / "openwebtext-100.jsonl",
         "--output-prefix",

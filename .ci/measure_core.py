@@ -19,8 +19,8 @@ STARTS = {
     "what the loop imports": "megatron.run.loop",
     "what an engine imports": "megatron.engine.native",
 }
-OUTSIDE = ("extras", "commands")
-"""Packages that are not the core. The core imports neither."""
+OUTSIDE = ("extras", "console", "commands")
+"""Packages that are not the core. The core imports none of them."""
 
 
 def name_module(path: Path) -> str:
@@ -73,7 +73,7 @@ def main() -> int:
         imports[module] = {name for name in found if name is not None}
     packages: Counter[str] = Counter()
     for module, count in lines.items():
-        parts = module.split(".")[1:3]
+        parts = module.split(".")[1:4]
         packages["/".join(parts if parts[:1] == ["extras"] else parts[:1])] += count
     for package, count in sorted(packages.items()):
         print(f"{package or '(top)':24}{count:8,}")

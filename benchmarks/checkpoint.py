@@ -55,7 +55,7 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
 from megatron.commands.parts import choose_parts
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run import loop
 from megatron.run.start.build import build_timers, divide_ranks, start_run

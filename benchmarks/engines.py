@@ -32,7 +32,7 @@ from worlds import CORPUS, Case, LaunchedWorld, Measured
 
 from megatron.commands.parts import choose_parts
 from megatron.data.batches import Microbatch
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world

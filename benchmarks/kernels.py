@@ -30,10 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
-from megatron.commands.calibrate import format_hardware
-from megatron.extras.kernels.cross_entropy import CrossEntropyKernels
+from megatron.extras.planner.commands.calibrate import format_hardware
 from megatron.extras.planner.cost.calibration import Measured, build_measured_hardware
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware, load_hardware
+from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
 from megatron.model.fused_operators import LossKernels
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import RMSNorm
@@ -456,8 +456,8 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     fused: list[ModelPart] = []
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         # They import Triton.
-        from megatron.extras.kernels import gate as gate_kernels
-        from megatron.extras.kernels import rotary as rotary_kernels
+        from megatron.extras.training.kernels import gate as gate_kernels
+        from megatron.extras.training.kernels import rotary as rotary_kernels
 
         fused = [
             build_loss("loss, 125M, kernels", rows, small, vocab, device, CrossEntropyKernels()),

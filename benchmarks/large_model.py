@@ -29,9 +29,9 @@ from results import add_row
 from worlds import Case, LaunchedWorld, Rank, WorldFailedError, write_random_tokens
 
 from megatron.base.errors import ConfigError
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware, load_hardware
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.observe.throughput import find_peak_tflops
 from megatron.plan.resolve import resolve

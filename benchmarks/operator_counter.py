@@ -17,9 +17,9 @@ from bytes_per_operator import ATTENTION, ATTENTION_BACKWARD, PRODUCTS, Case, Co
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
 from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 _PARTS = {
@@ -41,7 +41,7 @@ _RESIDUALS = "residuals"
 _GRADIENT_SUMS = "sums of gradients"
 _LINEAR = "linear layers, without products"
 _LAYERS = ("parallel/layers.py", "parallel/entered_linear.py", "parallel/weight_gradient.py")
-_SKIPPED = ("extras/planner/dry_run/", "extras/kernels/")
+_SKIPPED = ("extras/planner/dry_run/", "extras/training/kernels/")
 """Files that call operators for another file."""
 _PRODUCT_NAMES = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Products -> the position of the first factor among the arguments."""

@@ -40,10 +40,10 @@ import numpy as np
 import tyro
 
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preprocess import workers
-from megatron.extras.preprocess.bpe_training import train_bpe
-from megatron.extras.preprocess.inputs import read_blocks
-from megatron.extras.preprocess.resumable import ResumableWriter
+from megatron.extras.preparation.preprocess import workers
+from megatron.extras.preparation.preprocess.bpe_training import train_bpe
+from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.resumable import ResumableWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "tests/fixtures/openwebtext-100/openwebtext-100.jsonl"
@@ -56,7 +56,7 @@ import hashlib, json, resource, sys, time
 started = time.perf_counter()
 from pathlib import Path
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preprocess.build_dataset import PreprocessJob, preprocess
+from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, preprocess
 def read_cpu(whose):
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime

@@ -51,10 +51,10 @@ from worlds import (
 )
 
 from megatron.commands.parts import choose_parts
-from megatron.commands.plan_estimates import estimate_memory
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.data.source import TrainSource
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_estimates import estimate_memory
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs

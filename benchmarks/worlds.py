@@ -26,7 +26,7 @@ import torch
 
 from megatron.commands.parts import choose_parts
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.timers import FORWARD_BACKWARD
 from megatron.parallel.launcher import read_launcher_world
 from megatron.run.loop import check_nan_iterations, list_waits, train_iteration

@@ -27,7 +27,7 @@ REFERENCE = (
     "checkpoint",
     "observe",
     "run",
-    "extras/preprocess",
+    "extras/preparation/preprocess",
     "extras/operations",
 )
 """Packages that have a reference page. It begins with the docstring of the package."""

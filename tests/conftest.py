@@ -45,11 +45,11 @@ def pytest_collection_finish() -> None:
     """Refuse a test file that puts tools/ on the path.
 
     `tools/generate.py` would then hide the package `generate` of the tests, in all processes that
-    start later. Import commands from `megatron.commands`.
+    start later. Import commands from the package.
     """
     tools = Path(__file__).resolve().parents[1] / "tools"
     assert tools not in (Path(entry).resolve() for entry in sys.path), (
-        "a test file has put tools/ on sys.path; import from megatron.commands instead"
+        "a test file has put tools/ on sys.path; import from megatron instead"
     )
 
 

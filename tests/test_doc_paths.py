@@ -50,7 +50,7 @@ def test_map_has_every_package() -> None:
     package = ROOT / "megatron"
     folders = {
         str(path.parent.relative_to(package))
-        for pattern in ("*/__init__.py", "extras/*/__init__.py")
+        for pattern in ("*/__init__.py", "extras/*/*/__init__.py")
         for path in package.glob(pattern)
     }
     assert listed == folders - {"extras"}

@@ -8,13 +8,13 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megatron.commands.plan_estimates import (
+from megatron.config.model import ModelConfig, Normalization
+from megatron.extras.planner.commands.plan_estimates import (
     estimate_layer_activation_bytes,
     estimate_layer_input_bytes,
     estimate_logits_bytes,
     estimate_stage_activation_bytes,
 )
-from megatron.config.model import ModelConfig, Normalization
 from megatron.extras.planner.cost.memory import (
     estimate_parameter_memory,
     estimate_parameter_memory_per_rank,

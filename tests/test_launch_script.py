@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.extras.translators.launch_script import (
+from megatron.extras.interop.translators.launch_script import (
     LaunchScript,
     parse_command,
     read_launch_script,

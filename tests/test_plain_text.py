@@ -15,9 +15,11 @@ import pytest
 
 import megatron
 from megatron.base.plain_text import make_plain, make_plain_lines
-from megatron.commands import chronicle, hub_sync, inspect_dataset, plan
+from megatron.commands import plan
+from megatron.extras.operations.commands import chronicle, hub_sync
 from megatron.extras.operations.hub.client import _forward_warnings
-from megatron.extras.trackers.feed import hide_secrets
+from megatron.extras.preparation.commands import inspect_dataset
+from megatron.extras.training.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.progress_bar import ProgressBar
 
@@ -116,11 +118,11 @@ def test_no_other_function_prints() -> None:
     assert found == {
         "base/plain_text.py": 1,
         # The text of a model is the output. It is printed in parts, and with its tabs.
-        "commands/generate.py": 3,
+        "extras/training/commands/generate.py": 3,
         # A constant.
-        "extras/generate/prompts.py": 1,
+        "extras/training/generate/prompts.py": 1,
         # `hide_secrets` makes the text plain. The stream is not stdout or stderr.
-        "extras/trackers/feed.py": 1,
+        "extras/training/trackers/feed.py": 1,
     }
 
 

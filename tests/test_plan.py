@@ -14,7 +14,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.tree import Config
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.model.partition import select_stages_of_rank
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

@@ -1,12 +1,12 @@
 """Convert checkpoints to and from the format of Hugging Face.
 
 The same as the command `megatron-convert-checkpoint`.
-See `megatron/commands/convert_checkpoint.py`.
+See `megatron/extras/interop/commands/convert_checkpoint.py`.
 """
 
 import sys
 
-from megatron.commands.convert_checkpoint import main
+from megatron.extras.interop.commands.convert_checkpoint import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,12 @@
 """Evaluate a checkpoint: tasks of lm-evaluation-harness, and the loss of text files.
 
 The same as the command `megatron-evaluate`.
-See `megatron/commands/evaluate.py`.
+See `megatron/extras/training/commands/evaluate.py`.
 """
 
 import sys
 
-from megatron.commands.evaluate import main
+from megatron.extras.training.commands.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from megatron.config.fields import Field, all_fields, list_groups
 from megatron.config.help import format_help_line
-from megatron.extras.translators.compat import NEOX, NEOX_KEYS, SYSTEMS, Row
-from megatron.extras.translators.compat import find_rows as compat_rows
+from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, SYSTEMS, Row
+from megatron.extras.interop.translators.compat import find_rows as compat_rows
 
 INTRODUCTION = """# Command-line flags
 

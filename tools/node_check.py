@@ -1,12 +1,12 @@
 """Check the nodes of a job. Each rank multiplies matrices, fills memory and writes to disk.
 
 The same as the command `megatron-node-check`.
-See `megatron/commands/node_check.py`.
+See `megatron/extras/operations/commands/node_check.py`.
 """
 
 import sys
 
-from megatron.commands.node_check import main
+from megatron.extras.operations.commands.node_check import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,7 +31,7 @@ from datatrove.pipeline.filters import (
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 
-from megatron.extras.figure import make_figure, save_figure
+from megatron.console.figure import make_figure, save_figure
 
 SAMPLES = 3
 """Removed texts of each step that removed.md shows."""

@@ -67,12 +67,20 @@ _LONGEST_ERROR = 4000
 
 def combine_errors(errors: Sequence[str]) -> ConfigError:
     """Return one error that lists the messages, up to a number and a length of each."""
-    shown = [error[:_LONGEST_ERROR] for error in errors[:MOST_ERRORS]]
+    shown = [_leave_out_middle(error) for error in errors[:MOST_ERRORS]]
     if len(errors) == 1:
         return ConfigError(shown[0])
     if len(errors) > MOST_ERRORS:
         shown.append("and more")
     return ConfigError("\n  - ".join([f"{len(errors)} errors in the configuration:", *shown]))
+
+
+def _leave_out_middle(text: str) -> str:
+    """Return a message without the middle of a value that is too long. The end has the rule."""
+    if len(text) <= _LONGEST_ERROR:
+        return text
+    half = _LONGEST_ERROR // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def describe_os_error(error: OSError) -> str:

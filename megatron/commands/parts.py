@@ -17,8 +17,6 @@ from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.normalise import normalise_flag
-from megatron.engine.kind import EngineKind
-from megatron.engine.native_kind import NATIVE
 from megatron.run.parts import (
     NO_PARTS,
     Exporter,
@@ -73,7 +71,7 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
         except ConfigError:
             # What is unknown or wrong here may be right for another trainer.
             pass
-    from megatron.extras.translators.translator import OtherTrainers
+    from megatron.extras.interop.translators.translator import OtherTrainers
 
     return load_config(argv, prog=prog, translator=OtherTrainers())
 
@@ -85,25 +83,6 @@ def _may_mean_another(argv: Sequence[str]) -> bool:
     return bool(flags & READ_BY_TRANSLATOR) or not argv or not argv[0].startswith("-")
 
 
-def choose_engine(config: Config) -> EngineKind:
-    """Return the kind of engine that a configuration asks for. This imports no torch."""
-    # Without the packages, `check_parts` refuses the flags.
-    if not _has_extras():
-        return NATIVE
-    kind = NATIVE
-    if config.parallel.deepspeed:
-        from megatron.extras.deepspeed.kind import DEEPSPEED
-
-        kind = DEEPSPEED
-    elif config.precision.fp8_format is not None:
-        from megatron.extras.float8.kind import FLOAT8
-
-        kind = FLOAT8
-    from megatron.extras.kernels.kind import add_kernels
-
-    return add_kernels(kind)
-
-
 def choose_parts(config: Config) -> Parts:
     """Return what builds the parts of a run: the extras, or without them the core alone.
 
@@ -111,6 +90,8 @@ def choose_parts(config: Config) -> Parts:
     """
     if not _has_extras():
         return NO_PARTS
+    from megatron.extras.training.engines import choose_engine
+
     return InstalledParts(choose_engine(config))
 
 
@@ -128,7 +109,7 @@ def open_indexed(prefix: str) -> IndexedDataset:
 
     if not is_manifest(prefix):
         return IndexedDataset(prefix)
-    from megatron.extras.corpus.joined import JoinedDataset
+    from megatron.extras.preparation.corpus.joined import JoinedDataset
 
     return JoinedDataset(prefix)
 
@@ -143,17 +124,17 @@ class InstalledParts(Parts):
         """Check that the packages of trackers and the report of a verification exist."""
         logging = settings.config.logging
         if logging.tracker:
-            from megatron.extras.trackers.trackers import check_trackers_are_installed
+            from megatron.extras.training.trackers.trackers import check_trackers_are_installed
 
             yield from check_trackers_are_installed(settings)
         if logging.verification is not None:
-            from megatron.extras.verify.kept_report import check_report
+            from megatron.extras.planner.verify.kept_report import check_report
 
             yield from check_report(settings)
 
     def load_source(self, dataset_format: str) -> SourceKind:
         """Load the kind of data of --dataset-format."""
-        from megatron.extras.sources.kinds import SOURCE_KINDS
+        from megatron.extras.training.sources.kinds import SOURCE_KINDS
 
         return SOURCE_KINDS[dataset_format]
 
@@ -163,7 +144,7 @@ class InstalledParts(Parts):
 
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall]:
         """Load the builder of the watchdog of --hang-timeout."""
-        from megatron.extras.watchdog.watchdog import Watchdog
+        from megatron.extras.training.watchdog.watchdog import Watchdog
         from megatron.run.leaving import report_hang
 
         path = None if folder is None else Path(folder)
@@ -171,7 +152,7 @@ class InstalledParts(Parts):
 
     def load_guard(self) -> GuardKind:
         """Load the guard of --spike-guard."""
-        from megatron.extras.guard.spike_response import SpikeGuardKind
+        from megatron.extras.training.guard.spike_response import SpikeGuardKind
 
         return SpikeGuardKind()
 
@@ -179,7 +160,7 @@ class InstalledParts(Parts):
         """Prepare the tasks of --eval-tasks."""
         if not plan.config.batch.eval_tasks:
             return Tasks()
-        from megatron.extras.scoring.eval_tasks import prepare_tasks
+        from megatron.extras.training.scoring.eval_tasks import prepare_tasks
 
         return prepare_tasks(plan, ranks, log)
 
@@ -190,7 +171,7 @@ class InstalledParts(Parts):
         is_asked = config.checkpoint.hf_export_interval is not None and not config.batch.eval_only
         if mesh.rank != 0 or not is_asked:
             return Exporter()
-        from megatron.extras.convert.hf_export import HFExporter
+        from megatron.extras.interop.convert.hf_export import HFExporter
 
         return HFExporter(config.checkpoint, log, state.iteration)
 
@@ -199,7 +180,7 @@ class InstalledParts(Parts):
         logging = plan.config.logging
         if logging.profile_iterations is None and not logging.memory_snapshot:
             return Profiling()
-        from megatron.extras.profiling.profilers import Profilers
+        from megatron.extras.training.profiling.profiler import Profilers
 
         return Profilers(plan.config, mesh.rank, log)
 
@@ -210,7 +191,7 @@ class InstalledParts(Parts):
         parallel = plan.config.parallel
         if mesh.grid.world_size == 1 or not parallel.straggler_interval:
             return RankComparison()
-        from megatron.extras.stragglers.stragglers import StragglerWatch
+        from megatron.extras.training.stragglers.stragglers import StragglerWatch
 
         return StragglerWatch(stages, timer, parallel.straggler_interval, parallel.straggler_factor)
 
@@ -218,7 +199,7 @@ class InstalledParts(Parts):
         """Build what sends the numbers of the metrics file to the trackers of --tracker."""
         if not config.logging.tracker:
             return ()
-        from megatron.extras.trackers.process import Trackers
+        from megatron.extras.training.trackers.process import Trackers
 
         return (Trackers(config, metrics, log),)
 
@@ -226,7 +207,7 @@ class InstalledParts(Parts):
         """Start to measure energy and CO2 with --codecarbon-dir."""
         if logging.codecarbon_dir is None:
             return ()
-        from megatron.extras.trackers.emissions import Emissions
+        from megatron.extras.training.trackers.emissions import Emissions
 
         return (Emissions(logging.codecarbon_dir, logging.codecarbon_country_iso_code, log=log),)
 
@@ -248,6 +229,6 @@ class InstalledParts(Parts):
         """Keep the report of --verification with the run."""
         if plan.config.logging.verification is None:
             return {}
-        from megatron.extras.verify.kept_report import keep_verification
+        from megatron.extras.planner.verify.kept_report import keep_verification
 
         return keep_verification(plan.config, plan.world_size, log)

@@ -30,18 +30,27 @@ import tyro
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, combine_errors
 from megatron.base.plain_text import format_count, print_line, print_to_stderr
-from megatron.commands.parse import parse_arguments
-from megatron.commands.parts import choose_engine, open_indexed
-from megatron.commands.plan_config import write_config
-from megatron.commands.plan_cost import (
+from megatron.commands.parts import open_indexed
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.console.parse import parse_arguments
+from megatron.console.preset_table import format_preset_table, wants_preset_list
+from megatron.console.run_tool import run_tool
+from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_config import write_config
+from megatron.extras.planner.commands.plan_cost import (
     CostOptions,
     build_cost_json,
     format_cost,
     write_trace,
 )
-from megatron.commands.plan_dry_run import build_dry_run_json, format_dry_run, run_dry
-from megatron.commands.plan_report import build_json, format_plan
-from megatron.commands.plan_search import (
+from megatron.extras.planner.commands.plan_dry_run import (
+    build_dry_run_json,
+    format_dry_run,
+    run_dry,
+)
+from megatron.extras.planner.commands.plan_report import build_json, format_plan
+from megatron.extras.planner.commands.plan_search import (
     PlannedSearch,
     build_search_json,
     format_explanation,
@@ -49,7 +58,7 @@ from megatron.commands.plan_search import (
     predict_explained,
     search_plan,
 )
-from megatron.commands.plan_source import (
+from megatron.extras.planner.commands.plan_source import (
     CommandSource,
     explain_errors,
     read_source,
@@ -57,16 +66,12 @@ from megatron.commands.plan_source import (
     split_arguments,
     write_documents,
 )
-from megatron.commands.preset_table import format_preset_table, wants_preset_list
-from megatron.commands.run_tool import run_tool
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
-from megatron.extras.translators.translator import load_config
+from megatron.extras.training.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan

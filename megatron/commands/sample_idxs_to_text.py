@@ -21,17 +21,17 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
-from megatron.commands.double_dash import split_at_double_dash
-from megatron.commands.parse import parse_arguments
 from megatron.commands.parts import choose_parts, open_indexed
-from megatron.commands.run_tool import run_tool
 from megatron.config.tree import Config
+from megatron.console.double_dash import split_at_double_dash
+from megatron.console.parse import parse_arguments
+from megatron.console.run_tool import run_tool
 from megatron.data.build_sources import build_sources
 from megatron.data.indexed_source import IndexedSource
 from megatron.data.segments import History
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.start.job import build_starting_state

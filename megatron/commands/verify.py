@@ -23,18 +23,18 @@ from pathlib import Path
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, combine_errors
 from megatron.base.plain_text import print_line, print_to_stderr
-from megatron.commands.parse import parse_arguments
 from megatron.commands.parts import choose_parts
-from megatron.commands.plan_source import (
+from megatron.console.parse import parse_arguments
+from megatron.console.run_tool import run_tool
+from megatron.console.training_imports import hide_from_collector
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_source import (
     explain_errors,
     read_source,
     rename_document,
     split_arguments,
     write_documents,
 )
-from megatron.commands.run_tool import run_tool
-from megatron.commands.training_imports import hide_from_collector
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
@@ -140,8 +140,8 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
     for note in notes:
         print_to_stderr(f"note: {note}")
     # These import torch, which takes seconds. An error above does not need it.
-    from megatron.extras.verify.report import build_report, format_report
-    from megatron.extras.verify.verification import verify
+    from megatron.extras.planner.verify.report import build_report, format_report
+    from megatron.extras.planner.verify.verification import verify
 
     preload()
     found = verify(plan, train, print_to_stderr, options.time_limit)

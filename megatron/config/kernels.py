@@ -63,7 +63,7 @@ class KernelsConfig:
 
     @property
     def fusion_flags(self) -> tuple[str, ...]:
-        """The given flags that ask for a kernel of `megatron.extras.kernels`."""
+        """The given flags that ask for a kernel of `megatron.extras.training.kernels`."""
         asked = {
             "--rope-fusion": self.rope_fusion,
             "--bias-swiglu-fusion": self.bias_swiglu_fusion,

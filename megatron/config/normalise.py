@@ -254,7 +254,7 @@ def _suggest_flag(flag: str, translator: Translator | None) -> str:
     hint = f"perhaps you meant {' or '.join(close)}." if close else "--help lists all flags."
     if translator is None:
         hint += (
-            " Flags of other trainers need megatron.extras.translators, which this installation "
-            "does not have."
+            " Flags of other trainers need megatron.extras.interop.translators, which this "
+            "installation does not have."
         )
     return f"; {hint}"

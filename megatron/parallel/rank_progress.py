@@ -1,7 +1,7 @@
 """What the main thread of this rank does, and how long it may take.
 
-The watchdog (`extras/watchdog/watchdog.py`) reads it from another thread. Entering a phase is a few
-assignments, so it costs less than a microsecond, also without a watchdog.
+The watchdog (`extras/training/watchdog/watchdog.py`) reads it from another thread. Entering a phase
+is a few assignments, so it costs less than a microsecond, also without a watchdog.
 """
 
 import math

@@ -317,20 +317,20 @@ def check_parts(context: PartsContext) -> Iterator[Finding]:
     # Ranks are compared by default. Without the package, only another value is refused.
     compares = parallel.straggler_interval not in (0, type(parallel).straggler_interval)
     needed = [
-        (config.checkpoint.hf_export_interval, "hf-export-interval", "convert"),
-        (parallel.deepspeed, "deepspeed", "deepspeed"),
+        (config.checkpoint.hf_export_interval, "hf-export-interval", "interop.convert"),
+        (parallel.deepspeed, "deepspeed", "training.deepspeed"),
         *((True, flag.removeprefix("--"), "kernels") for flag in config.kernels.fusion_flags),
-        (config.precision.fp8_format, "fp8-format", "float8"),
-        (config.data.dataset_format, "dataset-format", "sources"),
-        (config.guard.is_on, "spike-guard", "guard"),
-        (logging.profile_iterations, "profile-iterations", "profiling"),
-        (logging.memory_snapshot, "memory-snapshot", "profiling"),
-        (config.batch.eval_tasks, "eval-tasks", "scoring"),
-        (parallel.hang_timeout, "hang-timeout", "watchdog"),
-        (compares, "straggler-interval", "stragglers"),
-        (logging.tracker, "tracker", "trackers"),
-        (logging.codecarbon_dir, "codecarbon-dir", "trackers"),
-        (logging.verification, "verification", "verify"),
+        (config.precision.fp8_format, "fp8-format", "training.float8"),
+        (config.data.dataset_format, "dataset-format", "training.sources"),
+        (config.guard.is_on, "spike-guard", "training.guard"),
+        (logging.profile_iterations, "profile-iterations", "training.profiling"),
+        (logging.memory_snapshot, "memory-snapshot", "training.profiling"),
+        (config.batch.eval_tasks, "eval-tasks", "training.scoring"),
+        (parallel.hang_timeout, "hang-timeout", "training.watchdog"),
+        (compares, "straggler-interval", "training.stragglers"),
+        (logging.tracker, "tracker", "training.trackers"),
+        (logging.codecarbon_dir, "codecarbon-dir", "training.trackers"),
+        (logging.verification, "verification", "planner.verify"),
     ]
     for is_needed, flag, package in needed:
         if is_needed:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron.extras.inspection.comparison import (
+from megatron.extras.interop.inspection.comparison import (
     compute_difference,
     compute_tensor_statistics,
     sort_by_parameter,

@@ -33,7 +33,7 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import CheckpointContents, Saver, check_writable
 from megatron.checkpoint.start import find_start
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.extras.inspection.verification import verify
+from megatron.extras.interop.inspection.verification import verify
 from megatron.parallel.shard import TensorShard
 
 

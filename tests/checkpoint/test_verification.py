@@ -12,7 +12,7 @@ from checkpoint_damage import resign
 
 from megatron.base.errors import CheckpointError, DamagedError
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
-from megatron.extras.inspection.verification import ensure_undisturbed, verify
+from megatron.extras.interop.inspection.verification import ensure_undisturbed, verify
 from megatron.parallel.shard import Kind, TensorShard
 
 TENSORS = "rank_00000.safetensors"

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import build_config, flatten
 from megatron.config.tree import Config
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.rules.finding import apply_rules, list_errors, list_warnings
 from megatron.plan.rules.lists import CONFIG_RULES
 

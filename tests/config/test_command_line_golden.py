@@ -13,8 +13,8 @@ import pytest
 
 from megatron.config.fields import all_fields
 from megatron.config.help import DESCRIPTION, find_metavar, format_help_line
-from megatron.extras.translators.compat import TABLE
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.compat import TABLE
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

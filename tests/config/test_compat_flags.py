@@ -16,8 +16,8 @@ from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
 from megatron.config.yaml_file import dump_yaml
 from megatron.data.shares import parse_shares
-from megatron.extras.translators.compat import SYSTEMS, TABLE, Row, find_row, find_rows
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.compat import SYSTEMS, TABLE, Row, find_row, find_rows
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"

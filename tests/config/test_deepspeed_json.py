@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.extras.translators import deepspeed_keys as keys
-from megatron.extras.translators.deepspeed_json import read_json, select_passed_on
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators import deepspeed_keys as keys
+from megatron.extras.interop.translators.deepspeed_json import read_json, select_passed_on
+from megatron.extras.interop.translators.translator import load_config
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 WITHOUT_DEEPSPEED = f"{SHAPE} --train-iters 10 --lr 1e-3"

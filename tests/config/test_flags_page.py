@@ -10,8 +10,8 @@ import pytest
 
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
-from megatron.extras.translators.compat import TABLE, Row, find_row, find_rows
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.compat import TABLE, Row, find_row, find_rows
+from megatron.extras.interop.translators.translator import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"
@@ -133,7 +133,9 @@ def test_reasons_about_checkpoints_agree_with_the_importers():
     """Checkpoints of the trainers in the table are imported, so no reason may deny it."""
     denied = [row.flag for row in TABLE if re.search(r"checkpoints? of .* not read", row.reason)]
     assert denied == []
-    importers = (ROOT / "megatron" / "commands" / "convert_checkpoint.py").read_text()
+    importers = (
+        ROOT / "megatron" / "extras" / "interop" / "commands" / "convert_checkpoint.py"
+    ).read_text()
     named = {name for row in TABLE for name in re.findall(r"\.py (from-[a-z-]+[a-z])", row.reason)}
     assert named
     assert [name for name in named if f'"{name}"' not in importers] == []

@@ -23,8 +23,8 @@ from megatron.config.cli import load_config as read_config
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.tree import Config
-from megatron.extras.translators.compat import find_rows
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.compat import find_rows
+from megatron.extras.interop.translators.translator import load_config
 
 
 def load(*flags: str) -> Config:
@@ -344,7 +344,7 @@ def test_configuration_is_frozen():
 def test_reading_the_configuration_does_not_import_torch():
     code = """if True:
         import sys
-        from megatron.extras.translators.translator import load_config
+        from megatron.extras.interop.translators.translator import load_config
 
         load_config(sys.argv[1:])
         sys.exit("torch" in sys.modules)

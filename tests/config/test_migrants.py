@@ -12,7 +12,7 @@ from shared_data import shared_dir
 
 from megatron.base.errors import ConfigError
 from megatron.config.compare import split_off_flags_without_effect
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 COUNT = 53

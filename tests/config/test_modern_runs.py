@@ -15,7 +15,7 @@ import pytest
 
 from megatron.base import exit_codes
 from megatron.commands.plan import main
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

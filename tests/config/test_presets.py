@@ -9,13 +9,13 @@ from config.minimal import published_arguments
 
 from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
-from megatron.commands.preset_table import build_preset_shape, format_preset_table
 from megatron.config.compare import load_yaml
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import all_fields, find_missing
 from megatron.config.presets import list_preset_names, read_preset
 from megatron.config.yaml_file import dump_yaml
-from megatron.extras.translators.translator import load_config
+from megatron.console.preset_table import build_preset_shape, format_preset_table
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

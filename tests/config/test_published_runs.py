@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from config.minimal import published_arguments
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 RUNS = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs"

@@ -6,7 +6,7 @@ import pytest
 from config.minimal import TRAINABLE
 
 from megatron.config.data import TokenizerConfig
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.contexts import ResumeContext, TokenizerContext
 from megatron.plan.rules.finding import Finding, error, warning

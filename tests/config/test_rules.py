@@ -8,7 +8,7 @@ from config.minimal import PUBLISHED_RUNS, TRAINABLE, check_rules, config_with, 
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, build_config, flatten
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.contexts import PlanContext
 from megatron.plan.rules.declared import IfGiven

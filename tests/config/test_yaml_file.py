@@ -15,7 +15,7 @@ from megatron.config.compare import load_yaml
 from megatron.config.fields import Field, all_fields, build_config
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml, read_text
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 
 
 def load(tmp_path: Path, text: str | bytes) -> Config:

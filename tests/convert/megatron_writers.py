@@ -31,7 +31,7 @@ from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.model import ModelConfig
-from megatron.extras.convert.megatron_names import list_megatron_tensors
+from megatron.extras.interop.convert.megatron_names import list_megatron_tensors
 from megatron.model.shape import ModelShape
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from model.reference_models import FAMILIES
 
-from megatron.commands import convert_checkpoint
+from megatron.extras.interop.commands import convert_checkpoint
 
 pytest.importorskip("transformers")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "megatron"

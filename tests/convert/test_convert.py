@@ -18,15 +18,15 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig
-from megatron.extras.convert import architectures
-from megatron.extras.convert.architectures import (
+from megatron.extras.interop.convert import architectures
+from megatron.extras.interop.convert.architectures import (
     ARCHITECTURES,
     choose_architecture,
     find_architecture,
 )
-from megatron.extras.convert.export import ExportOptions, export_checkpoint
-from megatron.extras.convert.fields import NOT_ARCHITECTURE
-from megatron.extras.convert.importing import import_model
+from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
+from megatron.extras.interop.convert.fields import NOT_ARCHITECTURE
+from megatron.extras.interop.convert.importing import import_model
 from megatron.model.positions import make_scaled_rotary_table, scale_rotary_frequencies
 from megatron.model.shape import ModelShape
 

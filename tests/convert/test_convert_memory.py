@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.extras.convert.writing import FILE_BYTES
+from megatron.extras.interop.convert.writing import FILE_BYTES
 
 transformers = pytest.importorskip("transformers")
 HIDDEN = 1024
@@ -35,7 +35,7 @@ def measure_peak(*arguments: object) -> int:
     """Return the largest memory of a conversion in bytes."""
     code = (
         "import re, sys\n"
-        "from megatron.commands import convert_checkpoint\n"
+        "from megatron.extras.interop.commands import convert_checkpoint\n"
         "assert convert_checkpoint.main(sys.argv[1:]) == 0\n"
         # The maximum of `getrusage` would be that of the process that started this one.
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"

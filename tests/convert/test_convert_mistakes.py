@@ -17,13 +17,13 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.batch import BatchConfig
 from megatron.config.tree import Config
-from megatron.extras.convert import architectures, export
-from megatron.extras.convert.architectures import ARCHITECTURES, find_architecture
-from megatron.extras.convert.export import ExportOptions, export_checkpoint
-from megatron.extras.convert.fields import Cases, Needed, Training
-from megatron.extras.convert.importing import import_model
-from megatron.extras.convert.tensors import TensorPair
-from megatron.extras.convert.tokenizer_files import SpecialIds
+from megatron.extras.interop.convert import architectures, export
+from megatron.extras.interop.convert.architectures import ARCHITECTURES, find_architecture
+from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
+from megatron.extras.interop.convert.fields import Cases, Needed, Training
+from megatron.extras.interop.convert.importing import import_model
+from megatron.extras.interop.convert.tensors import TensorPair
+from megatron.extras.interop.convert.tokenizer_files import SpecialIds
 
 pytest.importorskip("transformers")
 

@@ -16,8 +16,8 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
-from megatron.commands import convert_checkpoint
-from megatron.extras.generate.checkpoint_model import load_model
+from megatron.extras.interop.commands import convert_checkpoint
+from megatron.extras.training.generate.load import load_model
 from megatron.model.inputs import Inputs
 from megatron.observe.metrics import read_metrics
 
@@ -127,7 +127,7 @@ def trained(pool: ProcessPool, corpus: str, tmp_path: Path) -> Path:
 
 
 def start_export(run: Path, out: Path, **options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron.commands.convert_checkpoint", "to-hf"]
+    command = [sys.executable, "-m", "megatron.extras.interop.commands.convert_checkpoint", "to-hf"]
     return subprocess.Popen(
         [*command, "--load", str(run), "--out", str(out)],
         stderr=subprocess.PIPE,

@@ -8,7 +8,8 @@ from operations.hub_server import TOKEN, HubServer
 from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
-from megatron.commands import convert_checkpoint, hub_sync
+from megatron.extras.interop.commands import convert_checkpoint
+from megatron.extras.operations.commands import hub_sync
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.load import open_checkpoint
-from megatron.commands import convert_checkpoint
+from megatron.extras.interop.commands import convert_checkpoint
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "megatron"
 CORE = {

@@ -25,9 +25,9 @@ from process_pool import ProcessPool, pretrain, succeed
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
-from megatron.commands import convert_checkpoint
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.extras.generate.checkpoint_model import load_model
+from megatron.extras.interop.commands import convert_checkpoint
+from megatron.extras.training.generate.load import load_model
 from megatron.observe.metrics import read_metrics
 
 ROWS = 64

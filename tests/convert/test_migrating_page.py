@@ -36,11 +36,13 @@ from process_pool import ProcessPool, pretrain, succeed
 
 from megatron.checkpoint.folder import list_saved_iterations
 from megatron.checkpoint.load import open_checkpoint
-from megatron.commands import convert_checkpoint, import_tokens, plan
+from megatron.commands import plan
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.extras.convert.fields import normalise_model
-from megatron.extras.convert.from_trainer import write_nanogpt_words
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.commands import convert_checkpoint
+from megatron.extras.interop.convert.fields import normalise_model
+from megatron.extras.interop.convert.from_trainer import write_nanogpt_words
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.preparation.commands import import_tokens
 
 PAGE = tiny_corpus.ROOT / "docs" / "migrating.md"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)

@@ -24,7 +24,12 @@ from convert.megatron_writers import (
 from torch.distributed import checkpoint as dcp
 
 from megatron.base.errors import CheckpointError
-from megatron.extras.convert.unpickle import DroppedBytes, StandIn, load_metadata, load_pickle_file
+from megatron.extras.interop.convert.unpickle import (
+    DroppedBytes,
+    StandIn,
+    load_metadata,
+    load_pickle_file,
+)
 
 
 class Call:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.extras.convert.writing import write_folder
+from megatron.extras.interop.convert.writing import write_folder
 
 
 def list_names(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ is not known how they allocate.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.commands.plan_estimates import (
+from megatron.extras.planner.commands.plan_estimates import (
     estimate_layer_activation_bytes,
     estimate_layer_input_bytes,
 )

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.commands import calibrate, plan
-from megatron.extras.operations.slurm.device_benchmark import measure_device
+from megatron.commands import plan
+from megatron.extras.planner.commands import calibrate
 from megatron.extras.planner.cost.calibration import Measured, build_measured_hardware
 from megatron.extras.planner.cost.hardware import find_hardware, load_hardware
+from megatron.extras.planner.device_benchmark import measure_device
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = shlex.split(
@@ -167,9 +168,7 @@ def test_the_cost_model_imports_no_torch():
 
 def test_the_file_of_a_measured_device_can_be_loaded(tmp_path, monkeypatch, capsys):
     short = measure_device(seconds=0.05)
-    monkeypatch.setattr(
-        "megatron.extras.operations.slurm.device_benchmark.measure_device", lambda: short
-    )
+    monkeypatch.setattr("megatron.extras.planner.device_benchmark.measure_device", lambda: short)
     path = tmp_path / "here.yaml"
     assert calibrate.main([str(path)]) == 0
     assert "matrix product:" in capsys.readouterr().out

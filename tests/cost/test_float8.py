@@ -6,8 +6,8 @@ import pytest
 from cost.published import make_llama
 
 from megatron.base.errors import ConfigError
-from megatron.commands.plan_search import format_flags, search_plan
-from megatron.extras.float8.kind import warn_of_small_layers
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_search import format_flags, search_plan
 from megatron.extras.planner.cost.float8 import (
     count_rounding,
     count_step_rounding,
@@ -24,7 +24,7 @@ from megatron.extras.planner.prediction import (
     describe_software,
     predict_plan,
 )
-from megatron.extras.translators.translator import load_config
+from megatron.extras.training.float8.kind import warn_of_small_layers
 from megatron.model.shape import ModelShape
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

@@ -3,7 +3,8 @@
 import re
 import shlex
 
-from megatron.commands.plan_cost import (
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_cost import (
     CostOptions,
     format_cost,
     list_possible_fusions,
@@ -11,7 +12,6 @@ from megatron.commands.plan_cost import (
 )
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

@@ -8,6 +8,7 @@ import pytest
 from cost.published import make_gpt
 
 from megatron.base.errors import ConfigError
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.collectives import estimate_collective_seconds
 from megatron.extras.planner.cost.goodput import (
     Reliability,
@@ -26,7 +27,6 @@ from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.tensors import choose_kernel
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 A100 = load_hardware("a100-80g")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import pytest
 from cost.test_published import check_page
 
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.prediction import describe_layout, describe_software
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 KERNELS = (

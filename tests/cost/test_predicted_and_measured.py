@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.chronicle.summary import format_text, list_facts
 from megatron.extras.planner.prediction import describe_prediction
-from megatron.extras.translators.translator import load_config
 from megatron.observe.chronicle import CHRONICLE
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

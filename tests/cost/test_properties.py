@@ -9,9 +9,13 @@ from fractions import Fraction
 import pytest
 from cost.published import make_gpt
 
-from megatron.commands.parts import choose_engine
-from megatron.commands.plan_cost import list_breakdown
-from megatron.commands.plan_search import format_flags, predict_explained, search_plan
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_cost import list_breakdown
+from megatron.extras.planner.commands.plan_search import (
+    format_flags,
+    predict_explained,
+    search_plan,
+)
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import estimate_memory
@@ -20,7 +24,7 @@ from megatron.extras.planner.cost.search import SearchSpace, list_divisors, sear
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
+from megatron.extras.training.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from cost.published import make_gpt
 
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.layout import TRAINER
 from megatron.extras.planner.cost.memory import Verdict, judge_peak
 from megatron.extras.planner.cost.search import SearchResult, SearchSpace, search_layouts
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 GIB = 2**30

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from megatron.commands.parts import choose_parts
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.dry_run.process import choose_microbatches
 from megatron.extras.planner.dry_run.record import Product, RankReport, StepTrace
-from megatron.extras.translators.translator import load_config
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -472,8 +472,8 @@ def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]
     The first part has an entry for each kernel. "copies" are those in front of products, and "sums"
     those of weights' gradients.
     """
-    from megatron.extras.float8 import products as float8
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+    from megatron.extras.training.float8 import products as float8
 
     moved: Counter[str] = Counter()
     parts: list[str] = []

@@ -53,7 +53,8 @@ def probe_node(world_size: int, memory_gib: float) -> tuple[NodeReport, StepTrac
 
 def measure_with_local_rank(local_rank: int, folder: str) -> tuple[NodeReport, Measured]:
     """Probe the node of a task that sees one GPU, and measure the GPU."""
-    from megatron.extras.operations.slurm import device_benchmark, node_probe
+    from megatron.extras.operations.slurm import node_probe
+    from megatron.extras.planner import device_benchmark
     from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     gpu = get_gpu()

@@ -15,7 +15,7 @@ from cuda.fake_ranks import GPT, Case, plan_case, run_case
 from process_states import has_ended
 
 from megatron.commands import plan
-from megatron.commands.plan_dry_run import format_dry_run
+from megatron.extras.planner.commands.plan_dry_run import format_dry_run
 from megatron.extras.planner.dry_run.process import choose_microbatches, list_rank_kinds
 
 ROOT = Path(__file__).resolve().parents[2]

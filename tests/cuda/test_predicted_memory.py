@@ -10,10 +10,10 @@ import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import measure_peaks
 
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.tensors import LOGIT_CHUNK_BYTES, LOGIT_TILE_ROWS
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 RUN = "--train-iters 10 --lr 1e-4 --global-batch-size 64 "

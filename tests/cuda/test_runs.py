@@ -146,7 +146,7 @@ def test_deepspeed_trains_on_one_process(corpus, tmp_path):
     # A dropped update has no loss. What is read from a fake GPU is 2.
     assert [each["lm_loss"] for each in steps] == [2.0, 2.0]
     # It waits more than once a step. The native engine does not.
-    assert count_waits(step, "extras/deepspeed/deepspeed.py") > 2
+    assert count_waits(step, "extras/training/deepspeed/deepspeed.py") > 2
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cuda.fake_worlds import RankRun, train_worlds
 from cuda.formulas import FFN, H, S
 from cuda.test_runs import count_waits, sum_copies
 
-from megatron.extras.inspection.verification import verify
+from megatron.extras.interop.inspection.verification import verify
 from megatron.extras.planner.dry_run.cuda_guard import find_compiler
 from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
 from megatron.extras.planner.dry_run.record import StepTrace

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import DataError
-from megatron.extras.stream import answers, remote
-from megatron.extras.stream.block_cache import BlockCache
-from megatron.extras.stream.remote import RemoteFolder
+from megatron.extras.operations.hub import answers
+from megatron.extras.training.stream import remote
+from megatron.extras.training.stream.block_cache import BlockCache
+from megatron.extras.training.stream.remote import RemoteFolder
 
 pytest.importorskip("aiohttp")
 Answer = Callable[[http.server.BaseHTTPRequestHandler], object]

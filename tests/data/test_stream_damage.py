@@ -9,10 +9,10 @@ import pytest
 from data.test_stream_formats import format_of, read_all
 
 from megatron.base.errors import DataError
-from megatron.extras.preprocess.blocks import Position
-from megatron.extras.preprocess.row_inspection import inspect_rows
-from megatron.extras.preprocess.tables import read_arrow_blocks, read_parquet_blocks
-from megatron.extras.stream.formats import FORMATS
+from megatron.extras.preparation.preprocess.blocks import Position
+from megatron.extras.preparation.preprocess.row_inspection import inspect_rows
+from megatron.extras.preparation.preprocess.tables import read_arrow_blocks, read_parquet_blocks
+from megatron.extras.training.stream.formats import FORMATS
 
 ROW = 123
 TEXTS = [f"row{number:04d}" for number in range(500)]

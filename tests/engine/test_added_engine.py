@@ -15,7 +15,7 @@ from megatron.commands.parts import choose_parts
 from megatron.data.batches import Microbatch
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.engine.kind import BuildEngine, EngineKind
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.model.gpt import GPT
 from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
@@ -107,5 +107,5 @@ def test_missing_package_of_an_engine_is_named(monkeypatch: pytest.MonkeyPatch) 
     loaded = load_config([*SIZES.split(), "--deepspeed", "--data-path", "x"])
     check_before_torch(read_launch(loaded, choose_parts(loaded.config)))
     monkeypatch.setattr("megatron.commands.parts._has_extras", lambda: False)
-    with pytest.raises(ConfigError, match=r"--deepspeed needs megatron\.extras\.deepspeed, which"):
+    with pytest.raises(ConfigError, match=r"needs megatron\.extras\.training\.deepspeed, which"):
         check_before_torch(read_launch(loaded, choose_parts(loaded.config)))

@@ -16,10 +16,10 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     """Return what called `before_update`, and for each call whether the state was unchanged."""
     import torch
 
-    from megatron.commands.parts import choose_engine
     from megatron.data.batches import Microbatch
     from megatron.engine.base import Engine
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
+    from megatron.extras.training.engines import choose_engine
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
     from megatron.run.start.build import build_engine, build_timers, divide_ranks

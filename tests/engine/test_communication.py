@@ -48,7 +48,7 @@ def record_step(argv: list[str]) -> tuple[Recorded, dict[str, Shapes]]:
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
     from megatron.engine.native import NativeEngine
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from equivalence.corpus import NO_DROPOUT, command, curve
 from process_pool import ProcessPool, pretrain, start_without_lease, succeed
 
 from megatron.checkpoint.load import open_folder
-from megatron.extras.inspection.comparison import compare
+from megatron.extras.interop.inspection.comparison import compare
 from megatron.observe.metrics import read_metrics
 
 # `importorskip` would import the package, which takes long, while tests are collected.
@@ -46,7 +46,7 @@ def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], li
         For each step whether it was applied, and for each step whether the weights changed.
     """
     from megatron.engine.base import StepResult
-    from megatron.extras.deepspeed.deepspeed import DeepSpeedEngine
+    from megatron.extras.training.deepspeed.deepspeed import DeepSpeedEngine
 
     applied: list[bool] = []
     changed: list[bool] = []

@@ -57,7 +57,7 @@ CALLS = [each for each in HISTORY if each.split()[0] in ("train", "evaluate")]
 @contextmanager
 def patch_rounding(*, stale: bool) -> Iterator[None]:
     """Keep the weights of the call before, if asked to."""
-    from megatron.extras.float8.products import Float8Products
+    from megatron.extras.training.float8.products import Float8Products
 
     with ExitStack() as stack:
         for name in ("round_weights", "forget_weights"):
@@ -80,7 +80,7 @@ class History:
         import torch
 
         from megatron.data.batches import Microbatch
-        from megatron.extras.float8.engine import Float8Engine
+        from megatron.extras.training.float8.engine import Float8Engine
 
         self._engine = engine = Float8Engine(plan, mesh)
         if always:
@@ -135,7 +135,7 @@ class History:
 
 def run_histories(flags: str, stale: Sequence[int]) -> list[list[float]]:
     """Return the losses without kept weights, with them, and with each planted error."""
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
     from megatron.run.start.build import build_timers, divide_ranks

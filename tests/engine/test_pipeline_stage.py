@@ -118,7 +118,7 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
 
     from megatron.data.batches import Microbatch
     from megatron.engine.native import NativeEngine
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
     from megatron.run.start.build import build_timers, divide_ranks

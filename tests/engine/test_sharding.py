@@ -25,7 +25,7 @@ def count_gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
     from megatron.engine.sharding import ShardedModel
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.model.gpt import GPT
 
     seen: list[tuple[int, int]] = []

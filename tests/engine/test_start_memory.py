@@ -13,7 +13,7 @@ from process_pool import ProcessPool, succeed
 
 from megatron.base.errors import ConfigError
 from megatron.engine.native import NativeEngine
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh

@@ -4,8 +4,8 @@ import pytest
 import torch
 from process_pool import ProcessPool, succeed
 
-from megatron.commands.plan_estimates import estimate_memory
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_estimates import estimate_memory
 from megatron.plan.resolve import resolve
 from megatron.run.start.launch import read_launch
 

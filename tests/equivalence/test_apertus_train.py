@@ -21,13 +21,13 @@ from process_pool import Outcome, ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, REFERENCE_PREFIX
 
 from megatron.base.errors import ConfigError
-from megatron.commands.plan_report import build_json
 from megatron.config.compare import split_off_flags_without_effect
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_report import build_json
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh

@@ -62,7 +62,7 @@ MODELS = {
 def train_cases(cases: Sequence[str]) -> Any:
     """Train every case on this rank. Return what each step, an evaluation and the end gave."""
     from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job

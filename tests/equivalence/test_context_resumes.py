@@ -12,7 +12,7 @@ from equivalence.test_context_layouts import A2A, BOUND, EOD, FIXTURES, TP2
 from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import JSONL
 
-from megatron.commands import rollback
+from megatron.extras.operations.commands import rollback
 from megatron.observe.metrics import read_metrics
 
 

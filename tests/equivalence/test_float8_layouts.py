@@ -154,8 +154,8 @@ class Job:
 
 def train_job(job: Job) -> Any:
     """Train every case on this rank, and return its numbers. See `train`."""
-    from megatron.extras.float8 import products
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
+    from megatron.extras.training.float8 import products
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.meet import join_ranks
 
@@ -176,7 +176,7 @@ def train_job(job: Job) -> Any:
 
 def _use_own_scales() -> Any:
     """Let each rank take the largest values from its own parts."""
-    from megatron.extras.float8.products import Float8Products
+    from megatron.extras.training.float8.products import Float8Products
 
     find = Float8Products._find_largest
 
@@ -211,7 +211,7 @@ def train_case(
 ) -> Any:
     """Train one case. See `Job`."""
     from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job
 

@@ -57,7 +57,7 @@ EMPTY = STEPS.index(())
 def train_cases(flags: Sequence[str], micro_batch_size: int, cases: Sequence[str]) -> Any:
     """Train every case on this rank. Return for each case the steps and the validation loss."""
     from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.build import build_timers, divide_ranks, start_run
     from megatron.run.start.job import agree_on_job

@@ -85,7 +85,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     """
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.run.start import build
 
     expected = read_global_tensors(Path(checkpoint))

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from process_pool import find_free_port
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.plan.resolve import resolve
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.dry_run.cuda_guard import find_compiler
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
-from megatron.extras.verify.reduction import reduce_plan
-from megatron.extras.verify.report import describe_layout
+from megatron.extras.planner.verify.reduction import reduce_plan
+from megatron.extras.planner.verify.report import describe_layout
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

@@ -10,10 +10,10 @@ import tiny_corpus
 
 from megatron.base.errors import ConfigError
 from megatron.commands import plan
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

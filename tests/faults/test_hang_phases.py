@@ -31,7 +31,7 @@ from faults.test_hangs import (
 )
 
 from megatron.base.error_report import FOLDER_VARIABLE
-from megatron.extras.operations.slurm.reported_errors import read_reports
+from megatron.extras.operations.slurm.start import read_reports
 
 FULL = pytest.mark.full
 SILENT = ("stopped", "mapped file")

@@ -16,7 +16,7 @@ from faults.test_silent_ranks import children
 
 from megatron.base.error_report import FOLDER_VARIABLE
 from megatron.data import position_source
-from megatron.extras.operations.slurm.reported_errors import read_reports
+from megatron.extras.operations.slurm.start import read_reports
 from megatron.run import evaluate, loop
 from megatron.run.exits import StopReason
 

@@ -12,7 +12,7 @@ from faults.launches import Job
 from faults.test_disk import Disk, disk, new_disk  # noqa: F401
 
 from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport
-from megatron.extras.operations.slurm.reported_errors import hosts_at_fault, read_reports
+from megatron.extras.operations.slurm.start import hosts_at_fault, read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 

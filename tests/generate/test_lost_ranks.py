@@ -12,7 +12,7 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
 from megatron.base.errors import ConfigError
-from megatron.extras.generate.load import join_ranks
+from megatron.extras.training.generate.load import join_ranks
 
 SIZES = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -40,7 +40,12 @@ def launch(run: Path, tmp_path: Path) -> Iterator[Launch]:
         f"--load {run} --prompt-file {prompts} --json --batch-size 1 --device cpu "
         f"--pipeline-model-parallel-size {RANKS} --distributed-timeout-minutes {LIMIT_SECONDS / 60}"
     )
-    started = Launch(flags.split(), RANKS, tmp_path / "logs", program="megatron.commands.generate")
+    started = Launch(
+        flags.split(),
+        RANKS,
+        tmp_path / "logs",
+        program="megatron.extras.training.commands.generate",
+    )
     try:
         started.wait_for_line("new_tokens")
         yield started

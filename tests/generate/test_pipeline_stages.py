@@ -15,12 +15,12 @@ from process_pool import ProcessPool, succeed
 
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.load import open_checkpoint
-from megatron.extras.convert.importing import import_model
-from megatron.extras.generate import token_positions
-from megatron.extras.generate.generation import GenerationOptions, generate
-from megatron.extras.generate.load import join_ranks, load_part, store_for_single_prompts
-from megatron.extras.generate.sampling import SamplingOptions
-from megatron.extras.scoring.likelihood import Scorer
+from megatron.extras.interop.convert.importing import import_model
+from megatron.extras.training.generate import cached_model
+from megatron.extras.training.generate.generation import GenerationOptions, generate
+from megatron.extras.training.generate.load import join_ranks, load_part, store_for_single_prompts
+from megatron.extras.training.generate.sampling import SamplingOptions
+from megatron.extras.training.scoring.likelihood import Scorer
 
 LAYERS = 5
 CONTEXT = 64
@@ -187,11 +187,11 @@ def break_on_rank(folder: str) -> list[list[int]]:
     with join_ranks(1, 3, "cpu") as mesh:
         model = load_part(open_checkpoint(Path(folder), 0), mesh, torch.float32)
         if mesh.rank == 1:
-            make = token_positions.make_slot_bias
-            token_positions.make_slot_bias = lambda *arguments: None
+            make = cached_model.make_slot_bias
+            cached_model.make_slot_bias = lambda *arguments: None
         found = generate(model, Words(), LONG_PROMPTS, GREEDY)
         if mesh.rank == 1:
-            token_positions.make_slot_bias = make
+            cached_model.make_slot_bias = make
     return list_ids(found)
 
 

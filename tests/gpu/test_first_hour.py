@@ -22,7 +22,7 @@ import torch
 import tyro
 from process_states import has_ended
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.extras.kernels.residual_norm import add_and_normalise
+from megatron.extras.training.kernels.residual_norm import add_and_normalise
 from megatron.model.norm import LayerNorm, RMSNorm
 from megatron.parallel.mesh import TensorParallel
 
@@ -84,7 +84,7 @@ def compare_norm(
     if with_branch:
         inputs.append(branch.requires_grad_())
     total, out = add_and_normalise(x, branch if with_branch else None, norm)
-    count = "megatron.extras.kernels.residual_norm_kernel.count_programs"
+    count = "megatron.extras.training.kernels.residual_norm_kernel.count_programs"
     with nullcontext() if programs is None else mock.patch(count, return_value=programs):
         grads = torch.autograd.grad([total, out], inputs, [of_total, of_norm])
     assert torch.equal(total, x + branch if with_branch else x)

@@ -15,9 +15,9 @@ from model.builders import build, some_tokens, tiny_config
 from torch._dynamo.utils import counters
 
 from megatron.base.errors import ConfigError
-from megatron.commands.preset_table import build_preset_shape
 from megatron.config.model import ModelConfig
 from megatron.config.presets import list_preset_names, read_preset
+from megatron.console.preset_table import build_preset_shape
 from megatron.engine.parallelize import compile_blocks, recompute_blocks
 from megatron.model import compiling
 from megatron.model.execution import Execution

@@ -1,4 +1,4 @@
-"""The kernels of `megatron.extras.kernels` equal PyTorch's operators, in Triton's interpreter."""
+"""The Triton kernels equal PyTorch's operators, in Triton's interpreter."""
 
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -25,8 +25,8 @@ from triton_interpreter import train
 
 from megatron.config.kernels import KernelsConfig
 from megatron.engine.parallelize import compile_blocks, fuse_operators, recompute_blocks
-from megatron.extras.kernels import gate, residual_norm, rotary
-from megatron.extras.kernels.operators import build_operators
+from megatron.extras.training.kernels import gate, residual_norm, rotary
+from megatron.extras.training.kernels.operators import build_operators
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.model.positions import make_rotary_table, rotate
@@ -179,7 +179,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
 ) -> None:
     """The interpreter accepts more than the compiler, which needs no GPU."""
     pytest.importorskip("triton")
-    from megatron.extras.kernels import gate_kernel, residual_norm_kernel, rotary_kernel
+    from megatron.extras.training.kernels import gate_kernel, residual_norm_kernel, rotary_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wide = {"ld.global.v4.b32", "st.global.v4.b32"}

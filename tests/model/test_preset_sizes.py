@@ -12,8 +12,8 @@ import transformers
 from model.builders import tiny_config
 from model.reference_models import FAMILIES
 
-from megatron.commands.preset_table import build_preset_shape
 from megatron.config.presets import list_preset_names, read_preset
+from megatron.console.preset_table import build_preset_shape
 from megatron.model.flops import count_parameters
 
 GPT2: dict[str, Any] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.extras.profiling.memory_history import MemoryHistory
+from megatron.extras.training.profiling.profiler import MemoryHistory
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-import megatron.extras.trackers.feed as feed_module
-from megatron.extras.trackers.feed import WORKS_AGAIN, Feed, FeedRequest, hide_secrets
-from megatron.extras.trackers.process import TrackerProcess
-from megatron.extras.trackers.records import flatten_record
-from megatron.extras.trackers.state import FeedState
-from megatron.extras.trackers.trackers import TrackedRun
+import megatron.extras.training.trackers.feed as feed_module
+from megatron.extras.training.trackers.feed import WORKS_AGAIN, Feed, FeedRequest, hide_secrets
+from megatron.extras.training.trackers.process import TrackerProcess
+from megatron.extras.training.trackers.state import FeedState, flatten_record
+from megatron.extras.training.trackers.trackers import TrackedRun
 from megatron.observe.chronicle import append_event
 
 

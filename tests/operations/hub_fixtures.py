@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from operations.hub_server import TOKEN, HubServer
 
-from megatron.commands import hub_sync
+from megatron.extras.operations.commands import hub_sync
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = "org/tiny-logs"

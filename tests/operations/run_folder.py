@@ -17,7 +17,7 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.logging import LoggingConfig
 from megatron.config.yaml_file import dump_yaml
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.log_line import (
     format_loaded_checkpoint_line,
     format_saved_checkpoint_line,

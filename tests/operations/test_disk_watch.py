@@ -14,7 +14,7 @@ from megatron.base.errors import OperationsError
 from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
-from megatron.commands import fs_watchdog
+from megatron.extras.operations.commands import fs_watchdog
 from megatron.extras.operations.monitor.disk_watch import (
     DiskReport,
     DiskWatch,

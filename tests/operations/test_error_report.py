@@ -11,7 +11,7 @@ import pytest
 
 from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport, build_report, host_io_error
 from megatron.base.errors import CheckpointError, ConfigError, DataError
-from megatron.extras.operations.slurm.reported_errors import hosts_at_fault, read_reports
+from megatron.extras.operations.slurm.start import hosts_at_fault, read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 150

@@ -5,8 +5,8 @@ from operations.hub_fixtures import REPO, hub  # noqa: F401
 from operations.hub_server import HubServer
 
 from megatron.base.errors import OperationsError
+from megatron.extras.operations.hub import answers
 from megatron.extras.operations.hub.client import Hub
-from megatron.extras.stream import answers
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from megatron.base.errors import DamagedError
 from megatron.checkpoint.folder import point_to
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.manifest import Manifest, collect_digests, is_plain_name, read_manifest
-from megatron.extras.inspection.verification import verify
+from megatron.extras.interop.inspection.verification import verify
 from megatron.extras.operations.hub import push as hub_push
 from megatron.extras.operations.hub import queue as hub_queue
 from megatron.extras.operations.hub.inside import OutsideError, open_inside
@@ -341,7 +341,8 @@ def test_large_files_are_closed_after_their_upload(
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
         "from megatron.extras.operations.hub import checkpoints; checkpoints.IN_MEMORY_BYTES = 1\n"
-        "from megatron.commands import hub_sync; sys.exit(hub_sync.main(sys.argv[1:]))"
+        "from megatron.extras.operations.commands import hub_sync\n"
+        "sys.exit(hub_sync.main(sys.argv[1:]))"
     )
     command = [
         sys.executable,

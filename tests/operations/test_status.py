@@ -23,7 +23,7 @@ from megatron.base.durable import append_lines
 from megatron.base.errors import OperationsError
 from megatron.checkpoint.folder import point_to, step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
-from megatron.commands import slurm_status
+from megatron.extras.operations.commands import slurm_status
 from megatron.extras.operations.monitor.alerts import log_line
 from megatron.extras.operations.monitor.queue import (
     QueuedJob,

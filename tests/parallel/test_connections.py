@@ -350,7 +350,7 @@ def train_without_rank_3(argv: list[str]) -> None:
 
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.parallel import connections
 
     connect_group = connections.connect_group

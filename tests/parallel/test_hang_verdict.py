@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extras.watchdog.watchdog import _LONGEST_WINDOW_SECONDS, _WRITE_SECONDS
+from megatron.extras.training.watchdog.watchdog import _LONGEST_WINDOW_SECONDS, _WRITE_SECONDS
 from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.rank_progress import LONG_FACTOR, Phase, RankProgress, Stopwatch
 from megatron.parallel.rank_state import RankState, find_last_collectives

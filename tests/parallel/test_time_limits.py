@@ -21,7 +21,7 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
 
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
 
     loaded = load_config(argv)
     pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))

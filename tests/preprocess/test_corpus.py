@@ -22,16 +22,16 @@ from preprocess.corpus_runs import make_corpus, make_environment
 from tiny_corpus import GPT2, MERGES, REFERENCE_PREFIX, ROOT, VOCAB, data_files
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.commands import inspect_dataset, merge_datasets, preprocess
 from megatron.commands.parts import open_indexed
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.registry import DatasetRegistry
 from megatron.data.tokenizer_record import check_tokenizers_of_data, read_record
-from megatron.extras.corpus import sources
-from megatron.extras.corpus.joined import JoinedDataset
-from megatron.extras.corpus.shards import CorpusJob, ShardMaker
-from megatron.extras.corpus.sources import list_inputs
+from megatron.extras.preparation.commands import inspect_dataset, merge_datasets, preprocess
+from megatron.extras.preparation.corpus import sources
+from megatron.extras.preparation.corpus.joined import JoinedDataset
+from megatron.extras.preparation.corpus.shards import CorpusJob, ShardMaker
+from megatron.extras.preparation.corpus.sources import list_inputs
 
 FLAGS = ("--vocab-file", VOCAB, "--merge-file", MERGES, "--append-eod", "--engine", "local")
 

@@ -19,9 +19,9 @@ from preprocess.test_preprocess import JSONL, SMALL, job, write_lines
 from tiny_corpus import GPT2, REFERENCE_PREFIX, data_files
 from tokenizers import models, normalizers, pre_tokenizers
 
-from megatron.extras.preprocess import encoders, workers
-from megatron.extras.preprocess.build_dataset import preprocess
-from megatron.extras.preprocess.encoders import (
+from megatron.extras.preparation.preprocess import encoders, workers
+from megatron.extras.preparation.preprocess.build_dataset import preprocess
+from megatron.extras.preparation.preprocess.encoders import (
     REFERENCE,
     Encoder,
     EncoderMismatchError,
@@ -29,8 +29,8 @@ from megatron.extras.preprocess.encoders import (
     choose_encoder,
     make_encoder,
 )
-from megatron.extras.preprocess.inputs import read_blocks
-from megatron.extras.preprocess.sampling import sample_texts
+from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.tokenizer import HFTokenizer, Tokenizer, build_tokenizer
 
 TINY = build_tokenizer(GPT2)

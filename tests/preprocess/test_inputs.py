@@ -14,12 +14,12 @@ from tiny_corpus import EOD, GPT2, JSONL, REFERENCE_PREFIX, data_files
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preprocess.blocks import Position
-from megatron.extras.preprocess.bpe_training import train_bpe
-from megatron.extras.preprocess.input_files import expand_inputs
-from megatron.extras.preprocess.inputs import read_blocks
-from megatron.extras.preprocess.sampling import sample_texts
-from megatron.extras.preprocess.texts import extract_texts
+from megatron.extras.preparation.preprocess.blocks import Position
+from megatron.extras.preparation.preprocess.bpe_training import train_bpe
+from megatron.extras.preparation.preprocess.input_files import expand_inputs
+from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.sampling import sample_texts
+from megatron.extras.preparation.preprocess.texts import extract_texts
 from megatron.tokenizer import build_tokenizer
 
 TEXTS = tiny_corpus.texts()
@@ -157,7 +157,7 @@ def test_plain_text_has_one_key_and_a_largest_size(
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(DataError, match="is plain text, which has one text"):
         run(job(tmp_path / "out", tmp_path / "a.txt", json_keys=("text", "title")))
-    monkeypatch.setattr("megatron.extras.preprocess.inputs._LONGEST_TEXT_BYTES", 4)
+    monkeypatch.setattr("megatron.extras.preparation.preprocess.inputs._LONGEST_TEXT_BYTES", 4)
     with pytest.raises(DataError, match="is one document"):
         run(job(tmp_path / "out", tmp_path / "a.txt"))
 
@@ -301,7 +301,7 @@ def test_a_message_names_only_some_of_many_keys(tmp_path: Path) -> None:
 def test_a_finished_data_set_is_replaced_only_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.commands import preprocess as tool
+    from megatron.extras.preparation.commands import preprocess as tool
 
     assert tool.main(flags(tmp_path / "out", "--input", str(JSONL))) == 0
     assert capsys.readouterr().err.count("without --append-eod") == 1

@@ -11,15 +11,15 @@ from preprocess.test_preprocess import documents, job, run, write_lines
 from tiny_corpus import EOD, JSONL, MERGES, REFERENCE_PREFIX, VOCAB, data_files
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.commands import inspect_dataset as inspect_tool
-from megatron.commands import merge_datasets as merge_tool
-from megatron.commands import train_tokenizer as train_tool
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.extras.preprocess import inspection
-from megatron.extras.preprocess.bpe_training import train_bpe
-from megatron.extras.preprocess.inspection import inspect_dataset
-from megatron.extras.preprocess.merge import merge_datasets
+from megatron.extras.preparation.commands import inspect_dataset as inspect_tool
+from megatron.extras.preparation.commands import merge_datasets as merge_tool
+from megatron.extras.preparation.commands import train_tokenizer as train_tool
+from megatron.extras.preparation.preprocess import inspection
+from megatron.extras.preparation.preprocess.bpe_training import train_bpe
+from megatron.extras.preparation.preprocess.inspection import inspect_dataset
+from megatron.extras.preparation.preprocess.merge import merge_datasets
 from megatron.tokenizer import build_tokenizer
 
 TOKENIZER = ["--vocab-file", VOCAB, "--merge-file", MERGES]

@@ -17,14 +17,14 @@ from shared_data import shared_dir
 from tiny_corpus import EOD, GPT2, JSONL, MERGES, REFERENCE_PREFIX, VOCAB, data_files
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.commands import preprocess as preprocess_data
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.extras.preprocess.blocks import InputBlock, Position
-from megatron.extras.preprocess.build_dataset import PreprocessJob, Summary, preprocess
-from megatron.extras.preprocess.encoders import CANDIDATES, REFERENCE, choose_encoder
-from megatron.extras.preprocess.journal import lock_output
-from megatron.extras.preprocess.texts import extract_texts
+from megatron.extras.preparation.commands import preprocess as preprocess_data
+from megatron.extras.preparation.preprocess.blocks import InputBlock, Position
+from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, Summary, preprocess
+from megatron.extras.preparation.preprocess.encoders import CANDIDATES, REFERENCE, choose_encoder
+from megatron.extras.preparation.preprocess.journal import lock_output
+from megatron.extras.preparation.preprocess.texts import extract_texts
 from megatron.tokenizer import build_tokenizer
 
 # Bytes of a block. The fixture has 29 blocks of this size.

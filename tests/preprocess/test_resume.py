@@ -24,16 +24,16 @@ from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preprocess import build_dataset, resumable
-from megatron.extras.preprocess.blocks import InputBlock
-from megatron.extras.preprocess.inputs import read_blocks
-from megatron.extras.preprocess.journal import Journal
+from megatron.extras.preparation.preprocess import build_dataset, resumable
+from megatron.extras.preparation.preprocess.blocks import InputBlock
+from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.journal import Journal
 
 SLOW_RUN = """
 import sys, time
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preprocess.journal import Journal
-from megatron.extras.preprocess.build_dataset import PreprocessJob, preprocess
+from megatron.extras.preparation.preprocess.journal import Journal
+from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, preprocess
 save = Journal.save
 def save_slowly(journal, progress):
     save(journal, progress)

@@ -9,7 +9,7 @@ from data.file_server import serve
 from data.row_files import make_documents, write_rows
 from tiny_corpus import MERGES, VOCAB
 
-from megatron.commands import inspect_dataset as inspect_tool
+from megatron.extras.preparation.commands import inspect_dataset as inspect_tool
 
 FORMATS = {"parquet": "a.parquet", "arrow": "a.stream.arrow", "jsonl": "a.jsonl"}
 

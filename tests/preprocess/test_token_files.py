@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tiny_corpus
 
-from megatron.commands import import_tokens as tool
 from megatron.data.indexed import IndexedDataset
-from megatron.extras.preprocess import token_files
+from megatron.extras.preparation.commands import import_tokens as tool
+from megatron.extras.preparation.preprocess import token_files
 
 
 def run(out: Path, *inputs: Path, vocab_size: int, **flags: object) -> int:

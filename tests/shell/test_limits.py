@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.extras.translators import launch_script
-from megatron.extras.translators.launch_script import read_launch_script
-from megatron.extras.translators.shell.syntax import Node, parse_script
+from megatron.extras.interop.translators import launch_script
+from megatron.extras.interop.translators.launch_script import read_launch_script
+from megatron.extras.interop.translators.shell.syntax import Node, parse_script
 
 TRAIN = "python pretrain_gpt.py --lr 1 $x\n"
 DOUBLING = {

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.extras.translators.launch_script import read_launch_script
-from megatron.extras.translators.shell import sandbox
-from megatron.extras.translators.shell.sandbox import trace_script
+from megatron.extras.interop.translators.launch_script import read_launch_script
+from megatron.extras.interop.translators.shell import sandbox
+from megatron.extras.interop.translators.shell.sandbox import trace_script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 

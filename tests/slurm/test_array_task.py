@@ -20,8 +20,8 @@ import pytest
 from process_pool import ProcessPool, pretrain, succeed
 from slurm.cluster import Cluster
 
+from megatron.extras.interop.translators.launch_script import read_launch_script
 from megatron.extras.operations.slurm.attempts import FILE
-from megatron.extras.translators.launch_script import read_launch_script
 from megatron.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

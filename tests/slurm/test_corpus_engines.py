@@ -13,8 +13,8 @@ from preprocess.changed_texts import write_changed_texts
 from preprocess.corpus_runs import Made, make_corpus, make_environment, when_stopped
 from slurm.cluster import Cluster
 
-from megatron.commands import merge_datasets
-from megatron.extras.corpus.manifest import compute_sha256
+from megatron.extras.preparation.commands import merge_datasets
+from megatron.extras.preparation.corpus.manifest import compute_sha256
 
 MEGABYTES = int(os.environ.get("CORPUS_MB", "10"))
 FILES = 10

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from slurm.cluster import Cluster
 
-from megatron.extras.translators.launch_script import read_launch_script
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.launch_script import read_launch_script
+from megatron.extras.interop.translators.translator import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(

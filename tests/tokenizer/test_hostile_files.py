@@ -11,7 +11,7 @@ from tiny_corpus import MERGES, VOCAB
 
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
-from megatron.extras.convert.tokenizer_files import write_tokenizer
+from megatron.extras.interop.convert.tokenizer_files import write_tokenizer
 from megatron.tokenizer import build_tokenizer
 
 END = {

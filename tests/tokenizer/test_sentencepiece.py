@@ -18,13 +18,13 @@ from preprocess.test_preprocess import job, run
 from sentencepiece_models import LLAMA, UNIGRAM, train_model
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.commands import preprocess
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer_record import check_tokenizers_of_data
-from megatron.extras.generate.text import IncrementalText
-from megatron.extras.preprocess.encoders import AWKWARD
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.convert.awkward_texts import AWKWARD
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.preparation.commands import preprocess
+from megatron.extras.training.generate.generation import IncrementalText
 from megatron.plan.rules.data import check_tokenizer_files
 from megatron.tokenizer import (
     SentencePieceTokenizer,

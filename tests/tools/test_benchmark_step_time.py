@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

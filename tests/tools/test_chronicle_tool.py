@@ -16,7 +16,6 @@ import pytest
 from tiny_corpus import ROOT, command
 from training.runs import SIZES
 
-from megatron.commands import chronicle, rollback
 from megatron.extras.operations.chronicle.charts import POINTS, compute_running_mean, select_points
 from megatron.extras.operations.chronicle.energy import read_energy
 from megatron.extras.operations.chronicle.goodput import (
@@ -29,6 +28,7 @@ from megatron.extras.operations.chronicle.goodput import (
 )
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.chronicle.records import read_events
+from megatron.extras.operations.commands import chronicle, rollback
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.observe.chronicle import CHRONICLE, append_event
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.log_line import parse_log_line
 from megatron.observe.metrics import read_metrics
 from megatron.plan.resolve import resolve

@@ -21,8 +21,11 @@ CONVERSIONS = (
 )
 WORDS = [
     *((command, ["--help"]) for command in COMMANDS),
-    ("megatron.commands.chronicle:main", ["note", "--help"]),
-    *(("megatron.commands.convert_checkpoint:main", [each, "--help"]) for each in CONVERSIONS),
+    ("megatron.extras.operations.commands.chronicle:main", ["note", "--help"]),
+    *(
+        ("megatron.extras.interop.commands.convert_checkpoint:main", [each, "--help"])
+        for each in CONVERSIONS
+    ),
 ]
 
 
@@ -48,9 +51,9 @@ def test_help_has_plain_values(
 
 
 def test_values_that_may_be_left_out_are_read(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.commands.inspect_dataset import InspectDatasetArguments
-    from megatron.commands.parse import parse_arguments
     from megatron.commands.plan import PlanArguments
+    from megatron.console.parse import parse_arguments
+    from megatron.extras.preparation.commands.inspect_dataset import InspectDatasetArguments
 
     given = parse_arguments(PlanArguments, args=["--world-size", "8", "--usable-share", "0.5"])
     assert (given.world_size, given.usable_share, given.hardware) == (8, 0.5, None)

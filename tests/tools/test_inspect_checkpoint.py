@@ -25,8 +25,9 @@ from megatron.checkpoint.folder import set_aside
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
-from megatron.commands import generate, inspect_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.extras.interop.commands import inspect_checkpoint
+from megatron.extras.training.commands import generate
 from megatron.parallel.shard import Kind, TensorShard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -461,7 +462,7 @@ def test_compare_lists_differences_of_tensors(
 
 PEAK = """
 import resource, sys
-from megatron.commands.inspect_checkpoint import main
+from megatron.extras.interop.commands.inspect_checkpoint import main
 folder = sys.argv[1]
 peaks = []
 for flags in [], ["--parameters"], ["--compare", folder], ["--verify"]:

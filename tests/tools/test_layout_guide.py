@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.plan_estimates import estimate_memory
-from megatron.commands.plan_strategies import (
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands.plan_estimates import estimate_memory
+from megatron.extras.planner.commands.plan_strategies import (
     choose_strategy,
     estimate_compute_seconds,
     estimate_strategies,
@@ -20,7 +21,6 @@ from megatron.commands.plan_strategies import (
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

@@ -14,12 +14,13 @@ import pytest
 import yaml
 
 from megatron.base import exit_codes
-from megatron.commands import plan, plan_estimates
+from megatron.commands import plan
 from megatron.config.compare import compute_config_digest
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.commands import plan_estimates
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.translators.translator import load_config
 from megatron.model.shape import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,12 @@ import pytest
 from matplotlib.figure import Figure
 from tools.chromium import CHROMIUM, start_browser
 
-from megatron.commands import chronicle
-from megatron.extras.figure import save_figure
+from megatron.console.figure import save_figure
 from megatron.extras.operations.chronicle.charts import Charts, Curve, build_charts, find_stretches
 from megatron.extras.operations.chronicle.events import describe_events
 from megatron.extras.operations.chronicle.history import RunHistory, read_history
 from megatron.extras.operations.chronicle.summary import describe_outcome, list_facts
+from megatron.extras.operations.commands import chronicle
 from megatron.observe.chronicle import CHRONICLE
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)

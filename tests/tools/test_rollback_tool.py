@@ -82,8 +82,6 @@ def test_paths_may_be_relative_to_the_working_directory(run: FakeRun) -> None:
         "aside/main_log.txt",
         "--tensorboard-dir",
         "aside/tb",
-        "--codecarbon-dir",
-        "aside/carbon",
     ]
     done = run_tool(
         "run", "--to", 4, "--metrics-file", "run/metrics.jsonl", *relative, cwd=run.root.parent

@@ -11,7 +11,7 @@ from data.source_requests import open_sources
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.commands import sample_idxs_to_text as tool
 from megatron.config.yaml_file import dump_yaml
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.run.state import TrainState
 
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"

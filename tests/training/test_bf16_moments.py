@@ -4,8 +4,8 @@ import pytest
 from training.runs import Runner
 
 from megatron.checkpoint.load import open_checkpoint
-from megatron.extras.inspection.comparison import compare
-from megatron.extras.inspection.verification import verify
+from megatron.extras.interop.inspection.comparison import compare
+from megatron.extras.interop.inspection.verification import verify
 
 BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95 --clip-grad 0.1"
 UNTIED = "--untie-embeddings-and-output-weights --num-layers 4"

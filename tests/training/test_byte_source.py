@@ -16,7 +16,7 @@ from training.runs import SIZES, Runner
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.data.source import BatchSlice
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.rules.finding import refuse_errors
 from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
 from megatron.run.start.launch import read_launch
@@ -94,14 +94,18 @@ def test_mock_data_refuse_the_checkpoint_of_a_new_kind(
 
 def test_a_format_without_its_package_is_refused() -> None:
     config = load_config(f"{SIZES} {FLAGS} --data-path words.txt".split()).config
-    with pytest.raises(ConfigError, match=r"--dataset-format needs megatron\.extras\.sources"):
+    with pytest.raises(
+        ConfigError, match=r"--dataset-format needs megatron\.extras\.training\.sources"
+    ):
         refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
     refuse_errors(check_parts(PartsContext(config, ByteParts())))
 
 
 def test_kernels_without_their_package_are_refused() -> None:
     config = load_config(f"{SIZES} --bias-swiglu-fusion --data-path words.txt".split()).config
-    with pytest.raises(ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.kernels"):
+    with pytest.raises(
+        ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.training\.kernels"
+    ):
         refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from training.runs import Runner
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.run.host_memory import count_checkpoint_bytes
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from training.runs import Runner
 
-from megatron.commands import rollback
 from megatron.extras.operations.chronicle.records import read_events
+from megatron.extras.operations.commands import rollback
 from megatron.observe.chronicle import CHRONICLE, Chronicle, append_event
 
 

@@ -11,7 +11,7 @@ import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import Runner
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.log_line import parse_log_line
 from megatron.plan.resolve import resolve
 

@@ -8,7 +8,8 @@ from process_pool import ProcessPool
 from training.runs import SIZES, Runner
 
 from megatron.commands import plan as plan_tool
-from megatron.commands import rollback, sample_idxs_to_text
+from megatron.commands import sample_idxs_to_text
+from megatron.extras.operations.commands import rollback
 from megatron.observe.metrics import read_metrics
 
 

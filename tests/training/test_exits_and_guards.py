@@ -250,7 +250,7 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
     from megatron.engine.native import NativeEngine
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
 
     original = NativeEngine.train_batch
 

@@ -8,7 +8,7 @@ import pytest
 from process_pool import ProcessPool, pretrain, succeed
 
 from megatron.config.yaml_file import dump_yaml
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 
 COMMON = (

@@ -14,7 +14,6 @@ from training.runs import Runner
 from training.spiky_corpus import random_stretch, write_corpus
 from training.test_spike_guard_runs import ROLLBACK, make_argv
 
-from megatron.commands import rollback
 from megatron.extras.operations.chronicle.goodput import (
     HANGS,
     KEPT,
@@ -28,6 +27,7 @@ from megatron.extras.operations.chronicle.goodput import (
     format_goodput,
 )
 from megatron.extras.operations.chronicle.history import read_history
+from megatron.extras.operations.commands import rollback
 from megatron.extras.operations.monitor import status
 from megatron.extras.operations.monitor.queue import QueuedJob
 from megatron.extras.operations.monitor.status import WatchedRun, check_run

@@ -10,8 +10,8 @@ from config.minimal import replace_values
 from data.row_files import make_documents, write_rows
 from process_pool import ProcessPool, pretrain, succeed
 
-from megatron.extras.translators.launch_script import read_launch_script
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.launch_script import read_launch_script
+from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.metrics import read_metrics
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

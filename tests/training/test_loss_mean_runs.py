@@ -87,7 +87,7 @@ def pretrain_without_tokens(argv: list[str], empty: tuple[int, ...]) -> None:
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
     from megatron.engine.native import NativeEngine
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
 
     def mask_all(microbatches: Any) -> Any:
         mask = torch.zeros(microbatches[0].tokens.shape)

@@ -8,7 +8,7 @@ from training.runs import Runner
 
 from megatron.commands import plan
 from megatron.config.compare import compute_config_digest
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock

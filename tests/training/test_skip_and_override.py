@@ -20,7 +20,7 @@ def train_only(argv: list[str], iterations: list[int]) -> list[float]:
     import torch
 
     from megatron.engine.native import NativeEngine
-    from megatron.extras.translators.translator import load_config
+    from megatron.extras.interop.translators.translator import load_config
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
     from megatron.plan.resolve import resolve

@@ -12,7 +12,7 @@ from training.runs import SIZES, Runner
 
 import megatron
 from megatron.checkpoint.start import find_start
-from megatron.extras.translators.translator import load_config
+from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.run.parts import Parts
 from megatron.run.start.job import Job, resolve_job, select_checkpoint_config
@@ -182,7 +182,7 @@ def test_a_rank_without_the_deepspeed_json_is_named(
 
 def pretrain_with_file(argv: list[str], file: str) -> None:
     """Train with another path of the DeepSpeed JSON in this rank's agreement."""
-    from megatron.extras.deepspeed.kind import DEEPSPEED
+    from megatron.extras.training.deepspeed.kind import DEEPSPEED
     from megatron.run.pretrain import pretrain
 
     def describe(config):

@@ -17,7 +17,7 @@ from training.runs import Runner
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.manifest import read_index, read_manifest
-from megatron.extras.inspection.verification import verify
+from megatron.extras.interop.inspection.verification import verify
 
 TP2 = "--tensor-model-parallel-size 2"
 DEEPSPEED = "--deepspeed"
@@ -40,7 +40,7 @@ class Touch:
 
 def engine_class(argv: list[str]) -> Any:
     if DEEPSPEED in argv:
-        from megatron.extras.deepspeed.deepspeed import DeepSpeedEngine
+        from megatron.extras.training.deepspeed.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine
     from megatron.engine.native import NativeEngine

@@ -11,11 +11,11 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, GPT2, JSONL, MERGES, VOCAB
 from training.runs import SIZES
 
-from megatron.commands import preprocess
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.extras.stream.listing import list_dataset
-from megatron.extras.stream.reader import Cursor, ShardReader
-from megatron.extras.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.extras.preparation.commands import preprocess
+from megatron.extras.training.stream.listing import list_dataset
+from megatron.extras.training.stream.reader import Cursor, ShardReader
+from megatron.extras.training.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.observe.metrics import read_metrics
 from megatron.tokenizer import build_tokenizer
 

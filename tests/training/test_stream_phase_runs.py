@@ -10,7 +10,7 @@ from process_pool import ProcessPool
 from training.runs import SIZES, Runner
 
 from megatron.commands import plan as plan_tool
-from megatron.commands import rollback
+from megatron.extras.operations.commands import rollback
 
 FLAGS = (
     "--global-batch-size 12 --micro-batch-size 1 --col-name tokens --eos-token 4999 "

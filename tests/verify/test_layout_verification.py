@@ -14,10 +14,14 @@ from verify.verifier import Verifier
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
-from megatron.extras.float8.recipe import list_float8_layers
-from megatron.extras.verify import launching
-from megatron.extras.verify.reduction import find_common_size, reduce_plan, use_own_precision
-from megatron.extras.verify.report import describe_layout
+from megatron.extras.planner.verify import launching
+from megatron.extras.planner.verify.reduction import (
+    find_common_size,
+    reduce_plan,
+    use_own_precision,
+)
+from megatron.extras.planner.verify.report import describe_layout
+from megatron.extras.training.float8.recipe import list_float8_layers
 
 SHORT = {
     "gradients of norms are not summed under sequence parallelism",

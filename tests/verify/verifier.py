@@ -19,8 +19,8 @@ def verify_in_this_process(flags: str, world_size: int, mutation: int | None, re
 
     torch.set_num_threads(1)
     from megatron.commands.verify import VerifyArguments, preload, resolve_command, train
-    from megatron.extras.verify.report import build_report
-    from megatron.extras.verify.verification import verify
+    from megatron.extras.planner.verify.report import build_report
+    from megatron.extras.planner.verify.verification import verify
 
     began = time.monotonic()
     preload()

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 from megatron.config.parallel import EXCHANGES_HEADS
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
-from megatron.extras.float8.recipe import ROWWISE, list_float8_layers
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware
 from megatron.extras.planner.cost.layout import (
     TRAINER,
@@ -24,6 +23,7 @@ from megatron.extras.planner.cost.layout import (
 from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.training.float8.recipe import ROWWISE, list_float8_layers
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
 from megatron.plan.run_plan import Plan
 from megatron.tokenizer import compute_padded_vocab_size
@@ -213,7 +213,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         # The caller tries larger sizes if nothing fits.
         context=plan.config.parallel.context_parallel_size,
         exchange_heads=EXCHANGES_HEADS[plan.config.parallel.cp_comm_type],
-        # DeepSpeed has neither of them (`megatron/extras/deepspeed/support.py`).
+        # DeepSpeed has neither of them (`megatron/extras/training/deepspeed/kind.py`).
         virtual=1 if deepspeed else None,
         hsdp=False if deepspeed else None,
         pad=pad,

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.base.errors import DataError
 from megatron.base.plain_text import make_plain
-from megatron.extras.figure import make_figure, save_figure
+from megatron.console.figure import make_figure, save_figure
 from megatron.extras.operations.chronicle.charts import find_stretches
 from megatron.extras.operations.chronicle.history import Column, RunHistory
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from megatron.base.errors import OperationsError
-from megatron.extras.stream.answers import AnswerTooLongError, HubBound
+from megatron.extras.operations.hub.answers import AnswerTooLongError, HubBound
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete

@@ -16,8 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.data.batches import Microbatch
 from megatron.engine.native import NativeEngine
-from megatron.extras.float8.kind import FLOAT8
-from megatron.extras.kernels.operators import build_operators
 from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
 from megatron.extras.planner.dry_run.process import choose_fake_kernels
 from megatron.extras.planner.dry_run.record import (
@@ -27,6 +25,8 @@ from megatron.extras.planner.dry_run.record import (
     RankReport,
 )
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
+from megatron.extras.training.float8.kind import FLOAT8
+from megatron.extras.training.kernels.operators import build_operators
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.plan.run_plan import Plan

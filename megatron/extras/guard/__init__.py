@@ -1,6 +1,0 @@
-"""The spike guard: it finds bad steps, drops them, or rolls the run back.
-
-`spike_estimator` has the limits, `spike_guard` the decisions, and `spike_response` the part of a
-run that the loop calls. `interventions` has the records and the rollbacks, and `guard_windows` the
-data that are skipped after a rollback.
-"""

@@ -1,0 +1,1 @@
+"""Commands that convert and inspect checkpoints."""

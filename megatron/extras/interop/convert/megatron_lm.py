@@ -1,0 +1,309 @@
+"""Checkpoints of Megatron-LM: one file for each rank, or a folder of torch.distributed.checkpoint.
+
+`mp_rank_TT[_PPP]/model_optim_rng.pt` has the weights of one tensor-parallel and pipeline rank. Both
+the older names and those of Megatron core are read. `torch_dist` has whole tensors, usually all
+layers of a kind in one, and the optimizer's states under the same names. The distributed optimizer
+can also store them as buffers of its ranks (`dp_reshardable`), which is refused.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import POINTER_BYTES, load_text
+from megatron.extras.interop.convert.distributed_tensors import DistributedTensors
+from megatron.extras.interop.convert.megatron_args import read_saved_run
+from megatron.extras.interop.convert.megatron_names import is_no_weight, is_parameter, rename
+from megatron.extras.interop.convert.megatron_optimizer import States, read_rank_states
+from megatron.extras.interop.convert.megatron_source import (
+    Key,
+    MegatronSource,
+    check_ranks,
+    find_steps,
+    flatten_tensors,
+)
+from megatron.extras.interop.convert.unpickle import load_pickle_file
+from megatron.parallel.shard import ADAM_KINDS, Kind
+
+
+class RankFiles:
+    """`mp_rank_TT[_PPP]/model_optim_rng.pt`, and `distrib_optim.pt` beside it."""
+
+    def __init__(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Read the names of all files' tensors.
+
+        Args:
+            folder: The folder.
+            weights_only: Do not read the optimizer's states.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or contains what is not allowed.
+        """
+        self._folder = folder
+        first = _find_rank_file(folder, 0, 0)
+        state = load_pickle_file(first)
+        self.run = read_saved_run(first, state)
+        self.slices = self.run.tensor_ranks
+        check_ranks(folder, "mp_rank_*", self.slices * self.run.pipeline_ranks)
+        self._slices: dict[Key, list[dict[Kind, Tensor]]] = {}
+        self.names: dict[Key, str] = {}
+        self.unknown: list[str] = []
+        # The distributed optimizer keeps its settings here, and its states in distrib_optim.pt.
+        self._has_states = not weights_only and state.get("optimizer") is not None
+        for rank in range(self.slices):
+            self._read_rank(rank)
+        self.steps: int | None = None
+        if self._has_states:
+            self.steps = find_steps(state["optimizer"])
+            if self.steps is None:
+                raise CheckpointError(
+                    f"{first} does not give the number of the optimizer's steps; give "
+                    "--weights-only to import the weights without its states"
+                )
+
+    def read(self, kind: Kind, key: Key) -> list[Tensor]:
+        """Return the slices of a tensor. See `MegatronSource`."""
+        return [tensors[kind] for tensors in self._slices[key]]
+
+    def _read_rank(self, rank: int) -> None:
+        """Collect the tensors of one tensor-parallel rank from all stages.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        # Every file counts its layers from 0, so their numbers follow from the files before.
+        stages = [self._read_file(rank, stage) for stage in range(self.run.pipeline_ranks)]
+        before = 0
+        # With virtual stages, each file has several parts, which are assigned to the ranks in turn.
+        for part in stages[0]:
+            for stage in stages:
+                before += self._add_part(stage.get(part) or {}, before)
+
+    def _read_file(self, rank: int, stage: int) -> dict[str, dict[str, dict[Kind, Tensor]]]:
+        """Return the tensors of one file: part of the model -> name -> kind -> tensor.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its optimizer's states do not fit.
+        """
+        path = _find_rank_file(self._folder, rank, stage)
+        state = load_pickle_file(path)
+        parts = {
+            part: {
+                name: tensor
+                for name, tensor in flatten_tensors(state[part] or {}).items()
+                if is_parameter(name)
+            }
+            for part in sorted(name for name in state if re.fullmatch(r"model\d*", name))
+        }
+        states: States | None = None
+        if self._has_states:
+            # Each part counts its layers from 0.
+            named = {
+                part: {f"{part}/{name}": tensor for name, tensor in weights.items()}
+                for part, weights in parts.items()
+            }
+            states = read_rank_states(path, state.get("optimizer"), named)
+            if states is None:
+                raise CheckpointError(f"{path} has no optimizer's states, and other ranks have")
+        found: dict[str, dict[str, dict[Kind, Tensor]]] = {}
+        for part, weights in parts.items():
+            found[part] = {
+                name: {"weight": tensor} if states is None else states[f"{part}/{name}"]
+                for name, tensor in weights.items()
+            }
+        return found
+
+    def _add_part(self, part: Mapping[str, dict[Kind, Tensor]], before: int) -> int:
+        """Add the tensors of one part, and return its number of layers."""
+        highest = -1
+        for name, tensors in part.items():
+            if is_no_weight(name):
+                continue
+            key = rename(name)
+            if key is None:
+                self.unknown.append(name)
+                continue
+            layer, inside = key
+            if layer is not None:
+                highest = max(highest, layer)
+                layer += before
+            self.names[layer, inside] = name
+            self._slices.setdefault((layer, inside), []).append(tensors)
+        # The names give the count. A part without layers has only the embedding or the head.
+        return highest + 1
+
+
+def _find_rank_file(folder: Path, rank: int, stage: int) -> Path:
+    """Return the file of a rank.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    names = [f"mp_rank_{rank:02d}_{stage:03d}"]
+    if stage == 0:
+        # Without a pipeline, the name has no stage.
+        names.insert(0, f"mp_rank_{rank:02d}")
+    for name in names:
+        for file in ("model_optim_rng.pt", "model_rng.pt"):
+            if (folder / name / file).is_file():
+                return folder / name / file
+    raise CheckpointError(f"{folder} has no {names[-1]}/model_optim_rng.pt")
+
+
+_THEIR_KINDS: dict[Kind, tuple[str, ...]] = {
+    # The second name is that of the distributed optimizer, if it is fully reshardable.
+    "weight": ("optimizer.state.fp32_param.", "optimizer.state.param."),
+    "exp_avg": ("optimizer.state.exp_avg.",),
+    "exp_avg_sq": ("optimizer.state.exp_avg_sq.",),
+}
+# A run with several optimizers numbers them at the beginning of these names.
+_BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(.+)")
+
+
+class TorchDist:
+    """`torch_dist`: whole tensors, in a folder of torch.distributed.checkpoint."""
+
+    slices = 1
+
+    def __init__(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Read the names of the tensors.
+
+        Args:
+            folder: The folder.
+            weights_only: Do not read the optimizer's states.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, contains what is not allowed, or has the
+                optimizer's states as buffers.
+        """
+        common = folder / "common.pt"
+        state = load_pickle_file(common)
+        self.run = read_saved_run(common, state)
+        self._folder = folder
+        self._tensors = DistributedTensors(folder)
+        self.names: dict[Key, str] = {}
+        self.unknown: list[str] = []
+        self._stacked: set[str] = set()
+        """Tensors with all layers."""
+        self._name_weights()
+        self.steps: int | None = None
+        self._prefixes: dict[Kind, str] = {}
+        if weights_only:
+            return
+        self._check_sharding(self._tensors.entries)
+        for kind, prefixes in _THEIR_KINDS.items():
+            for prefix in prefixes:
+                if self._has_states(prefix):
+                    self._prefixes[kind] = prefix
+        if all(kind in self._prefixes for kind in ADAM_KINDS):
+            self.steps = find_steps(state.get("optimizer"))
+
+    def read(self, kind: Kind, key: Key) -> list[Tensor]:
+        """Return a tensor. See `MegatronSource`."""
+        layer, _ = key
+        name = self.names[key]
+        stored = name
+        if kind in self._prefixes:
+            stored = self._prefixes[kind] + name
+        if name in self._stacked:
+            return [self._tensors.read(stored, layer)]
+        return [self._tensors.read(stored)]
+
+    def _name_weights(self) -> None:
+        """Find the weights among the tensors."""
+        for name, size in self._tensors.sizes.items():
+            # The optimizer's states are under the names of the weights, with a prefix.
+            if name.startswith(("optimizer.", "chained_", "rng_state", "rerun_state")):
+                continue
+            if is_no_weight(name):
+                continue
+            key = rename(name)
+            if key is None:
+                self.unknown.append(name)
+            # Layers of a kind lie in one tensor, and the first dimension counts them.
+            elif key[0] == -1:
+                self._stacked.add(name)
+                for layer in range(size[0]):
+                    self.names[layer, key[1]] = name
+            else:
+                self.names[key] = name
+
+    def _check_sharding(self, names: Iterable[str]) -> None:
+        """Check that the optimizer's states are stored by parameter.
+
+        Raises:
+            CheckpointError: they are stored in another way. The message names it.
+        """
+        found = None
+        # Read as whole tensors, these would give wrong numbers without an error.
+        if any(".bucket_idx_" in name for name in names if _BUFFERS.match(name)):
+            found = "as buffers of the distributed optimizer (dp_reshardable)"
+        elif any(name.endswith(".param_state") for name in names if _BUFFERS.match(name)):
+            found = "in one object for each rank (dp_zero_gather_scatter)"
+        elif self._is_flattened():
+            found = "as flattened slices (fully_sharded_model_space)"
+        if found is not None:
+            raise CheckpointError(
+                f"{self._folder} has the optimizer's states {found}, which is not supported; save "
+                "the checkpoint with --dist-ckpt-optim-fully-reshardable, or give --weights-only"
+            )
+
+    def _is_flattened(self) -> bool:
+        """Return whether there is a moment whose shape is not that of its weight."""
+        for name, entry in self._tensors.sizes.items():
+            weight = self._tensors.sizes.get(name.removeprefix("optimizer.state.exp_avg."))
+            if name.startswith("optimizer.state.exp_avg.") and weight is not None:
+                return entry != weight
+        return False
+
+    def _has_states(self, prefix: str) -> bool:
+        """Return whether there is a state of each weight, with its shape."""
+        for name in set(self.names.values()):
+            entry = self._tensors.sizes.get(prefix + name)
+            if entry is None or entry != self._tensors.sizes[name]:
+                return False
+        return True
+
+
+def open_megatron_lm(folder: Path, *, weights_only: bool = False) -> MegatronSource:
+    """Open a checkpoint of Megatron-LM.
+
+    Args:
+        folder: Folder of the checkpoints, or of one iteration.
+        weights_only: Do not read the optimizer's states.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    folder = _find_iteration(folder)
+    if (folder / ".metadata").is_file() and (folder / "common.pt").is_file():
+        return TorchDist(folder, weights_only=weights_only)
+    if list(folder.glob("mp_rank_*")):
+        return RankFiles(folder, weights_only=weights_only)
+    raise CheckpointError(
+        f"{folder} has neither mp_rank_*/model_optim_rng.pt nor .metadata and common.pt"
+    )
+
+
+def _find_iteration(folder: Path) -> Path:
+    """Return the folder of the iteration that the checkpoints' pointer names.
+
+    Raises:
+        CheckpointError: the folder or the pointer is missing or wrong.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    pointer = folder / "latest_checkpointed_iteration.txt"
+    if not pointer.is_file():
+        return folder
+    text = load_text(pointer, POINTER_BYTES).strip()
+    name = text
+    # The pointer may also be a name, such as `release`.
+    if text.isdigit():
+        name = f"iter_{int(text):07d}"
+    if Path(name).name != name or not (folder / name).is_dir():
+        raise CheckpointError(f"{pointer} contains {text!r}, and there is no such checkpoint")
+    return folder / name

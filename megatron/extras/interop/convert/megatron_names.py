@@ -1,0 +1,249 @@
+"""Names of the tensors in checkpoints of Megatron-LM and Megatron-DeepSpeed, and their layout.
+
+Every name is translated into the name of this package. Only the matrix into the MLP has a name of
+its own, `mlp.in`, because with a gated activation it is two matrices here.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import CheckpointError
+from megatron.extras.interop.convert.tensors import VOCABULARY_TENSORS, list_our_tensors
+from megatron.model.shape import ModelShape
+
+_MLP_IN = "mlp.in"
+_IN_LAYER = {
+    "input_layernorm": "input_norm",
+    "self_attention.query_key_value": "attention.qkv",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.dense": "attention.out",
+    "attention.dense": "attention.out",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_attention_norm": "post_attention_norm",
+    "input_norm": "input_norm",
+    "mlp.dense_h_to_4h": _MLP_IN,
+    "mlp.dense_4h_to_h": "mlp.down",
+    # Megatron core.
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_proj": "attention.out",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "pre_mlp_layernorm": "post_attention_norm",
+    "mlp.linear_fc1": _MLP_IN,
+    "mlp.linear_fc2": "mlp.down",
+}
+"""Module in a layer of Megatron -> module here. Older and newer versions have different names."""
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_norm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_norm.",
+}
+"""Norms that Transformer Engine keeps in the matrix that follows them."""
+_OUTSIDE = {
+    "word_embeddings.weight": "embedding.word.weight",
+    "position_embeddings.weight": "embedding.position",
+    "word_embeddings.norm.weight": "embedding.norm.weight",
+    "word_embeddings.norm.bias": "embedding.norm.bias",
+    "final_layernorm.weight": "head.norm.weight",
+    "final_layernorm.bias": "head.norm.bias",
+    "final_norm.weight": "head.norm.weight",
+    "final_norm.bias": "head.norm.bias",
+    "output_layer.weight": "head.weight",
+    "lm_head.weight": "head.weight",
+}
+_PREFIXES = (
+    r"(?:(?:module|model\d*|language_model|tied_modules|embed|embedding|encoder|transformer|"
+    r"decoder)\.)*"
+)
+_LAYER = re.compile(rf"{_PREFIXES}layers\.(?:(\d+)\.)?(.+)")
+_PIPELINE = re.compile(r"(\d+)\.(.+)")
+_NO_WEIGHT = re.compile(
+    r".*(?:_extra_state.*|inv_freq|word_embeddings_for_head\.weight|\.masked_bias|attention\.bias)"
+)
+"""Tensors that are no weights, and the copy of a tied embedding on the last stage."""
+
+
+def is_no_weight(name: str) -> bool:
+    """Return whether a tensor of Megatron has no part in the model."""
+    return _NO_WEIGHT.fullmatch(name) is not None
+
+
+def is_parameter(name: str) -> bool:
+    """Return whether a tensor of Megatron is trained. A copy of a tied embedding is."""
+    return name.endswith("word_embeddings_for_head.weight") or not is_no_weight(name)
+
+
+def rename(name: str) -> tuple[int | None, str] | None:
+    """Return number of the layer and our name within it. None if the name is not known.
+
+    A tensor with all layers in it has the number -1. A tensor outside of the layers has None.
+    """
+    found = _LAYER.fullmatch(name)
+    if found is not None:
+        inside = rename_in_layer(found.group(2))
+        if inside is None:
+            return None
+        return int(found.group(1) or -1), inside
+    outside = _OUTSIDE.get(re.sub(f"^{_PREFIXES}", "", name))
+    if outside is None:
+        return None
+    return None, outside
+
+
+def rename_in_layer(name: str) -> str | None:
+    """Return our name of a tensor in a layer. None if the name is not known."""
+    for fused, norm in _FUSED_NORMS.items():
+        if name.startswith(fused):
+            return norm + name.removeprefix(fused)
+    module, _, leaf = name.rpartition(".")
+    if module not in _IN_LAYER or leaf not in ("weight", "bias"):
+        return None
+    return f"{_IN_LAYER[module]}.{leaf}"
+
+
+def number_pipeline_layers(names: Sequence[str]) -> dict[str, tuple[int | None, str]]:
+    """Return layer and our name of the tensors of a pipeline of DeepSpeed.
+
+    There, modules are numbered in the order of the computation, and modules without weights are
+    counted too. So the layers are those with attention, in their order.
+
+    Args:
+        names: Names such as `3.self_attention.dense.weight`.
+    """
+    split = {name: _PIPELINE.fullmatch(name) for name in names}
+    inside = {name: (int(m.group(1)), m.group(2)) for name, m in split.items() if m is not None}
+    layers = sorted({number for number, rest in inside.values() if "attention." in rest})
+    order = {number: index for index, number in enumerate(layers)}
+    found: dict[str, tuple[int | None, str]] = {}
+    for name, (number, rest) in inside.items():
+        if number in order:
+            renamed = rename_in_layer(rest)
+            layer: int | None = order[number]
+        else:
+            layer = None
+            # The final norm is a module by itself, so its tensors have no name but their own.
+            renamed = _OUTSIDE.get(rest) or _OUTSIDE.get(f"final_layernorm.{rest}")
+            follows = bool(layers) and number > layers[-1]
+            if renamed == "embedding.word.weight" and follows:
+                renamed = "head.weight"
+        if renamed is not None:
+            found[name] = (layer, renamed)
+    return found
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """What the tensors of a checkpoint depend on, besides the sizes of the model."""
+
+    version: float
+    """The field `checkpoint_version`. It gives the order of queries, keys and values."""
+    first_half: Literal["gate", "up"] = "gate"
+    """The matrix of a gated MLP that comes first."""
+    separate_keys: bool = False
+    """With grouped queries, a rank has all queries before all keys and all values."""
+    summed_biases: bool = False
+    """The bias after a row-parallel matrix is the sum of those of the ranks, and not one copy."""
+
+
+@dataclass(frozen=True)
+class MegatronTensor:
+    """A tensor of this package, and where Megatron stores its numbers."""
+
+    parameter: str
+    """Name of the parameter in the complete model."""
+    shape: tuple[int, ...]
+    layer: int | None
+    name: str
+    """Name within the layer, as `rename` returns it."""
+
+    def merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: TensorLayout) -> Tensor:
+        """Return our tensor.
+
+        Args:
+            slices: The slices of all tensor-parallel ranks, in their order.
+            shape: Sizes of the model.
+            layout: The layout of the stored tensors.
+
+        Raises:
+            CheckpointError: the slices do not fit the model.
+        """
+        try:
+            merged = self._merge(slices, shape, layout)
+        except RuntimeError as error:
+            shapes = ", ".join(str(tuple(each.shape)) for each in slices)
+            raise CheckpointError(
+                f"{self.describe()}: slices of the shapes {shapes} do not give {self.shape}"
+            ) from error
+        if self.name in VOCABULARY_TENSORS:
+            # The rows after the vocabulary are padding.
+            merged = merged[: self.shape[0]]
+        if tuple(merged.shape) != self.shape:
+            raise CheckpointError(
+                f"{self.describe()} has the shape {tuple(merged.shape)}, and must have {self.shape}"
+            )
+        return merged
+
+    def describe(self) -> str:
+        """Return the name for messages."""
+        if self.layer is None:
+            return self.name
+        return f"{self.name} of layer {self.layer}"
+
+    def _merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: TensorLayout) -> Tensor:
+        if self.name.startswith("attention.qkv."):
+            return torch.cat([_order_qkv(each, shape, layout) for each in slices])
+        if self.name.startswith(f"{_MLP_IN}."):
+            if shape.config.glu_activation is None:
+                return torch.cat(list(slices))
+            first = self.parameter.rpartition(".")[0].endswith(layout.first_half)
+            return torch.cat([each.chunk(2)[0 if first else 1] for each in slices])
+        if self.name in VOCABULARY_TENSORS:
+            return torch.cat(list(slices))
+        if self.name in ("attention.out.weight", "mlp.down.weight"):
+            return torch.cat(list(slices), dim=1)
+        if layout.summed_biases and self.name in ("attention.out.bias", "mlp.down.bias"):
+            return torch.stack([each.float() for each in slices]).sum(dim=0)
+        # The other tensors are replicas. Long runs on some versions let them drift apart, and
+        # BLOOM's own converter averages them.
+        if all(torch.equal(each, slices[0]) for each in slices):
+            return slices[0]
+        return torch.stack([each.float() for each in slices]).mean(dim=0)
+
+
+def list_megatron_tensors(shape: ModelShape) -> list[MegatronTensor]:
+    """Return the tensors of the complete model, in our order."""
+    found = []
+    for parameter, size in list_our_tensors(shape).items():
+        layer = None
+        inside = parameter
+        if parameter.startswith("blocks."):
+            _, number, inside = parameter.split(".", 2)
+            layer = int(number)
+        name = re.sub(r"^mlp\.(up|gate)\.", f"{_MLP_IN}.", inside)
+        found.append(MegatronTensor(parameter, size, layer, name))
+    return found
+
+
+def _order_qkv(rows: Tensor, shape: ModelShape, layout: TensorLayout) -> Tensor:
+    """Return one rank's rows in our order: the queries of a group, then its key and its value.
+
+    Since version 2, the stored layout is the same. Earlier versions have all queries first (0), or
+    the three of each channel beside each other (1).
+    """
+    d = shape.head_dim
+    heads = shape.config.num_attention_heads // shape.query_groups
+    if layout.separate_keys and heads > 1:
+        # Rows of the keys of this rank's groups, and as many of the values.
+        width = len(rows) // (heads + 2)
+        parts = rows.split((width * heads, width, width))
+        groups = [part.unflatten(0, (width // d, -1)) for part in parts]
+        return torch.cat(groups, dim=1).flatten(0, 1)
+    if layout.version >= 2:
+        return rows
+    if layout.version == 1:
+        return rows.unflatten(0, (-1, d, 3)).transpose(1, 2).flatten(0, 2)
+    return rows.unflatten(0, (3, -1, d)).transpose(0, 1).flatten(0, 2)

@@ -1,0 +1,168 @@
+"""Our tensors and those of Hugging Face: names, and the functions that convert the layouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import CheckpointError, ConfigError
+from megatron.extras.interop.convert.architectures import Architecture
+from megatron.model.gpt import GPT
+from megatron.model.shape import ModelShape
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import RandomStreams
+
+_BLOCKS = "blocks."
+_QKV = "attention.qkv"
+VOCABULARY_TENSORS = ("embedding.word.weight", "head.weight")
+"""Our tensors with a row for each token id."""
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """One of our tensors, and the one or three of Hugging Face with the same numbers."""
+
+    name: str
+    """Name of the parameter in the complete model."""
+    shape: tuple[int, ...]
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+    layer: int | None
+    """Number of the layer, or None for the embedding and the head."""
+    transposed: bool
+    rows: tuple[int, int, int] | None
+    """Groups, query heads of a group, and width of a head. None: no queries, keys and values."""
+    fused: bool
+    """Whether Hugging Face has one tensor with all queries before all keys and values."""
+
+    def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return Hugging Face's tensors with the same numbers."""
+        parts: tuple[Tensor, ...] = (tensor,)
+        if self.rows is not None:
+            groups, heads, width = self.rows
+            by_group = tensor.reshape(groups, heads + 2, width, *tensor.shape[1:])
+            parts = tuple(part.flatten(0, 2) for part in by_group.split((heads, 1, 1), dim=1))
+            if self.fused:
+                parts = (torch.cat(parts),)
+        if self.transposed:
+            parts = tuple(part.t() for part in parts)
+        return tuple(part.contiguous() for part in parts)
+
+    def from_hf(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return our tensor with the numbers of Hugging Face's."""
+        if self.transposed:
+            parts = [part.t() for part in parts]
+        if self.rows is None:
+            (part,) = parts
+            return part.contiguous()
+        groups, heads, width = self.rows
+        if self.fused:
+            rows = groups * width
+            parts = parts[0].split((rows * heads, rows, rows))
+        by_group = [part.reshape(groups, -1, width, *part.shape[1:]) for part in parts]
+        return torch.cat(by_group, dim=1).flatten(0, 2).contiguous()
+
+
+def list_our_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return name and global shape of each parameter of the complete model."""
+    with torch.device("meta"):
+        model = GPT(shape, TensorParallel(), RandomStreams(0, torch.device("cpu")))
+    return {
+        name: parameter.spec.shape  # type: ignore[attr-defined]
+        for name, parameter in model.named_parameters()
+    }
+
+
+def pair_tensors(architecture: Architecture, shape: ModelShape) -> list[TensorPair]:
+    """Return a pair for each of our tensors, in our order: embedding, layers, head.
+
+    Raises:
+        ConfigError: a tensor has no name in the architecture of Hugging Face.
+    """
+    return [
+        _pair_tensor(architecture, shape, name, size)
+        for name, size in list_our_tensors(shape).items()
+    ]
+
+
+def _pair_tensor(
+    architecture: Architecture, shape: ModelShape, name: str, size: tuple[int, ...]
+) -> TensorPair:
+    layer = None
+    prefix = ""
+    inside = name
+    if name.startswith(_BLOCKS):
+        _, number, inside = name.split(".", 2)
+        layer = int(number)
+        prefix = f"{architecture.layers}.{number}."
+    module, _, leaf = inside.rpartition(".")
+    if module == _QKV:
+        return _pair_qkv(architecture, shape, name, size, layer, prefix)
+    if inside in architecture.modules:
+        # The table of positions is a parameter of our embedding, and a module of `transformers`.
+        hf_name = prefix + architecture.modules[inside]
+    elif module in architecture.modules:
+        hf_name = f"{prefix}{architecture.modules[module]}.{leaf}"
+    else:
+        raise ConfigError(f"{architecture.model_type} has no tensor for our {name}")
+    transposed = module in architecture.transposed and len(size) == 2
+    hf_size = size[::-1] if transposed else size
+    return TensorPair(name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False)
+
+
+def _pair_qkv(
+    architecture: Architecture,
+    shape: ModelShape,
+    name: str,
+    size: tuple[int, ...],
+    layer: int | None,
+    prefix: str,
+) -> TensorPair:
+    leaf = name.rpartition(".")[2]
+    hf_names = tuple(f"{prefix}{module}.{leaf}" for module in architecture.qkv)
+    if architecture.fused == "by head":
+        # With one head in each group, our rows have the same order.
+        return TensorPair(name, size, hf_names, (size,), layer, False, None, fused=False)
+    groups = shape.query_groups
+    heads = shape.config.num_attention_heads // groups
+    width = shape.head_dim
+    counts: tuple[int, ...] = (groups * heads * width, groups * width, groups * width)
+    if architecture.fused == "thirds":
+        counts = (sum(counts),)
+    transposed = _QKV in architecture.transposed and len(size) == 2
+    hf_sizes = tuple((count, *size[1:]) for count in counts)
+    if transposed:
+        hf_sizes = tuple(each[::-1] for each in hf_sizes)
+    return TensorPair(
+        name,
+        size,
+        hf_names,
+        hf_sizes,
+        layer,
+        transposed,
+        (groups, heads, width),
+        fused=architecture.fused == "thirds",
+    )
+
+
+_SHOWN = 12
+"""Number of problems that a message lists."""
+
+
+def refuse_problems(problems: Sequence[str], description: str) -> None:
+    """Refuse a checkpoint if there are problems with its tensors.
+
+    Args:
+        problems: A line for each problem.
+        description: What the tensors do not fit, such as config.json.
+
+    Raises:
+        CheckpointError: there is at least one problem. The message lists the first 12.
+    """
+    if not problems:
+        return
+    shown = list(problems[:_SHOWN])
+    if len(problems) > _SHOWN:
+        shown.append(f"... {len(problems) - _SHOWN} more")
+    raise CheckpointError(f"the tensors do not fit {description}:\n  " + "\n  ".join(shown))

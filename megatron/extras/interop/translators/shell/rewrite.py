@@ -1,0 +1,408 @@
+"""Reduces a script to its assignments and its control flow.
+
+Every command becomes a call of `__plan_command`, which reports its words. Redirections, pipes,
+background processes and subshells are left out. A mark replaces each substitution.
+
+`sandbox.py` needs this to learn which commands the script would run. The safety does not depend on
+it: the sandbox also contains a script that was not rewritten.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron.base.errors import ConfigError
+from megatron.extras.interop.translators.shell.syntax import (
+    NAME,
+    AndOr,
+    Arithmetic,
+    ArithmeticFor,
+    Block,
+    Case,
+    For,
+    Function,
+    Group,
+    If,
+    Node,
+    Pipeline,
+    Redirection,
+    Simple,
+    Test,
+    While,
+    find_end_of_arithmetic,
+    find_end_of_backticks,
+    find_end_of_braces,
+    find_end_of_substitution,
+    has_command,
+    list_blocks,
+    skip_character,
+)
+
+# Builtins that only change the shell's own state.
+KEPT = frozenset(
+    [
+        "export",
+        "declare",
+        "typeset",
+        "local",
+        "readonly",
+        "unset",
+        "shift",
+        "let",
+        "getopts",
+        "return",
+        "break",
+        "continue",
+        "test",
+        "[",
+        ":",
+        "true",
+        "false",
+    ]
+)
+# These only print, or fill variables from a file, or change the folder or the traps.
+WITHOUT_EFFECT = frozenset(["echo", "printf", "read", "mapfile", "readarray", "cd", "trap"])
+# Scripts use these to print or copy their own command line. Such a command starts no training.
+SILENT_COMMANDS = frozenset(["cat", "sed", "grep", "ls", "cp", "vim", "tee"])
+SHELLS = frozenset(["bash", "sh", "zsh"])
+# These read a script from a here-document.
+SCRIPT_READERS = frozenset([*SHELLS, "sbatch", "srun", "qsub", "ssh"])
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:-]+", re.ASCII)
+FILE_TESTS = frozenset(["-d", "-e", "-f", "-h", "-L", "-r", "-s", "-w", "-x"])
+FILE_TEST = re.compile(r"(?:(?<=\s)|^)(!\s+)?(-[defhLrswx])\s+(?=(\S+))")
+VARIABLE = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
+LOOP_VARIABLE = "__plan_loop"
+
+
+@dataclass
+class Rewritten:
+    """A rewritten script, and the files that it assumes to exist, as they are written."""
+
+    text: str = ""
+    assumed_files: list[str] = field(default_factory=list)
+
+
+def rewrite_script(
+    block: Block,
+    source: str,
+    mark: Callable[[str], str],
+    unset: Mapping[str, str] | None = None,
+    computed: Collection[str] = (),
+) -> Rewritten:
+    """Return the script that has only the assignments and the control flow of `block`.
+
+    A file test that guards an `exit` passes, because the shell works in an empty folder.
+
+    Args:
+        block: The commands.
+        source: The script's name in messages.
+        mark: Takes a substitution as it is written, and returns the mark that replaces it.
+        unset: The marks of variables, which take the place of their values where these are unset.
+        computed: The variables whose values are results of commands. bash cannot compute with them.
+
+    Raises:
+        ConfigError: The name of a function or the header of a loop cannot be rewritten.
+    """
+    rewriter = _Rewriter(source, mark, unset or {}, computed)
+    rewriter.note_functions(block)
+    text = rewriter.write_block(block)
+    return Rewritten(text, list(dict.fromkeys(rewriter.assumed_files)))
+
+
+class _Rewriter:
+    def __init__(
+        self,
+        source: str,
+        mark: Callable[[str], str],
+        unset: Mapping[str, str],
+        computed: Collection[str],
+    ) -> None:
+        self.assumed_files: list[str] = []
+        self._source = source
+        self._mark = mark
+        self._unset = unset
+        self._computed = frozenset(computed)
+        self._functions: set[str] = set()
+        self._exiting_functions: set[str] = set()
+        self._loop = ""
+        """The header of the loop around the current command."""
+
+    def note_functions(self, block: Block) -> None:
+        """Record all functions of the script, because a call may come before the definition."""
+        for node in block:
+            if isinstance(node, Function):
+                if not FUNCTION_NAME.fullmatch(node.name):
+                    raise ConfigError(
+                        f"{self._source}: calls of the function {node.name!r} cannot be "
+                        "followed; rename it."
+                    )
+                self._functions.add(node.name)
+                if self._exits((node.body,)):
+                    self._exiting_functions.add(node.name)
+            for inner in list_blocks(node):
+                self.note_functions(inner)
+
+    # ---- commands ----
+
+    def write_block(self, block: Block) -> str:
+        """Return the commands of a block, one per line. bash refuses an empty block, so `:`."""
+        return "\n".join(self._write(node) for node in block) or ":"
+
+    def _write(self, node: Node) -> str:
+        if isinstance(node, Simple):
+            return self._write_simple(node)
+        if isinstance(node, AndOr):
+            node = self._assume_in_list(node)
+            rest = (f" {operator} {self._write(part)}" for operator, part in node.rest)
+            return self._write(node.first) + "".join(rest)
+        if isinstance(node, Pipeline):
+            return ("! " if node.negated else "") + self._write_braces(node.commands)
+        if isinstance(node, Group):
+            return self._write_braces(node.body)
+        if isinstance(node, Test):
+            return f"[[ {self.rewrite_word(node.text)} ]]"
+        if isinstance(node, Arithmetic):
+            if has_command(node.text):
+                return ":"
+            return f"(( {node.text} ))"
+        if isinstance(node, Function):
+            return f"__plan_call_{node.name}() {self._write_braces((node.body,))}"
+        return self._write_compound(node)
+
+    def _write_braces(self, block: Block) -> str:
+        return f"{{\n{self.write_block(block)}\n}}"
+
+    def _write_compound(self, node: If | While | For | ArithmeticFor | Case) -> str:
+        if isinstance(node, If):
+            node = self._assume_in_branches(node)
+            keywords = ["if", *["elif"] * (len(node.branches) - 1)]
+            parts = [
+                f"{keyword} {self.write_block(condition)}\nthen\n{self.write_block(body)}\n"
+                for keyword, (condition, body) in zip(keywords, node.branches, strict=True)
+            ]
+            return f"{''.join(parts)}else\n{self.write_block(node.otherwise)}\nfi"
+        if isinstance(node, Case):
+            items = (
+                f"({' | '.join(map(self.rewrite_word, patterns))})\n"
+                f"{self.write_block(body)}\n{end}\n"
+                for patterns, body, end in node.items
+            )
+            return f"case {self.rewrite_word(node.word)} in\n{''.join(items)}esac"
+        if isinstance(node, While):
+            head = f"{node.keyword} {self.write_block(node.condition)}"
+        elif isinstance(node, ArithmeticFor):
+            if has_command(node.header):
+                raise ConfigError(
+                    f"{self._source}: the loop (({node.header})) cannot be followed, because it "
+                    "runs a command."
+                )
+            head = f"for (({node.header}))"
+        elif node.words is None:
+            head = f"for {node.name}"
+        else:
+            head = f"for {node.name} in {' '.join(map(self.rewrite_word, node.words))}"
+        return self._write_loop(head, node.body)
+
+    def _write_loop(self, head: str, body: Block) -> str:
+        """Return a loop that reports its header together with the training command."""
+        outer = self._loop
+        self._loop = outer or re.sub(r"\s+", " ", head)
+        lines = [
+            head,
+            "do",
+            f"{LOOP_VARIABLE}={shlex.quote(self._loop)}",
+            self.write_block(body),
+            "done",
+            f"{LOOP_VARIABLE}={shlex.quote(outer)}",
+        ]
+        self._loop = outer
+        return "\n".join(lines)
+
+    # ---- file tests ----
+
+    def _exits(self, block: Block) -> bool:
+        """Return whether a block always ends the script."""
+        return any(
+            (isinstance(node, Simple) and node.words[:1] == ("exit",))
+            or (isinstance(node, Simple) and bool(self._exiting_functions & {*node.words[:1]}))
+            or (isinstance(node, Group) and self._exits(node.body))
+            for node in block
+        )
+
+    def _assume_in_list(self, node: AndOr) -> AndOr:
+        """Return `[ -f F ] || exit` with a test that passes, and `[ ! -f F ] && exit` without."""
+        for index, (operator, part) in enumerate(node.rest):
+            if self._exits((part,)):
+                holds = operator == "||"
+                rest = [(o, self._assume(n, holds)) for o, n in node.rest[:index]]
+                return AndOr(self._assume(node.first, holds), (*rest, *node.rest[index:]))
+        return node
+
+    def _assume_in_branches(self, node: If) -> If:
+        """Return an `if` whose conditions do not lead to a branch that ends the script."""
+        branches = []
+        for condition, body in node.branches:
+            if self._exits(body):
+                condition = tuple(self._assume(part, False) for part in condition)
+            elif self._exits(node.otherwise):
+                condition = tuple(self._assume(part, True) for part in condition)
+            branches.append((condition, body))
+        return If(tuple(branches), node.otherwise)
+
+    def _assume(self, node: Node, holds: bool) -> Node:
+        """Return a condition in which files exist, as far as that makes it `holds`."""
+        if isinstance(node, Pipeline) and node.negated:
+            return Pipeline(tuple(self._assume(n, not holds) for n in node.commands), negated=True)
+        if isinstance(node, AndOr):
+            rest = tuple((operator, self._assume(part, holds)) for operator, part in node.rest)
+            return AndOr(self._assume(node.first, holds), rest)
+        if isinstance(node, Test):
+            return Test(FILE_TEST.sub(lambda found: self._assume_file(found, holds), node.text))
+        if not isinstance(node, Simple) or node.words[:1] not in (("[",), ("test",)):
+            return node
+        words = list(node.words)
+        for index in range(1, len(words) - 1):
+            if words[index] in FILE_TESTS and (words[index - 1] == "!") != holds:
+                self.assumed_files.append(words[index + 1])
+                words[index : index + 2] = ["-n", f"x{words[index + 1]}"]
+        return replace(node, words=tuple(words))
+
+    def _assume_file(self, found: re.Match[str], holds: bool) -> str:
+        """Return a file test within `[[ ]]`, or a test that passes in its place."""
+        if bool(found[1]) == holds:
+            return found[0]
+        self.assumed_files.append(found[3])
+        return f"{found[1] or ''}-n x"
+
+    def _write_simple(self, node: Simple) -> str:
+        assignments = [self.rewrite_word(raw) for raw in node.assignments]
+        words = [self.rewrite_word(raw) for raw in node.words]
+        if not words:
+            return " ".join(assignments) or ":"
+        name = node.words[0]
+        if name in self._functions:
+            return " ".join([*assignments, f"__plan_call_{name}", *words[1:]])
+        document = self._write_document(name, words, node.redirections)
+        if document:
+            return document
+        if name == "exit":
+            return f"__plan_exit {node.line}"
+        if name == "set" and "--" in words:
+            return " ".join(words[:1]) + " " + " ".join(words[words.index("--") :])
+        if name in ("set", *WITHOUT_EFFECT) or name.rpartition("/")[2] in SILENT_COMMANDS:
+            return ":"
+        if name in KEPT and (name != "export" or len(words) > 1):
+            return " ".join([*assignments, *words])
+        return " ".join([*assignments, "__plan_command", *words])
+
+    def _write_document(
+        self, name: str, words: list[str], redirections: tuple[Redirection, ...]
+    ) -> str:
+        """Return the report of a text that the command writes to a file or runs as a script.
+
+        Return an empty string for any other command.
+        """
+        target = ""
+        body: str | None = None
+        for redirection in redirections:
+            if redirection.operator in (">", ">|", ">>"):
+                target = self.rewrite_word(redirection.target)
+            elif redirection.operator in ("<<", "<<-") and redirection.is_literal:
+                body = shlex.quote(redirection.document)
+            elif redirection.operator in ("<<", "<<-"):
+                body = f'"{self._rewrite_document(redirection.document)}"'
+        if body is not None and name in SCRIPT_READERS:
+            return f"__plan_command bash -c {body}"
+        if name == "tee" and len(words) > 1:
+            target = words[-1]
+        elif name == "echo":
+            return f"__plan_document {target} {' '.join(words[1:])}" if target else ""
+        elif name != "cat":
+            return ""
+        if not target or body is None:
+            return ""
+        return f"__plan_document {target} {body}"
+
+    # ---- words ----
+
+    def rewrite_word(self, raw: str) -> str:
+        """Return a word with marks in place of its command substitutions."""
+        return self._rewrite(raw, quoted=False)
+
+    def _rewrite_document(self, body: str) -> str:
+        """Return a here-document's body in the form that it needs between double quotes."""
+        pieces: list[str] = []
+        position = 0
+        while position < len(body):
+            end, text = self._rewrite_dollar(body, position, quoted=True)
+            if end > position:
+                pieces.append(text)
+                position = end
+            elif body[position] == "\\" and body[position + 1 : position + 2] in tuple("$`\\\n"):
+                pieces.append(body[position : position + 2])
+                position += 2
+            else:
+                pieces.append("\\" + body[position] if body[position] in '"\\' else body[position])
+                position += 1
+        return "".join(pieces)
+
+    def _rewrite(self, raw: str, *, quoted: bool) -> str:
+        pieces: list[str] = []
+        position = 0
+        while position < len(raw):
+            end, text = self._rewrite_dollar(raw, position, quoted=quoted)
+            if end > position:
+                pieces.append(text)
+                position = end
+                continue
+            end = position + 1
+            if raw[position] == "\\":
+                end = position + 2
+            elif raw[position] == "'" and not quoted:
+                end = raw.index("'", position + 1) + 1
+            elif raw.startswith("$'", position) and not quoted:
+                end = _find_end_of_c_string(raw, position + 2)
+            elif raw[position] == '"':
+                quoted = not quoted
+            elif raw.startswith(("<(", ">("), position) and not quoted:
+                end = find_end_of_substitution(raw, position + 2, self._source)
+                pieces.append(self._mark(raw[position:end]))
+                position = end
+                continue
+            pieces.append(raw[position:end])
+            position = end
+        return "".join(pieces)
+
+    def _rewrite_dollar(self, raw: str, position: int, *, quoted: bool) -> tuple[int, str]:
+        """Return the end and the new text of an expansion. If there is none, return `position`."""
+        if raw[position] == "`":
+            end = find_end_of_backticks(raw, position + 1)
+            return end + 1, self._mark(raw[position : end + 1])
+        if raw.startswith("$((", position):
+            end = find_end_of_arithmetic(raw, position + 3) + 2
+            if end > position:
+                text = raw[position:end]
+                names = NAME.findall(text)
+                if has_command(text[3:-2]) or not self._computed.isdisjoint(names):
+                    text = self._mark(text)
+                return end, text
+        if raw.startswith("$(", position):
+            end = find_end_of_substitution(raw, position + 2, self._source)
+            return end, self._mark(raw[position:end])
+        if raw.startswith("${", position):
+            end = find_end_of_braces(raw, position + 2, self._source)
+            written = raw[position + 2 : end]
+            if written in self._unset:
+                return end + 1, f"${{{written}-{self._unset[written]}}}"
+            return end + 1, f"${{{self._rewrite(written, quoted=quoted)}}}"
+        variable = VARIABLE.match(raw, position)
+        if variable and variable[1] in self._unset:
+            return variable.end(), f"${{{variable[1]}-{self._unset[variable[1]]}}}"
+        return position, ""
+
+
+def _find_end_of_c_string(raw: str, position: int) -> int:
+    while raw[position] != "'":
+        position = skip_character(raw, position)
+    return position + 1

@@ -1,0 +1,1 @@
+"""Commands around a run: its report, its disks, its jobs, the Hub, a rollback."""

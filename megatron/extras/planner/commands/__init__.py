@@ -1,0 +1,1 @@
+"""What `megatron-plan` prints, and the command that calibrates it."""

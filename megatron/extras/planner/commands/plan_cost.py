@@ -1,0 +1,516 @@
+"""The predicted cost of a planned run: memory, time, energy, goodput.
+
+`megatron/extras/planner/cost/` has the model. This module takes what it needs from a plan, and
+formats what it predicts.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.base.durable import replace_file
+from megatron.base.errors import ConfigError
+from megatron.config.kernels import KernelsConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.tree import Config
+from megatron.extras.planner.cost.float8 import list_linears
+from megatron.extras.planner.cost.goodput import (
+    FAILURES_PER_1000_NODE_DAYS,
+    Footprint,
+    PlannedGoodput,
+    Reliability,
+    estimate_footprint,
+    estimate_goodput,
+    estimate_mean_hours_to_failure,
+)
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.layers import Seconds
+from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
+from megatron.extras.planner.cost.step_prediction import StepPrediction
+from megatron.extras.planner.cost.trace import build_trace
+from megatron.extras.planner.prediction import can_be_predicted, predict_plan
+from megatron.extras.training.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
+from megatron.plan.run_plan import Plan
+from megatron.run.host_memory import count_checkpoint_bytes
+
+FLOAT8_ROUNDING = "float8: rounding"
+FLOAT8_SCALES = "float8: messages"
+"""Parts of a step with float8. The messages have largest values, from which scales follow."""
+_BAR = 50
+"""Characters of the bar that shows where the time goes."""
+_LEAST_GAIN = 0.02
+"""Smallest predicted gain that is printed."""
+_MOST_DRAWN = 20_000
+"""Visits of a pipeline that a trace may have."""
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What a prediction of cost assumes about the cluster, apart from its hardware."""
+
+    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
+    restart_minutes: float = 10.0
+    save_gb_per_second: float = 2.0
+    pue: float = 1.2
+    carbon_intensity: float = 300.0
+    utilisation: float = 0.85
+    """Power of a device relative to its limit."""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a complete run costs."""
+
+    days: float
+    """Days without failures."""
+    days_with_failures: float
+    footprint: Footprint
+
+
+def predict_goodput(plan: Plan, hardware: Hardware, options: CostOptions) -> PlannedGoodput:
+    """Predict the goodput of the plan's number of devices."""
+    hours = estimate_mean_hours_to_failure(
+        plan.world_size, hardware.ranks_per_node, options.failures_per_1000_node_days
+    )
+    # All nodes write their shards at the same time.
+    nodes = -(-plan.world_size // hardware.ranks_per_node)
+    save = count_checkpoint_bytes(plan) / (nodes * options.save_gb_per_second * 1e9)
+    return estimate_goodput(Reliability(hours, 60 * options.restart_minutes, save))
+
+
+def predict_days(plan: Plan, prediction: StepPrediction) -> float | None:
+    """Predict the days of the run without failures. None if its length in tokens is not known."""
+    if plan.train_seconds is not None or not plan.train_tokens:
+        return None
+    return plan.train_tokens / (prediction.tokens_per_second * plan.world_size) / 86400
+
+
+def predict_run(
+    plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
+) -> RunCost | None:
+    """Predict what the complete run costs.
+
+    None if its length in tokens is not known, or if the layout does not fit, so that it has no
+    cost.
+    """
+    days = predict_days(plan, prediction)
+    if days is None or prediction.verdict is Verdict.DOES_NOT_FIT:
+        return None
+    # Goodput is the useful share of the wall time, so the rest is added here.
+    wall = days / goodput.useful
+    footprint = estimate_footprint(
+        prediction.job.hardware,
+        plan.world_size,
+        24 * wall,
+        utilisation=options.utilisation,
+        pue=options.pue,
+        grams_per_kilowatt_hour=options.carbon_intensity,
+    )
+    return RunCost(days, wall, footprint)
+
+
+def list_breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
+    """Return the seconds of a step by what the busiest pipeline rank does."""
+    busiest: Seconds = max(prediction.rank_seconds, key=lambda each: each.total)
+    # Everything that the rank does not compute is waiting: the bubble, and messages.
+    waiting = 0.0
+    # Without a pipeline, the difference would be that of two roundings.
+    if prediction.job.layout.pipeline > 1:
+        waiting = max(0.0, prediction.pipeline_seconds - busiest.total)
+    parts = [
+        ("matrix products", busiest.gemm),
+        ("attention", busiest.attention),
+        ("other kernels", busiest.pointwise),
+        (FLOAT8_ROUNDING, busiest.rounding + prediction.weight_scale_seconds.rounding),
+        (FLOAT8_SCALES, busiest.scales + prediction.weight_scale_seconds.scales),
+        ("between kernels", busiest.gaps),
+        ("between steps", prediction.job.software.step_gap),
+        (_name_layer_messages(prediction), busiest.tensor),
+        ("pipeline", waiting),
+        ("data-parallel", prediction.data_parallel.waited),
+        ("optimizer", prediction.optimizer_seconds),
+    ]
+    return [(name, seconds) for name, seconds in parts if seconds > 0]
+
+
+def _name_layer_messages(prediction: StepPrediction) -> str:
+    """Return which ranks send the messages within a layer."""
+    layout = prediction.job.layout
+    if layout.context == 1:
+        return "tensor-parallel"
+    if layout.tensor == 1:
+        return "context-parallel"
+    return "tensor and context"
+
+
+def build_verdict_json(prediction: StepPrediction) -> dict[str, Any]:
+    """Return the peak memory, what it may be, and whether it fits, as plain data."""
+    return {
+        "peak_bytes": prediction.peak_bytes,
+        "usable_bytes": prediction.job.hardware.usable_bytes,
+        "verdict": prediction.verdict,
+    }
+
+
+def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dict[str, Any] | None:
+    """Return the prediction as plain data. None if there is none."""
+    if not can_be_predicted(plan, hardware):
+        return None
+    prediction = predict_plan(plan, hardware)
+    goodput = predict_goodput(plan, hardware, options)
+    run = predict_run(plan, prediction, goodput, options)
+    return {
+        "hardware": hardware.name,
+        "layout": prediction.job.layout.describe(),
+        "seconds_per_iteration": prediction.seconds,
+        "breakdown_seconds": dict(list_breakdown(prediction)),
+        "tokens_per_second": prediction.tokens_per_second * plan.world_size,
+        "tflops": prediction.compute_tflops(hardware=True),
+        "mfu": prediction.compute_mfu(causal=False),
+        "mfu_causal": prediction.compute_mfu(causal=True),
+        "memory_bytes_by_pipeline_rank": [rank.total for rank in prediction.memory],
+        "memory_bytes_by_kind": vars(max(prediction.memory, key=lambda rank: rank.total)),
+        **build_verdict_json(prediction),
+        "goodput": vars(goodput),
+        "run": None
+        if run is None
+        else {
+            "days": run.days,
+            "days_with_failures": run.days_with_failures,
+            **vars(run.footprint),
+        },
+    }
+
+
+def format_cost(
+    plan: Plan,
+    hardware: Hardware,
+    options: CostOptions,
+    *,
+    is_default: bool = False,
+    assumed: Sequence[str] = (),
+) -> list[str]:
+    """Format the prediction for people.
+
+    Args:
+        plan: The plan.
+        hardware: The devices.
+        options: What is assumed about the cluster.
+        is_default: Whether nobody chose the hardware.
+        assumed: What is assumed about the run.
+    """
+    if plan.errors:
+        return []
+    if not can_be_predicted(plan, hardware):
+        text = f"no prediction: {hardware.name} has no fp32_tflops. Use --bf16"
+        return [_format_row("step", text)]
+    prediction = predict_plan(plan, hardware)
+    goodput = predict_goodput(plan, hardware, options)
+    lines = [
+        _format_row(
+            "predicted step",
+            f"{prediction.seconds:,.3g} s on {hardware.name}, at batch size "
+            f"{plan.batch_size.final:,}",
+        ),
+        *_format_default(hardware, is_default=is_default),
+        *_format_missing_gpu(hardware),
+        *_format_precision(plan, hardware, prediction),
+        *_format_float8(plan, prediction),
+        *_format_breakdown(prediction),
+        _format_row(
+            "  speed",
+            f"{prediction.tokens_per_second * plan.world_size:,.0f} tokens/s, "
+            f"{prediction.compute_tflops(hardware=True):.1f} TFLOPs (hardware, full attention)",
+        ),
+        _format_row(
+            "  MFU",
+            f"{100 * prediction.compute_mfu(causal=False):.1f} % with full attention, "
+            f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
+        ),
+        *_format_memory(prediction),
+        *format_assumed("  assumed", assumed),
+        *_format_unused_speed(plan, hardware, prediction),
+        *_format_run(plan, prediction, goodput, options),
+    ]
+    return lines
+
+
+def _format_number(value: float) -> str:
+    """Return a number with three digits, or a whole number from 1,000 on."""
+    if value < 999.5:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
+
+
+def format_days(days: float) -> str:
+    """Return a duration in days, or in a smaller unit if it is shorter."""
+    return _format_in(days, (("days", 1), ("hours", 24), ("minutes", 1440), ("seconds", 86400)))
+
+
+def _format_in(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a value in the first unit in which it is at least 1, or in the last one.
+
+    `units` has names and how many of each are one of the value's own unit, the largest unit first.
+    """
+    fitting = (each for each in units if value * each[1] >= 1)
+    unit, count = next(fitting, units[-1])
+    return f"{_format_number(value * count)} {unit}"
+
+
+def _format_row(label: str, text: str) -> str:
+    return f"{label:<22}{text}"
+
+
+def _format_default(hardware: Hardware, *, is_default: bool) -> list[str]:
+    """Return a row about hardware that nobody chose."""
+    if not is_default:
+        return []
+    text = f"{hardware.name} is the default. Without a GPU, give --hardware cpu"
+    return [_format_row("  hardware", text)]
+
+
+def _format_missing_gpu(hardware: Hardware) -> list[str]:
+    """Return a row about a run without GPUs."""
+    if hardware.has_gpu:
+        return []
+    return [_format_row("  devices", "CPUs. The run has no GPU, and its prediction is rough")]
+
+
+def format_assumed(label: str, assumed: Sequence[str]) -> list[str]:
+    """Return a row about what the numbers rest on, and neither the command nor a file gives."""
+    if not assumed:
+        return []
+    return [_format_row(label, "; ".join(assumed))]
+
+
+def _format_precision(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
+    """Return a row about a format that the device does not compute in, or only slowly."""
+    precision = plan.config.precision
+    if precision.bf16 and not hardware.has_bf16:
+        text = f"{hardware.name} does not compute in bf16. Use --fp16, whose times these are"
+        return [_format_row("  precision", text)]
+    if precision.bf16 or precision.fp16 or not hardware.has_gpu:
+        return []
+    field = "fp16"
+    if hardware.has_bf16:
+        field = "bf16"
+    given: dict[str, Any] = {field: True}
+    config = replace(plan.config, precision=replace(precision, **given))
+    half = predict_plan(replace(plan, config=config), hardware)
+    text = (
+        f"fp32. With --{field}, a step would take {half.seconds:,.3g} s, and "
+        f"{half.peak_bytes / 2**30:,.1f} instead of {prediction.peak_bytes / 2**30:,.1f} GiB"
+    )
+    return [_format_row("  precision", text)]
+
+
+def _format_float8(plan: Plan, prediction: StepPrediction) -> list[str]:
+    """Return a row about float8, or about why it is not predicted."""
+    config = plan.config
+    if config.precision.fp8_format is None:
+        return []
+    if config.precision.fp8_emulate:
+        return [_format_row("  float8", "emulated. The times and the memory are those without it")]
+    name = prediction.job.hardware.name
+    if prediction.job.software.float8 is None:
+        text = f"{name} has no such products. The times and the memory are those without float8"
+        return [_format_row("  float8", text)]
+    layers = list_float8_layers(config)
+    sizes = sorted({each.complete for each in list_linears(plan.shape, 1)})
+    others = [f"{size[0]:,} x {size[1]:,}" for size in sizes if not fits_float8(size)]
+    text = f"{config.precision.fp8_recipe}, transformer layers {layers.start + 1} to {layers.stop}"
+    if others:
+        text += f"; not in float8, because a size is no multiple of {MULTIPLE}: {', '.join(others)}"
+    return [_format_row("  float8", text)]
+
+
+def list_possible_fusions(plan: Plan) -> dict[str, str]:
+    """Return the fused kernels that a flag leaves out although they would fit: field -> flag."""
+    config = plan.config
+    kernels = config.kernels
+    half = config.precision.bf16 or config.precision.fp16
+    accumulates = half and not config.parallel.deepspeed
+    possible = {
+        "rope_fusion": config.model.position_embedding_type == "rotary",
+        "bias_swiglu_fusion": config.model.glu_activation is not None,
+        "cross_entropy_loss_fusion": True,
+        "gradient_accumulation_fusion": accumulates,
+    }
+    return {
+        field: f"--{field.replace('_', '-')}"
+        for field, can_be_used in possible.items()
+        if can_be_used and getattr(kernels, field) is False
+    }
+
+
+def list_unused_speed(
+    plan: Plan, hardware: Hardware, prediction: StepPrediction
+) -> list[tuple[float, str]]:
+    """Return how much faster the plan would be with other flags: (0.05 is 5 %, advice).
+
+    What is below 2 % or needs too much memory is left out. torch.compile is left out as well,
+    because the error of its prediction is larger than its gain.
+    """
+    if not hardware.has_gpu:
+        return []
+    config = plan.config
+    changes: list[tuple[str, Config]] = []
+    fusions = list_possible_fusions(plan)
+    if fusions:
+        given: dict[str, Any] = dict.fromkeys(fusions)
+        flags = " ".join(flag.replace("--", "--no-", 1) for flag in fusions.values())
+        kernels = replace(config.kernels, **given)
+        changes.append((f"leave out {flags}", replace(config, kernels=kernels)))
+    if config.kernels.attention_backend[0] in ("flash", "efficient", "unfused"):
+        order = KernelsConfig().attention_backend
+        kernels = replace(config.kernels, attention_backend=order)
+        changes.append(("leave out --attention-backend", replace(config, kernels=kernels)))
+    if not prediction.job.software.half:
+        bf16 = hardware.has_bf16
+        precision = replace(config.precision, bf16=bf16, fp16=not bf16)
+        flag = ("--fp16", "--bf16")[bf16]
+        changes.append((f"give {flag}", replace(config, precision=precision)))
+    for name in ("checkpoint_activations", "recompute_attention_core"):
+        if getattr(config.recompute, name):
+            advice = f"leave out --{name.replace('_', '-')}"
+            changes.append((advice, replace(config, recompute=RecomputeConfig())))
+    double = 2 * config.batch.micro_batch_size
+    if plan.batch_size.final % (double * plan.data_parallel_size) == 0:
+        batch = replace(config.batch, micro_batch_size=double)
+        changes.append((f"give --micro-batch-size {double}", replace(config, batch=batch)))
+    found = []
+    for advice, changed in changes:
+        other = predict_plan(replace(plan, config=changed), hardware)
+        gain = prediction.seconds / other.seconds - 1
+        less = other.peak_bytes <= min(prediction.peak_bytes, hardware.memory_bytes)
+        if gain >= _LEAST_GAIN and (less or other.verdict is Verdict.FITS):
+            found.append((gain, advice))
+    return sorted(found, reverse=True)
+
+
+def _format_unused_speed(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
+    """Return at most three rows about speed that the plan does not use."""
+    return [
+        _format_row("  unused speed", f"{100 * gain:,.0f} % more: {advice}")
+        for gain, advice in list_unused_speed(plan, hardware, prediction)[:3]
+    ]
+
+
+def _format_breakdown(prediction: StepPrediction) -> list[str]:
+    """Format a bar for each part of a step."""
+    parts = list_breakdown(prediction)
+    # Shares refer to the sum of the parts, which is the step.
+    total = sum(seconds for _, seconds in parts)
+    return [
+        _format_row(
+            f"  {name}",
+            f"{seconds:>10,.3g} s {100 * seconds / total:>5.1f} % "
+            f"{'#' * round(_BAR * seconds / total)}",
+        )
+        for name, seconds in parts
+        # The others would be shown as 0.0 %.
+        if seconds >= 0.0005 * total
+    ]
+
+
+def _format_memory(prediction: StepPrediction) -> list[str]:
+    hardware = prediction.job.hardware
+    totals = [rank.total / 2**30 for rank in prediction.memory]
+    fullest = totals.index(max(totals))
+    verdict = prediction.verdict
+    # Kinds that do not matter would make the line longer than the terminal.
+    kinds = ", ".join(
+        f"{name.replace('_', ' ')} {size / 2**30:,.1f}"
+        for name, size in vars(prediction.memory[fullest]).items()
+        if size >= 0.05 * 2**30
+    )
+    lines = [
+        _format_row(
+            "  peak memory",
+            f"{totals[fullest]:,.1f} of {hardware.memory_gib:,.1f} GiB, of which "
+            f"{100 * hardware.usable_share:g} % may be used: "
+            f"{verdict if verdict is Verdict.FITS else verdict.upper()} ({kinds})",
+        )
+    ]
+    if len(totals) > 1:
+        stages = " ".join(f"{total:,.1f}" for total in totals)
+        lines.append(_format_row("    by pipeline rank", stages))
+    return lines
+
+
+def _format_run(
+    plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
+) -> list[str]:
+    hours = estimate_mean_hours_to_failure(
+        plan.world_size,
+        prediction.job.hardware.ranks_per_node,
+        options.failures_per_1000_node_days,
+    )
+    if prediction.verdict is Verdict.DOES_NOT_FIT:
+        return [_format_row("predicted run", "none, because the layout does not fit")]
+    lines = []
+    run = predict_run(plan, prediction, goodput, options)
+    if run is not None:
+        lines.append(
+            _format_row(
+                "predicted run",
+                ", ".join([format_days(run.days), *_list_cost(run, prediction)]),
+            )
+        )
+        if 86400 * run.days < goodput.save_interval_seconds:
+            # A short run ends before the first save, and hardly ever fails.
+            return lines
+    # People set --save-interval in iterations.
+    steps = max(1, round(goodput.save_interval_seconds / prediction.seconds))
+    lines.append(
+        _format_row(
+            "goodput",
+            f"{100 * goodput.useful:.1f} % with a failure every {_format_number(hours)} hours; "
+            f"save every {steps:,} iterations ({goodput.save_interval_seconds / 60:,.0f} minutes)",
+        )
+    )
+    return lines
+
+
+def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:
+    """Return what a run costs, without what is next to nothing."""
+    parts = []
+    # Below a thousandth, both durations are shown as the same number.
+    if run.days_with_failures > 1.001 * run.days:
+        parts.append(f"{format_days(run.days_with_failures)} with failures")
+    footprint = run.footprint
+    if prediction.job.hardware.has_gpu and footprint.device_hours >= 0.5:
+        parts.append(f"{footprint.device_hours:,.0f} GPU-hours")
+    if footprint.megawatt_hours >= 1e-6:
+        units = (("MWh", 1), ("kWh", 1e3), ("Wh", 1e6))
+        parts.append(_format_in(footprint.megawatt_hours, units))
+    if footprint.tonnes >= 1e-6:
+        parts.append(
+            _format_in(footprint.tonnes, (("t CO2e", 1), ("kg CO2e", 1e3), ("g CO2e", 1e6)))
+        )
+    return parts
+
+
+def write_trace(prediction: StepPrediction, path: Path) -> None:
+    """Write the predicted step as a Chrome trace.
+
+    Raises:
+        ConfigError: The step is too long, or the file cannot be written.
+    """
+    schedule = prediction.schedule
+    visits = 2 * schedule.microbatches * schedule.ranks * schedule.stages_per_rank
+    # A trace of a million events opens in no viewer.
+    if visits > _MOST_DRAWN:
+        raise ConfigError(
+            f"--trace {path}: the step has {visits:,} passes of a microbatch through a stage, and "
+            f"at most {_MOST_DRAWN:,} are drawn; use a smaller --global-batch-size for it."
+        )
+    trace = build_trace(prediction, simulate_pipeline(schedule, prediction.stage_times))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(trace))
+    except OSError as failure:
+        raise ConfigError(f"--trace {path}: {failure.strerror}; choose another path.") from failure

@@ -1,0 +1,325 @@
+"""Where the plan's training command comes from: a command line, a launch script or a YAML file.
+
+A contained shell follows the branches and loops of a script.
+
+Invariant: no command in a script runs.
+"""
+
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+from megatron.base.errors import ConfigError
+from megatron.console.double_dash import split_at_double_dash
+from megatron.extras.interop.translators.launch_script import (
+    SCRIPT_SUFFIXES,
+    LaunchScript,
+    parse_command,
+    read_launch_script,
+)
+
+_SWITCHES = frozenset(
+    {
+        "--dry-run",
+        "--help",
+        "--json",
+        "--no-dry-run",
+        "--no-json",
+        "--no-allow-fp8",
+        "--no-search",
+        "--search",
+        "--allow-fp8",
+        "-h",
+    }
+)
+"""The tool's own flags without a value."""
+_WITH_VALUE = frozenset(
+    {
+        "--carbon-intensity",
+        "--consumed-samples",
+        "--device-memory-gib",
+        "--dry-run-microbatches",
+        "--explain",
+        "--failures-per-1000-node-days",
+        "--hardware",
+        "--pue",
+        "--ranks-per-node",
+        "--restart-minutes",
+        "--save-gb-per-second",
+        "--script-args",
+        "--trace",
+        "--usable-share",
+        "--write-config",
+        "--world-size",
+    }
+)
+"""The tool's own flags with one value."""
+
+
+@dataclass(frozen=True)
+class CommandSource:
+    """The training arguments, the world size found with them, and warnings about reading them.
+
+    `documents` has the files that the script writes before it starts training, by name. `command`
+    is the training command of the script `script`. `notes` state how it was read.
+    """
+
+    arguments: tuple[str, ...]
+    world_size: int | None
+    warnings: tuple[str, ...] = ()
+    documents: Mapping[str, str] = field(default_factory=dict)
+    ranks_per_node: int | None = None
+    command: LaunchScript | None = None
+    script: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def split_arguments(
+    argv: list[str],
+    switches: Collection[str] = _SWITCHES,
+    with_value: Collection[str] = _WITH_VALUE,
+) -> tuple[list[str], list[str]]:
+    """Split a command line into a tool's own arguments and the training command's.
+
+    Arguments are recognised by name. Everything after '--' belongs to the training command.
+
+    Args:
+        argv: The words of the command line.
+        switches: The tool's flags without a value.
+        with_value: The tool's flags with one value.
+    """
+    # tyro would refuse the training flags, so each word is assigned here.
+    words, after = split_at_double_dash(argv)
+    own: list[str] = []
+    training: list[str] = []
+    while words:
+        word = words.pop(0)
+        name = word.partition("=")[0].replace("_", "-")
+        if name in switches:
+            own.append(word)
+        elif name in with_value:
+            # The value is attached with '=', or it is the next word.
+            if "=" not in word and words:
+                word += f"={words.pop(0)}"
+            own.append(word)
+        elif name == "--at":
+            values = word.partition("=")[2].replace(",", " ").split()
+            # `--at` takes any number of values. The first word that is no number ends them.
+            # Negative numbers are taken too, so that the message about them names this flag.
+            while words and re.fullmatch(r"-?\d[\d_]*", words[0]):
+                values.append(words.pop(0))
+            own += ["--at", *values]
+        else:
+            training.append(word)
+    return own, training + (after or [])
+
+
+def read_source(training: list[str], *, script_args: str = "") -> CommandSource:
+    """Find the arguments of pretrain_gpt.py in a command line, a script or a YAML file.
+
+    Args:
+        training: The words of the command line that belong to the training command.
+        script_args: Arguments of the script, written as in a shell.
+
+    Raises:
+        ConfigError: The file cannot be read or has no training command.
+    """
+    if training and not training[0].startswith("-"):
+        first = Path(training[0])
+    else:
+        first = None
+    is_script = first is not None and first.suffix in SCRIPT_SUFFIXES
+    if script_args and not is_script:
+        raise ConfigError(
+            "--script-args needs a script as the first argument, a file that ends in "
+            f"{' or '.join(SCRIPT_SUFFIXES)}."
+        )
+    if first is not None and first.suffix in (".yaml", ".yml"):
+        return CommandSource(("--config", *training), None)
+    # Anything that is no file with a known suffix is part of the training command itself.
+    if first is None or not is_script:
+        return _build_source(parse_command(training), (), None, ())
+    parameters = list(takewhile(lambda word: not word.startswith("-"), training[1:]))
+    further = tuple(training[1 + len(parameters) :])
+    try:
+        parameters += shlex.split(script_args)
+    except ValueError as error:
+        raise ConfigError(f"--script-args {script_args}: {error}.") from None
+    found = read_launch_script(first, parameters=parameters, environment=os.environ)
+    return _build_source(found, further, first, tuple(_describe_assumptions(found, first)))
+
+
+def _describe_assumptions(found: LaunchScript, script: Path) -> Iterator[str]:
+    """Yield how the contained shell read a script, and what it assumed."""
+    yield f"{script} is read with its branches and loops, in a shell that runs no command."
+    if found.assumed_files:
+        yield (
+            f"{', '.join(found.assumed_files)}: assumed to exist, because the script ends without "
+            "it."
+        )
+    if found.loop:
+        yield (
+            f"the script starts training in the loop `{found.loop}`. This plan is of its first "
+            "pass. For another one, edit the loop, or give the flags that change after the script."
+        )
+
+
+def _build_source(
+    command: LaunchScript, further: tuple[str, ...], script: Path | None, notes: tuple[str, ...]
+) -> CommandSource:
+    return CommandSource(
+        (*_drop_flags(command.arguments, further), *further),
+        command.world_size,
+        tuple(_describe_unknown(command, script)),
+        command.documents,
+        command.devices_per_node,
+        command,
+        script,
+        notes,
+    )
+
+
+def explain_errors(source: CommandSource, errors: Sequence[str]) -> list[str]:
+    """Return the errors of a plan with their fixes, or one error about what the script lacks.
+
+    The other errors may follow from the missing values, so they come after these are given.
+    """
+    command = source.command
+    if command is None or source.script is None:
+        return [_explain_own_flag(error) for error in errors]
+    text = "\n".join(errors)
+    if any(_has_value(text, name) for name in command.parameters):
+        return [_describe_arguments(command, source.script)]
+    names = [name for name in command.unresolved if _has_value(text, name)]
+    if names:
+        every = [*names, *(n for n in command.tested if n not in names)]
+        listed = ", ".join(f"${name}" for name in every)
+        return [
+            f"the script needs variables: {listed}. Set them in the environment, as in "
+            f"{names[0]}=... megatron-plan {source.script}."
+        ]
+    unknown = [command_text for command_text in command.commands if command_text in text]
+    if unknown:
+        flags = [
+            flag
+            for flag, value in pairwise(source.arguments)
+            if any(command_text in value for command_text in unknown)
+        ]
+        return [
+            f"values of {', '.join(flags) or 'the script'} need commands, which do not run here: "
+            f"{', '.join(unknown)}. Give these flags again with a value: megatron-plan "
+            f"{source.script} {' '.join(f'{flag} VALUE' for flag in flags)}."
+        ]
+    return list(errors)
+
+
+def _explain_own_flag(error: str) -> str:
+    """Return an error, with its fix if it is about a flag of this tool after '--'."""
+    found = re.match(r"unknown flag (--[\w-]+)", error)
+    if found is None or found[1].replace("_", "-") not in {*_SWITCHES, *_WITH_VALUE, "--at"}:
+        return error
+    return f"{found[0]}; it is a flag of plan.py, so write it before '--'."
+
+
+def _has_value(text: str, name: str) -> bool:
+    """Return whether a value in the errors `text` is an unknown variable, and not a part of it.
+
+    A file name with an unknown part, as in `ds.$JOB.json`, is not the cause of an error.
+    """
+    variable = rf"(?:\${re.escape(name)}|\$\{{{re.escape(name)}\}})"
+    return re.search(rf"(?<![^\s'\"]){variable}(?=[\s'\",;:]|\.?$)", text, re.MULTILINE) is not None
+
+
+def _describe_arguments(command: LaunchScript, script: Path | None) -> str:
+    """Return the message about the arguments that a script lacks."""
+    listed = ", ".join(command.missing_arguments)
+    return (
+        f"the script needs arguments: {listed or '$@'}. Give all arguments of the script in order: "
+        f"megatron-plan {script} --script-args 'VALUE1 VALUE2 ...'."
+    )
+
+
+def _drop_flags(arguments: Sequence[str], further: Sequence[str]) -> list[str]:
+    """Return `arguments` without the flags that `further` gives again, and without their values.
+
+    The script's value of such a flag may be unknown, as in `--lr $(...)`, which is not a number.
+    """
+    given = {_get_flag(word) for word in further if word.startswith("--")}
+    kept: list[str] = []
+    dropped = False
+    for word in arguments:
+        if word.startswith("--"):
+            dropped = _get_flag(word) in given
+        if not dropped:
+            kept.append(word)
+    return kept
+
+
+def _get_flag(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
+
+
+def _describe_unknown(command: LaunchScript, script: Path | None) -> Iterator[str]:
+    """Yield one warning for each kind of unknown value in the script, with the way to give them."""
+    if command.unresolved:
+        unset = ", ".join(f"${name}" for name in command.unresolved)
+        first = command.unresolved[0]
+        yield (
+            f"variables without a value here stay as they are written: {unset}. Set them in the "
+            f"environment, as in {first}=... megatron-plan {script}."
+        )
+    if command.parameters:
+        yield _describe_arguments(command, script)
+    if command.commands:
+        yield (
+            f"these need execution and stay as they are written: {', '.join(command.commands)}. "
+            f"Give their flags again with a value: megatron-plan {script} --flag VALUE."
+        )
+    if command.placeholders:
+        yield (
+            f"placeholders stay as they are written: {', '.join(command.placeholders)}. Replace "
+            "them before you train."
+        )
+
+
+@contextmanager
+def write_documents(source: CommandSource) -> Iterator[dict[str, str]]:
+    """Write the documents that the arguments name to a temporary folder.
+
+    Yields:
+        The script's name of each document, and its path in the folder.
+    """
+    paths: dict[str, str] = {}
+    # Most commands have none, and a process that is killed would leave the folder.
+    if not source.documents:
+        yield paths
+        return
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        for number, (name, text) in enumerate(source.documents.items()):
+            # Two documents may have one name in two folders.
+            safe = re.sub(r"[^\w.-]|^\.+$", "_", Path(name).name)[-100:]
+            path = Path(folder) / str(number) / (safe or "document")
+            if any(name in (word, word.partition("=")[2]) for word in source.arguments):
+                path.parent.mkdir()
+                path.write_text(text, errors="surrogateescape")
+                paths[name] = str(path)
+        yield paths
+
+
+def rename_document(word: str, paths: Mapping[str, str]) -> str:
+    """Return a word of the arguments with the path of the document that it names.
+
+    Args:
+        word: A file name or --flag=FILE. Other words are returned as they are.
+        paths: What `write_documents` yields.
+    """
+    flag, mark, value = word.partition("=")
+    if mark and value in paths:
+        return f"{flag}={paths[value]}"
+    return paths.get(word, word)

@@ -1,0 +1,257 @@
+"""The reference: the steps of one process that share as little as possible with the run.
+
+| what              | the run                               | the reference                     |
+|-------------------|---------------------------------------|-----------------------------------|
+| batch             | microbatches on data-parallel ranks   | one microbatch, read by one rank  |
+| labels, masks     | `data/batches.py`, `documents.py`     | formulas of this module           |
+| batch size        | `schedule/batch_size.py`              | formulas of this module           |
+| initial weights   | `model/init.py`, shard by shard       | formula of name and depth         |
+| layers            | `model/`, on slices                   | `model/`, complete                |
+| loss, z-loss      | `model/loss.py`, fused and sharded    | torch's cross entropy             |
+| recomputation     | as configured                         | none                              |
+| dropout masks     | drawn for each slice                  | the same keys, drawn one by one   |
+| norm and clipping | sums over ranks                       | a sum over parameters             |
+| optimizer         | `engine/optimizer.py` and others      | torch's AdamW, or formulas        |
+| resume            | at step 2                             | none                              |
+
+The layers themselves, the goldfish mask, the order of samples, the formula of the learning rate and
+the functions that `reference_optimizer` names are the run's own. The reference does not resume, so
+it shows what an uninterrupted run computes.
+"""
+
+import copy
+import math
+import zlib
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.batch import BatchConfig
+from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
+from megatron.extras.planner.verify.reference_dropout import use_masks_of_layout
+from megatron.extras.planner.verify.reference_optimizer import Moments, Rates, ReferenceOptimizer
+from megatron.extras.planner.verify.trace import ActivationTrace
+from megatron.model.goldfish import find_loss_mask
+from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
+from megatron.model.shape import ModelShape
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import DropoutKey, RandomStreams
+from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One step of the reference. Tensors are by the name of the parameter."""
+
+    inputs: Inputs
+    """The global batch in the order of the samples."""
+    rates: Rates
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    """Before clipping. The dropped step has none."""
+    state: Moments
+    """Weights and moments after the step."""
+    trace: ActivationTrace
+
+
+@dataclass
+class ReferenceRun:
+    """All steps of the reference."""
+
+    initial: dict[str, Tensor]
+    steps: list[ReferenceStep] = field(default_factory=list)
+
+
+def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
+    """Train the copy's model in this process. The dropped step has only a forward pass.
+
+    Args:
+        plan: The plan of the copy.
+        samples: The samples of all steps in order, int64[n, s + 1].
+    """
+    torch.set_num_threads(1)
+    config = plan.config
+    alone = resolve(use_one_process(config, 1), 1)
+    # An error here would be a mistake of the reduction, and not of the user.
+    alone.raise_on_errors()
+    schedule = alone.lr_schedule
+    model = _build_model(alone)
+    parameters = dict(model.named_parameters())
+    optimizer = ReferenceOptimizer(parameters, config.optimizer, alone.shape)
+    masks = use_masks_of_layout(model, plan)
+    run = ReferenceRun(_copy(parameters))
+    consumed = 0
+    position = (0, 0, 0)
+    for iteration in range(1, COMPARED + 1):
+        size = compute_batch_size(config.batch, consumed)
+        length = plan.get_seq_length(iteration)
+        # Samples are read once and in order, for any number of ranks.
+        batch = samples[consumed : consumed + size]
+        inputs = _build_inputs(batch, length, iteration, config.data)
+        decoupled = None
+        if schedule.decoupled is not None:
+            decoupled = schedule.decoupled.get_lr(*position)
+        rates = schedule.get_lr(*position), decoupled
+        # The seeds of dropout contain the iteration.
+        masks.iteration = iteration
+        masks.size = size
+        trace = ActivationTrace()
+        with trace.attach([model]):
+            loss = _compute_loss(model, inputs, plan, alone.shape.vocab_size)
+            if iteration != DROPPED:
+                loss.backward()
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        # fp64, because squares of many elements are added.
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        clip = config.optimizer.clip_grad
+        for name, gradient in gradients.items():
+            # 1e-6 as in torch's `clip_grad_norm_`.
+            factor = 1.0
+            if 0 < clip < norm:
+                factor = clip / (norm + 1e-6)
+            parameters[name].grad = gradient * factor
+        consumed += size
+        # A dropped step reads its samples, and moves neither the optimizer nor the rate.
+        if iteration != DROPPED:
+            optimizer.step(rates)
+            applied = position[0] + size
+            tokens = position[1] + size * length
+            warmup = schedule.compute_warmup_tokens(applied, tokens, position[2])
+            position = (applied, tokens, warmup)
+        model.zero_grad(set_to_none=True)
+        state = copy.deepcopy(optimizer.moments) | {"weight": _copy(parameters)}
+        run.steps.append(
+            ReferenceStep(inputs, rates, float(loss.detach()), norm, gradients, state, trace)
+        )
+    return run
+
+
+def _build_model(alone: Plan) -> GPT:
+    """Return the complete model with its initial weights."""
+    seed = alone.config.batch.seed
+    streams = RandomStreams(seed, torch.device("cpu"))
+    model = GPT(alone.shape, TensorParallel(), streams, loss=alone.config.loss)
+    for name, parameter in model.named_parameters():
+        size = parameter.spec.shape  # type: ignore[attr-defined]
+        # The rows that only pad the vocabulary stay zero.
+        parameter.data.zero_()
+        parameter.data[: size[0]] = compute_initial_weight(name, size, alone.shape, seed)
+    return model.train()
+
+
+def _copy(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def compute_initial_weight(
+    name: str, size: tuple[int, ...], shape: ModelShape, seed: int
+) -> Tensor:
+    """Return the initial value of a parameter, from its name and the depth of the model.
+
+    Args:
+        name: Name of the parameter in the complete model.
+        size: Shape of the complete parameter, without padding.
+        shape: Sizes of the model.
+        seed: Seed of the run.
+    """
+    config = shape.config
+    if name.endswith("norm.weight"):
+        return torch.ones(size)
+    if name.endswith("bias"):
+        return torch.zeros(size)
+    if name.endswith("alpha_p"):
+        return torch.full(size, math.log(math.exp(0.8) - 1))
+    if name.endswith("alpha_n"):
+        return torch.full(size, math.log(math.exp(0.3) - 1))
+    # The formulas are those of the flags' help.
+    std: Any = config.init_method_std
+    if std == "small":
+        std = (2 / (5 * config.hidden_size)) ** 0.5
+    elif std == "megatron":
+        std = (1 / (3 * config.hidden_size)) ** 0.5
+    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+        output: Any = config.output_init_method_std
+        if output is None:
+            std = std / (2 * config.num_layers) ** 0.5
+        elif output == "wang":
+            std = 2 / config.num_layers / config.hidden_size**0.5
+        else:
+            std = output
+    # The parameters of a copy have fewer elements than one block of the generator.
+    # The names are hashed, so two layers get different numbers.
+    seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), 0))
+    drawn = np.random.Generator(np.random.SFC64(seeds)).standard_normal(size, dtype=np.float32)
+    return torch.from_numpy(drawn) * std
+
+
+def compute_batch_size(batch: BatchConfig, consumed: int) -> int:
+    """Return the batch size after a number of samples, in samples."""
+    if batch.rampup_batch_size is not None:
+        assert batch.global_batch_size is not None, "a ramp has an end"
+        start, increment, samples = batch.rampup_batch_size
+        steps = (batch.global_batch_size - start) // increment
+        return min(start + consumed * steps // samples * increment, batch.global_batch_size)
+    if batch.step_batch_size_schedule is not None:
+        first, last = (entry.split(":") for entry in batch.step_batch_size_schedule)
+        return int(last[1]) if consumed >= int(last[0].removesuffix("samples")) else int(first[1])
+    assert batch.global_batch_size is not None, "the copy has a batch size"
+    return batch.global_batch_size
+
+
+def _build_inputs(batch: Tensor, length: int, iteration: int, data: Any) -> Inputs:
+    """Return the inputs of one microbatch with all samples [B, s + 1], shortened to a length."""
+    tokens = batch[:, :length]
+    documents = []
+    positions = torch.empty_like(tokens)
+    # A document begins after each end of a document. An end in the last position begins none.
+    for row, sample in enumerate(tokens.tolist()):
+        starts = [0, *(i + 1 for i, token in enumerate(sample[:-1]) if token == EOD), length]
+        documents.append(tuple(starts))
+        for begin, end in pairwise(starts):
+            positions[row, begin:end] = torch.arange(end - begin)
+    return Inputs(
+        tokens,
+        batch[:, 1 : length + 1],
+        (tokens != EOD).float() if data.eod_mask_loss else None,
+        positions if data.reset_position_ids else None,
+        tuple(documents) if data.reset_attention_mask else None,
+        DropoutKey(iteration, 0),
+    )
+
+
+def _compute_loss(model: GPT, inputs: Inputs, plan: Plan, vocab_size: int) -> Tensor:
+    """Return the mean loss of the batch, by torch's cross entropy in fp32."""
+    loss_config = plan.config.loss
+    assert model.head is not None, "the model is complete"
+    assert model.embedding is not None, "the model is complete"
+    weight = model.head.weight
+    if weight is None:
+        weight = model.embedding.word.weight
+    # The projection and the loss of the run are fused and in chunks.
+    hidden = model.head.norm(model.run_blocks(None, inputs))
+    logits = F.linear(hidden, weight[:vocab_size]).transpose(0, 1)
+    assert inputs.labels is not None, "the reference has labels"
+    losses = F.cross_entropy(logits.flatten(0, 1), inputs.labels.flatten(), reduction="none")
+    # The z-loss counts for the same tokens as cross entropy.
+    losses = losses + loss_config.z_loss_coefficient * logits.logsumexp(-1).flatten().square()
+    losses = losses.view(inputs.labels.shape)
+    mask = find_loss_mask(inputs, loss_config, training=True)
+    if mask is None:
+        return losses.mean()
+    if loss_config.loss_mean == "step":
+        return (losses * mask).sum() / mask.sum()
+    # The microbatches of the copy are neighbours in the batch, see `list_microbatches`.
+    micro = plan.config.batch.micro_batch_size
+    means = [
+        (part * kept).sum() / kept.sum().clamp(min=1)
+        for part, kept in zip(losses.split(micro), mask.split(micro), strict=True)
+    ]
+    return torch.stack(means).mean()

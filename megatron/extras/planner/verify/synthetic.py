@@ -1,0 +1,89 @@
+"""The data and the tokenizer of a reduced copy: documents of different lengths.
+
+The documents are beginnings of the run's documents. If those cannot be read, they are random. Their
+ids are reduced modulo the size of the small vocabulary.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
+
+from megatron.base.errors import MegatronError
+from megatron.config.data import DataConfig
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, choose_dtype
+from megatron.extras.planner.verify.reduction import EOD, SEQUENCE, VOCABULARY
+from megatron.tokenizer.build import END_OF_DOCUMENT
+
+_DOCUMENTS = 400
+"""Documents of each data set. Three steps need about 50 samples."""
+
+
+def write_data(folder: Path, config: DataConfig) -> str:
+    """Write both data sets of the copy and its tokenizer, and return what they are made of.
+
+    Args:
+        folder: The folder of the copy.
+        config: The data of the run.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {symbol: number for number, symbol in enumerate([*alphabet, END_OF_DOCUMENT])}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    # Without merges, each byte is a token.
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "data").mkdir()
+    prefix, reason = _find_readable(config.data_path)
+    for number, name in enumerate(("first", "second")):
+        if prefix is None:
+            documents = _draw_documents(number)
+        else:
+            documents = _read_documents(prefix, number)
+        with IndexedDatasetWriter(folder / "data" / name, choose_dtype(VOCABULARY)) as writer:
+            for document in documents:
+                writer.add_document(np.append(document % EOD, EOD))
+    if config.mock_data:
+        return "the samples of --mock-data, which have consecutive ids"
+    if prefix is None:
+        return f"random tokens, because {reason}"
+    return f"the first documents of {prefix}, with ids modulo {EOD}"
+
+
+def _find_readable(paths: Sequence[str]) -> tuple[str | None, str]:
+    """Return the first data set of --data-path that can be read, or None and the reason."""
+    # A mixture alternates weights and paths.
+    prefixes = paths if len(paths) == 1 else paths[1::2]
+    reason = "the command has no --data-path with indexed data"
+    for prefix in prefixes:
+        if "://" in prefix:
+            reason = f"{prefix} is not on this machine"
+            continue
+        try:
+            indexed = IndexedDataset(prefix)
+        except MegatronError as failure:
+            reason = f"the data cannot be read: {failure}"
+            continue
+        if indexed.num_documents >= 2:
+            return prefix, ""
+        reason = f"{prefix} has fewer than 2 documents"
+    return None, reason
+
+
+def _draw_documents(seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield random documents. Some are shorter than a sample, and some are longer."""
+    generator = np.random.default_rng(seed)
+    for _ in range(_DOCUMENTS):
+        # A skewed distribution, so that ids repeat and their gradients add up.
+        yield np.minimum(generator.geometric(0.02, generator.integers(3, 2 * SEQUENCE)), EOD) - 1
+
+
+def _read_documents(prefix: str, number: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the beginnings of a data set's documents, every second one, from `number` on."""
+    indexed = IndexedDataset(prefix)
+    for index in range(_DOCUMENTS):
+        # Both sets of a mixture then have different documents.
+        document = (2 * index + number) % len(indexed)
+        length = min(3 + (7 * index) % (2 * SEQUENCE), int(indexed.sizes[document]))
+        yield indexed.get(document, 0, length).astype(np.int64)

@@ -1,0 +1,1 @@
+"""Text to indexed data, on one machine or on many."""

@@ -1,0 +1,1 @@
+"""Commands that prepare, merge and inspect data sets."""

@@ -1,0 +1,240 @@
+"""One shard from one input file, written atomically.
+
+Invariant: a record PREFIX.shard.json appears after the files that it describes. Two processes may
+make the same shard at once, because each writes into a folder of its own, and both write the same
+bytes.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.base.durable import sync_folder, write_file
+from megatron.base.errors import DataError, MegatronError
+from megatron.base.outside_file import load_json
+from megatron.base.plain_text import format_count
+from megatron.config.data import TokenizerConfig
+from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
+from megatron.data.tokenizer_record import describe_tokenizer, get_record_path, write_record
+from megatron.extras.preparation.corpus.manifest import Shard, compute_sha256, list_files
+from megatron.extras.preparation.corpus.sources import InputFile
+from megatron.extras.preparation.preprocess.encoders import EncoderMismatchError, choose_encoder
+from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.sampling import sample_texts
+from megatron.extras.preparation.preprocess.workers import BlockEncoder, EncodingJob
+from megatron.extras.training.stream.special_tokens import SpecialTokenCounter
+from megatron.tokenizer import build_tokenizer
+
+SCRATCH = ".new-"
+"""Prefix of the folders in which shards are written."""
+_LISTED = 1000
+"""Largest number of bad documents of a file that are described. All are counted."""
+
+
+@dataclass(frozen=True)
+class CorpusJob:
+    """What to make of each input file."""
+
+    folder: str
+    """Folder of the shards. All tasks must see it under this path."""
+    key: str
+    """Key (column) of the text in a record."""
+    append_eod: bool
+    on_bad_line: Literal["stop", "skip"]
+    tokenizer: TokenizerConfig
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """The settings on which the bytes of a shard depend, as JSON values."""
+        return {
+            "json_key": self.key,
+            "append_eod": self.append_eod,
+            "on_bad_line": self.on_bad_line,
+            "tokenizer": describe_tokenizer(self.tokenizer),
+            "special_tokens_in_text": self.tokenizer.special_tokens_in_text,
+        }
+
+    def get_prefix(self, source: InputFile) -> str:
+        """Return the path of the shard of an input file."""
+        return f"{self.folder}/{source.shard_name}_{self.key}_document"
+
+    def get_path(self, source: InputFile) -> str:
+        """Return the path of the shard of an input file, below the folder of the manifest."""
+        return str(Path(*Path(self.get_prefix(source)).parts[-2:]))
+
+    def get_record(self, source: InputFile) -> Path:
+        """Return the path of a file's record, which has the finished shard or the failure."""
+        return Path(f"{self.get_prefix(source)}.shard.json")
+
+    def find_result(self, source: InputFile, made_with: dict[str, Any]) -> Shard | str | None:
+        """Return the shard of a file, why the file failed, or None if neither is recorded.
+
+        A record counts if the file, the settings, the tokenizer and the sizes are still the same.
+        """
+        try:
+            record = load_json(self.get_record(source))
+            if list_changes(record["made_with"], made_with) or record["input"] != source.facts:
+                return None
+            if record["failure"] is not None:
+                return str(record["failure"])
+            # The folder may have been renamed since.
+            path = self.get_path(source)
+            shard = replace(Shard.from_json(record["shard"]), path=path)
+            sizes = tuple(file.stat().st_size for file in list_files(self.get_prefix(source)))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            # A record that is damaged counts as missing, and the shard is made again.
+            return None
+        return shard if sizes == shard.bytes else None
+
+
+def list_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names of the settings that may give a finished shard other bytes.
+
+    With --on-bad-line stop, a file with a bad line gives no shard. So all shards that were made
+    with it are the same with skip, but not the other way round.
+
+    Args:
+        before: `CorpusJob.made_with` of the shard.
+        now: That of this job.
+    """
+    # Older records lack what was off.
+    changed = [name for name in now if before.get(name, False) != now[name]]
+    stopped = before.get("on_bad_line") == "stop"
+    return [name for name in changed if name != "on_bad_line" or not stopped]
+
+
+class ShardMaker:
+    """Makes shards. It loads the tokenizer once."""
+
+    def __init__(self, job: CorpusJob, log: Callable[[str], None]) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            ConfigError: The tokenizer cannot be loaded.
+        """
+        self._job = job
+        self._log = log
+        self._tokenizer = build_tokenizer(job.tokenizer)
+        self._made_with = job.made_with
+        self._dtype = choose_dtype(self._tokenizer.vocab_size)
+        self._rejected: tuple[str, ...] = ()
+        self._encode: BlockEncoder | None = None
+
+    def make(self, source: InputFile) -> None:
+        """Make the shard of a file, or record why that fails. A complete shard is kept.
+
+        Raises:
+            OSError: The folder of the shards cannot be written.
+        """
+        found = self._job.find_result(source, self._made_with)
+        if isinstance(found, Shard):
+            files = list_files(self._job.get_prefix(source))
+            if tuple(map(compute_sha256, files)) == found.sha256:
+                self._log(f"{source}: the shard is complete")
+                return
+            self._log(f"warning: {source}: the shard has changed and is made again")
+        record = self._job.get_record(source)
+        record.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._job.folder, prefix=SCRATCH) as scratch:
+            content: dict[str, Any] = {"made_with": self._made_with, "input": source.facts}
+            try:
+                shard = self._write(source, Path(scratch))
+                content |= {"failure": None, "shard": asdict(shard)}
+                self._log(
+                    f"{source}: {format_count(shard.documents, 'document')}, "
+                    f"{format_count(shard.tokens, 'token')}, "
+                    f"{format_count(shard.bad_documents, 'bad document')}"
+                )
+            # Any of these errors concerns this file only, so the other files are still made.
+            except (MegatronError, ArithmeticError, ValueError, LookupError, TypeError) as error:
+                # The message may name a temporary copy, which will not exist any more.
+                reason = f"{type(error).__name__}: {error}".replace(f"{scratch}/", "")
+                content |= {"failure": reason}
+                self._log(f"ERROR: {source} failed: {reason}")
+            write_file(Path(scratch, record.name), json.dumps(content, indent=1) + "\n")
+            if content["failure"] is None:
+                prefix = self._job.get_prefix(source)
+                names = [*list_files(prefix)]
+                # It is not written if the files of the tokenizer are not known.
+                if self._made_with["tokenizer"]:
+                    names.insert(0, get_record_path(prefix))
+                for file in names:
+                    os.replace(Path(scratch, file.name), file)
+            sync_folder(record.parent)
+            os.replace(Path(scratch, record.name), record)
+            sync_folder(record.parent)
+
+    def _write(self, source: InputFile, scratch: Path) -> Shard:
+        """Write the shard of a file into a folder.
+
+        Raises:
+            DataError: The file cannot be read, or has a bad line and --on-bad-line is stop.
+        """
+        path = source.fetch(scratch, self._log)
+        while True:
+            try:
+                shard = self._encode_file(source, path, scratch)
+                if path == source.path:
+                    source.check_unchanged(self._log)
+                return shard
+            except EncoderMismatchError as error:
+                self._log(f"WARNING: encoder {error.name} cannot be trusted: {error.reason}")
+                self._rejected += (error.name,)
+                self._encode = None
+
+    def _encode_file(self, source: InputFile, path: str, scratch: Path) -> Shard:
+        """Encode a local file. See `_write`."""
+        job = self._job
+        keys = (job.key,)
+        if self._encode is None:
+            name = choose_encoder(
+                self._tokenizer, sample_texts([path], keys), self._rejected, self._log
+            )
+            encoding = EncodingJob(job.tokenizer, name, keys, job.append_eod, self._dtype.name)
+            self._encode = BlockEncoder(encoding)
+        final = job.get_prefix(source)
+        prefix = str(scratch / Path(final).name)
+        bad = list[str]()
+        number_bad = 0
+        text_bytes = special_tokens = 0
+        with IndexedDatasetWriter(prefix, self._dtype) as writer:
+            for encoded in map(self._encode, read_blocks([path], keys)):
+                for line in encoded.bad:
+                    if job.on_bad_line == "stop":
+                        raise DataError(
+                            f"line {line.line}: {line.reason}. Correct the file and run the same "
+                            "command again, or add --on-bad-line skip, which leaves such lines out."
+                        )
+                    if len(bad) < _LISTED:
+                        bad.append(f"line {line.line}: {line.reason}")
+                        self._log(f"bad document left out: {source}: {bad[-1]}")
+                number_bad += len(encoded.bad)
+                text_bytes += encoded.text_bytes
+                special_tokens += encoded.special_tokens
+                writer.add_documents(encoded.tokens[0], encoded.sizes[0])
+            # A wrong key would otherwise give an empty shard. A file without lines may be empty.
+            if number_bad and not writer.num_documents:
+                raise DataError(
+                    f"none of its documents is usable, such as {bad[0]}. Correct --input or "
+                    "--json-keys."
+                )
+        if special_tokens:
+            counter = SpecialTokenCounter(self._tokenizer)
+            self._log(f"{source}: {counter.describe(special_tokens)}")
+        write_record(prefix, self._made_with["tokenizer"])
+        files = list_files(prefix)
+        return Shard(
+            path=job.get_path(source),
+            input=str(source),
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            bytes=(files[0].stat().st_size, files[1].stat().st_size),
+            sha256=(compute_sha256(files[0]), compute_sha256(files[1])),
+            text_bytes=text_bytes,
+            bad_documents=number_bad,
+            first_bad_documents=tuple(bad),
+        )

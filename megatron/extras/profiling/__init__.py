@@ -1,1 +1,0 @@
-"""Profiler traces (`profiler`) and memory snapshots (`memory_history`) of some iterations."""

@@ -1,9 +1,0 @@
-"""The kind of data of each --dataset-format."""
-
-from megatron.data.source_kind import SourceKind
-from megatron.extras.stream.build import StreamedData
-from megatron.extras.stream.formats import FORMATS
-
-SOURCE_KINDS: dict[str, SourceKind] = {
-    **dict.fromkeys(FORMATS, StreamedData()),
-}

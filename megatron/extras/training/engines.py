@@ -1,0 +1,21 @@
+"""Chooses the engine that a configuration asks for."""
+
+from megatron.config.tree import Config
+from megatron.engine.kind import EngineKind
+from megatron.engine.native_kind import NATIVE
+
+
+def choose_engine(config: Config) -> EngineKind:
+    """Return the kind of engine that a configuration asks for. This imports no torch."""
+    kind = NATIVE
+    if config.parallel.deepspeed:
+        from megatron.extras.training.deepspeed.kind import DEEPSPEED
+
+        kind = DEEPSPEED
+    elif config.precision.fp8_format is not None:
+        from megatron.extras.training.float8.kind import FLOAT8
+
+        kind = FLOAT8
+    from megatron.extras.training.kernels.kind import add_kernels
+
+    return add_kernels(kind)

@@ -1,0 +1,51 @@
+"""The choice of the kernels that a model uses."""
+
+import os
+from dataclasses import replace
+
+from megatron.base.errors import ConfigError
+from megatron.config.kernels import KernelsConfig
+from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
+from megatron.extras.training.kernels.gate import apply_gate
+from megatron.extras.training.kernels.kind import find_kernel_obstacle
+from megatron.extras.training.kernels.residual_norm import add_and_normalise
+from megatron.extras.training.kernels.rotary import rotate, rotate_projection
+from megatron.model.fused_operators import FusedOperators
+
+
+def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
+    """Return the kernels that the configuration asks for, if the device can run them.
+
+    A CPU runs them only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
+
+    Args:
+        config: The settings of kernels.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: Triton is not installed, or its import fails.
+    """
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return FusedOperators()
+    if obstacle := find_kernel_obstacle("cuda"):
+        flags = " ".join(config.fusion_flags)
+        raise ConfigError(f"{flags}: {obstacle}, or leave the flag out")
+    return build_operators(config)
+
+
+def build_operators(config: KernelsConfig) -> FusedOperators:
+    """Return the kernels that the configuration asks for.
+
+    Args:
+        config: The settings of kernels.
+    """
+    operators = FusedOperators()
+    if config.rope_fusion:
+        operators = replace(operators, rotate=rotate, rotate_projection=rotate_projection)
+    if config.bias_swiglu_fusion:
+        operators = replace(operators, apply_gate=apply_gate)
+    if config.residual_norm_fusion:
+        operators = replace(operators, add_and_normalise=add_and_normalise)
+    if config.cross_entropy_loss_fusion:
+        operators = replace(operators, loss=CrossEntropyKernels())
+    return operators

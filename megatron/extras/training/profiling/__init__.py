@@ -1,0 +1,1 @@
+"""Profiler traces and memory snapshots of some iterations (`profiler`)."""
