@@ -1,6 +1,6 @@
 """Test statistics and differences of tensors with NaN and infinities.
 
-tests/tools/test_inspect_checkpoint.py tests the rest.
+tests/convert/test_inspect_checkpoint.py tests the rest.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Test what `verify` finds if index, manifest and files of a checkpoint do not fit.
 
-tests/tools/test_inspect_checkpoint.py tests the rest.
+tests/convert/test_inspect_checkpoint.py tests the rest.
 """
 
 import json

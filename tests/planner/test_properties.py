@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from cost.published import make_gpt
+from planner.published import make_gpt
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_cost import list_breakdown

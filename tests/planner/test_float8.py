@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from cost.published import make_llama
+from planner.published import make_llama
 
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.translator import load_config

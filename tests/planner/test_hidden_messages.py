@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from cost.published import make_llama
+from planner.published import make_llama
 
 from megatron.extras.planner.cost.collectives import (
     estimate_added_seconds,

@@ -7,7 +7,7 @@ widths were not padded unless they were compiled. PyTorch's own order had cuDNN'
 from dataclasses import dataclass, replace
 
 import pytest
-from cost.test_published import check_page
+from planner.test_published import check_page
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware

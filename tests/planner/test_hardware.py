@@ -5,7 +5,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from cost.published import make_gpt
+from planner.published import make_gpt
 
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.translator import load_config

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from cost.published import make_gpt
+from planner.published import make_gpt
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware

@@ -1,6 +1,6 @@
 """Published measurements of training steps, and what the cost model predicts for them.
 
-`python tests/cost/published.py performance.json` prints the tables of docs/planner_errors.md.
+`python tests/planner/published.py performance.json` prints the tables of docs/planner_errors.md.
 """
 
 import json
@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from cost.other_trainers import SOFTWARE, PaperMemory
+from planner.other_trainers import SOFTWARE, PaperMemory
 
 from megatron.config.model import ModelConfig
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware

@@ -6,8 +6,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from cost.other_trainers import SOFTWARE
-from cost.published import make_gpt
+from planner.other_trainers import SOFTWARE
+from planner.published import make_gpt
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import load_hardware

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from cost.other_trainers import SOFTWARE, PaperMemory
-from cost.published import make_gpt, make_llama, read_rows
+from planner.other_trainers import SOFTWARE, PaperMemory
+from planner.published import make_gpt, make_llama, read_rows
 from shared_data import shared_dir
 
 from megatron.extras.planner.cost.layout import Overhead, RankLayout

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from tools.chromium import CHROMIUM, start_browser
+from operations.chromium import CHROMIUM, start_browser
 
 from megatron.console.figure import save_figure
 from megatron.extras.operations.chronicle.charts import Charts, Curve, build_charts, find_stretches

@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from cost.published import (
+from planner.published import (
     FITTED,
     LLAMAS,
     MORE_ROWS,

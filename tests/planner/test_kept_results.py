@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from cost.published import make_gpt, make_llama
+from planner.published import make_gpt, make_llama
 
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout, Software
 from megatron.extras.planner.cost.memory import estimate_memory
