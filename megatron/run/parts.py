@@ -319,7 +319,10 @@ def check_parts(context: PartsContext) -> Iterator[Finding]:
     needed = [
         (config.checkpoint.hf_export_interval, "hf-export-interval", "interop.convert"),
         (parallel.deepspeed, "deepspeed", "training.deepspeed"),
-        *((True, flag.removeprefix("--"), "kernels") for flag in config.kernels.fusion_flags),
+        *(
+            (True, flag.removeprefix("--"), "training.kernels")
+            for flag in config.kernels.fusion_flags
+        ),
         (config.precision.fp8_format, "fp8-format", "training.float8"),
         (config.data.dataset_format, "dataset-format", "training.sources"),
         (config.guard.is_on, "spike-guard", "training.guard"),

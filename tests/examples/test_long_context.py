@@ -55,11 +55,12 @@ def test_the_page_has_the_predictions_of_the_file(plan: Plan) -> None:
     assert f"{memory:.1f} GiB and {prediction.seconds:.1f} s for a step" in page
 
 
-def test_the_copy_of_the_file_keeps_all_features(plan: Plan, tmp_path: Path) -> None:
+def test_the_copy_of_the_file_keeps_its_features(plan: Plan, tmp_path: Path) -> None:
     reduction = reduce_plan(plan, tmp_path)
     assert describe_layout(reduction.plan) == "tensor 1 x pipeline 1 x data 2 x context 4"
     assert {"context parallelism", "phases of the data"} <= set(reduction.kept)
-    assert reduction.lost == ()
+    # Eight processes have no room for a third data-parallel rank.
+    assert reduction.lost == ("more than two data-parallel ranks",)
 
 
 def run_tool(tool: str, *flags: str) -> str:

@@ -198,7 +198,7 @@ def test_changed_settings_are_listed_once_with_both_values(run: Runner) -> None:
         ["--fp8-recipe", "not", "set", '"rowwise"'],
         ["--fp8-emulate", "off", "on"],
         ["--attention-backend", '["by-gpu"]', '["flash",', '"unfused"]'],
-        ["--gradient-accumulation-fusion", "not", "set", "on"],
+        ["--gradient-accumulation-fusion", "auto", "on"],
     ]
     assert output.index("changed since the checkpoint") < output.index("iteration        3/")
 

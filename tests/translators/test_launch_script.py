@@ -13,7 +13,7 @@ from megatron.extras.interop.translators.launch_script import (
     read_launch_script,
 )
 
-SCRIPTS = Path(__file__).parent / "fixtures" / "slurm"
+SCRIPTS = Path(__file__).parents[1] / "fixtures" / "slurm"
 
 
 def read(tmp_path: Path, text: str, **given) -> LaunchScript:

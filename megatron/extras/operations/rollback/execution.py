@@ -439,14 +439,14 @@ def _format_intervention(plan: RollbackPlan) -> str:
 
 def _format_chronicle_entry(plan: RollbackPlan) -> str:
     """Return the entry of the chronicles in Markdown."""
-    moment = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
+    written = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
     if plan.trained_to > plan.stood_at:
         trained = f" (trained to {plan.trained_to})"
     else:
         trained = ""
     reason = " ".join(plan.request["reason"].split()) or "not given"
     lines = [
-        f"## {moment}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}",
+        f"## {written}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}",
         "",
         f"- Reason: {reason}",
     ]

@@ -293,9 +293,9 @@ def explain_difference(prediction: StepPrediction, best: StepPrediction) -> str:
         over = (prediction.peak_bytes - prediction.job.hardware.memory_bytes) / 2**30
         return f"does not fit: {over:,.1f} GiB too much ({_name_largest_kind(prediction)})"
     lost = [
-        (name, theirs - ours)
-        for name, (theirs, ours) in _list_costs(prediction, best)
-        if theirs - ours > 0.002 * best.seconds
+        (name, own - fastest)
+        for name, (own, fastest) in _list_costs(prediction, best)
+        if own - fastest > 0.002 * best.seconds
     ]
     lost.sort(key=lambda each: -each[1])
     reasons = [f"{name} +{seconds:,.3g} s" for name, seconds in lost[:4]]
@@ -483,10 +483,10 @@ def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> lis
     best = search.result.fastest[0]
     lines += ["the fastest:", _format_candidate(best, search)]
     lines.append(f"{'seconds of a step':<55}{'explained':>12}{'fastest':>12}{'lost':>10}")
-    for name, theirs, ours in _compare(prediction, search):
+    for name, own, fastest in _compare(prediction, search):
         # A difference of -0.0001 would be shown as -0.000.
-        lost = round(theirs - ours, 3) + 0.0
-        lines.append(f"{name:<55}{theirs:>12,.3f}{ours:>12,.3f}{lost:>+10,.3f}")
+        lost = round(own - fastest, 3) + 0.0
+        lines.append(f"{name:<55}{own:>12,.3f}{fastest:>12,.3f}{lost:>+10,.3f}")
     lines.append(explain_difference(prediction, best))
     layout = prediction.job.layout
     if layout.tensor > 1 and not layout.sequence_parallel:
@@ -500,4 +500,4 @@ def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> lis
 def _compare(prediction: StepPrediction, search: PlannedSearch) -> list[tuple[str, float, float]]:
     """Return the parts of a step with the seconds of a layout and of the fastest one."""
     costs = _list_costs(prediction, search.result.fastest[0])
-    return [(name, theirs, ours) for name, (theirs, ours) in costs]
+    return [(name, own, fastest) for name, (own, fastest) in costs]

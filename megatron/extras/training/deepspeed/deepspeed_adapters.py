@@ -27,7 +27,7 @@ def build_settings(plan: Plan) -> dict[str, Any]:
     config = plan.config
     path = config.parallel.deepspeed_config
     precision = config.precision
-    ours: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
         # The number of microbatches changes with the ramp-up of the batch size. `train_batch`
         # sets it before each step.
@@ -40,22 +40,22 @@ def build_settings(plan: Plan) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
     }
     if config.optimizer.cpu_optimizer:
-        ours["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if config.parallel.sequence_parallel:
         # The activations are already sharded over tensor-parallel ranks. By default DeepSpeed
         # assumes replicas and sends a part from each rank, which would mix the shards.
-        ours["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+        settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if precision.fp16:
         # A static scale keeps DeepSpeed from starting its own search. `train_batch` replaces
         # the scaler before each step (`FixedLossScaler`).
-        ours["fp16"] = {"enabled": True, "loss_scale": 1.0}
+        settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
         # DeepSpeed would cast the fp32 sums to fp16. There they overflow at a lower loss scale
         # than the gradients of one microbatch.
-        ours["communication_data_type"] = "fp32"
+        settings["communication_data_type"] = "fp32"
     if precision.bf16:
-        ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
     if precision.fp16 or precision.bf16:
-        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
     # DeepSpeed prints a line every `steps_per_print` steps. The training loop logs instead.
     # Its throughput timer would wait for the device twice in each microbatch.
     base: dict[str, Any] = {
@@ -64,7 +64,7 @@ def build_settings(plan: Plan) -> dict[str, Any]:
     }
     if path:
         base |= select_passed_on(read_json(path), config.parallel.pipeline_model_parallel_size)
-    return _merge_settings(base, ours)
+    return _merge_settings(base, settings)
 
 
 def _merge_settings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
