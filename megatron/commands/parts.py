@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.base.errors import ConfigError
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.normalise import normalise_flag
 from megatron.run.parts import (
     NO_PARTS,
     Exporter,
@@ -28,15 +26,6 @@ from megatron.run.parts import (
     RankComparison,
     Tasks,
 )
-
-READ_BY_TRANSLATOR = {
-    # Files of other trainers.
-    *("--config", "--deepspeed", "--deepspeed-config"),
-    # Flags of this trainer with values that mean something else in another one.
-    *("--ademamix-beta3-warmup", "--ademamix-alpha-warmup", "--bos-token", "--eos-token"),
-    *("--strip-tokens", "--eval-only"),
-}
-"""Flags that this trainer could read alone, but not always as they are meant."""
 
 if TYPE_CHECKING:
     from megatron.config.config_with_origin import ConfigWithOrigin
@@ -64,23 +53,9 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
     # Without a translator, such flags are unknown, and the error names the missing package.
     if not _has_extras():
         return load_config(argv, prog=prog)
-    if not _may_mean_another(argv):
-        # The tables of other trainers are not read if nothing needs them.
-        try:
-            return load_config(argv, prog=prog)
-        except ConfigError:
-            # What is unknown or wrong here may be right for another trainer.
-            pass
     from megatron.extras.interop.translators.translator import OtherTrainers
 
     return load_config(argv, prog=prog, translator=OtherTrainers())
-
-
-def _may_mean_another(argv: Sequence[str]) -> bool:
-    """Return whether a correct command line may have a meaning that only the translator knows."""
-    flags = {normalise_flag(word.partition("=")[0]) for word in argv if word.startswith("-")}
-    # A command line may begin with the name of a file.
-    return bool(flags & READ_BY_TRANSLATOR) or not argv or not argv[0].startswith("-")
 
 
 def choose_parts(config: Config) -> Parts:

@@ -18,8 +18,6 @@ from tyro.constructors import (
 )
 
 from megatron.base.errors import ConfigError
-from megatron.commands.parts import READ_BY_TRANSLATOR
-from megatron.config.cli import load_config as read_config
 from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.tree import Config
@@ -283,16 +281,6 @@ def _list_literals(annotation: object) -> list[object]:
     """Return the values of the literals in a type."""
     inner = [value for part in get_args(annotation) for value in _list_literals(part)]
     return list(get_args(annotation)) if get_origin(annotation) is Literal else inner
-
-
-def test_a_translator_is_needed_for_each_value_that_means_something_else():
-    """A run whose command line is right without the tables of other trainers does not read them."""
-    for flag in set(list_known_flags()) - READ_BY_TRANSLATOR:
-        for row in find_rows(flag):
-            assert row.only, flag
-            for value in row.only:
-                with pytest.raises(ConfigError, match="must be"):
-                    read_config([*REQUIRED, flag, value])
 
 
 def test_flags_have_priority_over_the_file(tmp_path: Path):
