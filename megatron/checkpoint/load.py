@@ -7,6 +7,7 @@ the run is refused before anything is written into the shards.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,11 @@ class Checkpoint:
         Raises:
             CheckpointError: If it has fields that this version does not know.
         """
+        return self._config
+
+    @cached_property
+    def _config(self) -> Config:
+        """The parsed configuration. A start reads it in several places."""
         # The file's digest was checked, so an error here is a difference of versions.
         try:
             return load_yaml(self.config_yaml)

@@ -29,7 +29,7 @@ class Launch:
 
 
 def read_launch(loaded: LoadedConfig, parts: Parts = NO_PARTS) -> Launch:
-    """Return the launch of this rank. The environment is read here, and nowhere else in a start.
+    """Return the launch of this rank, with the world that its launcher has started.
 
     Args:
         loaded: The configuration as this rank loaded it.
