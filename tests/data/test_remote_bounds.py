@@ -130,6 +130,45 @@ def test_an_answer_is_read_no_further_than_the_range(tmp_path: Path) -> None:
     assert sent[0] < 64 << 20
 
 
+@pytest.mark.parametrize(
+    ("code", "named", "begin", "good"),
+    [
+        (206, "bytes 100-199/3000000", 100, True),
+        (206, "bytes 500-599/3000000", 100, False),
+        (206, "nonsense", 100, False),
+        (200, "", 100, False),
+        (200, "", 0, True),
+    ],
+)
+def test_bytes_of_another_place_are_refused(
+    tmp_path: Path, code: int, named: str, begin: int, good: bool
+) -> None:
+    """They are as many as were asked for."""
+
+    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.send_response(code)
+        if named:
+            handler.send_header("Content-Range", named)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        handler.wfile.write(b"x" * 100)
+
+    with serve(answer) as url:
+        folder = open_folder(f"{url}/a.jsonl", tmp_path, [])
+        if good:
+            assert folder.read_block(folder.describe(""), begin, begin + 100) == b"x" * 100
+            return
+        with pytest.raises(DataError, match="instead of the bytes from 100 on"):
+            folder.read_block(folder.describe(""), begin, begin + 100)
+
+
+def test_links_that_lead_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
+    page = b'<a href="a.jsonl">a</a><a href="../b.jsonl">b</a><a href="../../c/d.jsonl">d</a>'
+    with serve(lambda handler: send(handler, page)) as url:
+        files = open_folder(url, tmp_path, []).list_files((".jsonl",))
+    assert [file.name for file in files] == ["a.jsonl"]
+
+
 def test_a_server_that_sends_nothing_ends_at_a_limit_that_the_log_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

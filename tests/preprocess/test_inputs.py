@@ -113,6 +113,19 @@ def test_an_array_that_is_not_closed_or_not_json_is_an_error(
         read_texts(tmp_path / "in.json", block_bytes=block_bytes)
 
 
+def test_a_record_of_an_array_without_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory would grow until the system ends the process."""
+    module = "megatron.extras.preparation.preprocess.inputs"
+    monkeypatch.setattr(f"{module}._LONGEST_RECORD_BYTES", 1000)
+    (tmp_path / "in.json").write_text('[{"text": "' + "a" * 900 + '"}, {"text": "b"}]')
+    assert len(read_texts(tmp_path / "in.json", block_bytes=100)) == 2
+    (tmp_path / "in.json").write_text('[{"text": "a"}, {"text": "' + "b" * 5000)
+    with pytest.raises(DataError, match=r"a record has more than .*\(after 1 records\)"):
+        read_texts(tmp_path / "in.json", block_bytes=100)
+
+
 def test_an_empty_array_has_no_document(tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text(" [ ]\n")
     assert read_texts(tmp_path / "in.json") == []

@@ -25,6 +25,7 @@ REQUEST_SECONDS = 600.0
 """Longest time of a request, even if bytes arrive."""
 Result = TypeVar("Result")
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+_SENT_RANGE = re.compile(r"bytes (\d{1,19})-")
 # The pattern of fsspec for links takes quadratic time in a tag without an end, so it gets short
 # tags. This one stops at the next tag.
 _TAG = re.compile(rb"<a\s[^<>]*>?", re.IGNORECASE)
@@ -32,7 +33,7 @@ _TARGET = re.compile(rb"""\shref=["']([^"'<>]+)""", re.IGNORECASE)
 
 
 class AnswerTooLongError(Exception):
-    """An answer breaks a bound of bytes, time or compression. Asking again has no use."""
+    """An answer breaks a bound of bytes, place, time or compression. Asking again has no use."""
 
 
 def run_limited(request: Callable[[], Result]) -> Result:
@@ -87,6 +88,11 @@ def make_web_options(url: str) -> dict[str, Any]:
                 asked = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
                 # The page of an error may be longer than the range.
                 if asked and self.ok:
+                    sent = self.headers.get("Content-Range", "")
+                    reason = _find_wrong_place(int(asked[1]), self.status, sent)
+                    if reason:
+                        self.close()
+                        raise AnswerTooLongError(reason)
                     limit = int(asked[2]) - int(asked[1]) + 1
                 else:
                     limit = PAGE_BYTES
@@ -157,6 +163,23 @@ class HubBound:
             raise AnswerTooLongError(f"the server sends more than {CALL_BYTES:,} bytes")
         if time.monotonic() > end:
             raise AnswerTooLongError(f"the server sends for more than {REQUEST_SECONDS:g} s")
+
+
+def _find_wrong_place(begin: int, status: int, sent: str) -> str:
+    """Return why an answer does not begin at a byte, or an empty text.
+
+    As many bytes of another place would be taken for the right ones. `sent` is the answer's
+    Content-Range, which some servers leave out.
+    """
+    if status != 206:
+        # Without a range, an answer is the file from its beginning.
+        right = begin == 0
+    else:
+        found = _SENT_RANGE.match(sent)
+        right = not sent or (found is not None and int(found[1]) == begin)
+    if right:
+        return ""
+    return f"the server sends {sent[:80]!r} instead of the bytes from {begin:,} on"
 
 
 def _shorten_tag(tag: re.Match[bytes]) -> bytes:

@@ -43,6 +43,8 @@ _EMPTY = re.compile(rf"{_OPENING.pattern}\]{_SPACE}")
 # message of their own, such an error is within this many characters of the end. The longest case is
 # an escape with two surrogates.
 _LONGEST_TOKEN = 16
+# Decoding a record takes several times its memory. The limit is that of a file of plain text.
+_LONGEST_RECORD_BYTES = 1 << 28
 _DECODER = json.JSONDecoder()
 
 
@@ -82,6 +84,10 @@ def read_array_blocks(
         return InputBlock(path, first, content, Position(begin.file, end, line), disk_bytes)
 
     while more:
+        # All complete records were taken out of it.
+        if len(rest) > _LONGEST_RECORD_BYTES:
+            longest = format_bytes(_LONGEST_RECORD_BYTES)
+            _fail(path, position.line + len(records), f"a record has more than {longest}")
         added = list[bytes]()
         length = 0
         # A record may be longer than a piece. It is decoded again only when twice as much text was

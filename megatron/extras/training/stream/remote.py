@@ -144,8 +144,9 @@ class RemoteFolder:
                     raise self._make_endless_error(f"{_MOST_ENTRIES:,} entries")
                 path = str(facts["name"]).rstrip("/")
                 last = path.rsplit("/", 1)[-1]
-                # Object stores list an empty object in place of the folder itself.
-                if last.startswith(".") or path in seen:
+                # Object stores list an empty object in place of the folder itself. A page may have
+                # links that lead out of the folder.
+                if last.startswith(".") or path in seen or ".." in path.split("/"):
                     continue
                 if facts["type"] == "directory":
                     if self._get_name(path).count("/") >= _MOST_LEVELS:
