@@ -1,8 +1,9 @@
-"""Choices of layers as text: numbers and slices from 0, separated by commas, as in `0,3::4`."""
+"""Choices of layers as text: numbers and slices from 0, as in `0,3::4`, or Megatron-LM's lists."""
 
 import re
 from collections.abc import Sequence
 
+_FREQUENCY = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 _PART = re.compile(r"(\d+)|(\d*):(\d*)(?::(\d+))?")
 
 
@@ -36,6 +37,34 @@ def choose_layers(text: str, num_layers: int) -> frozenset[int]:
             raise ValueError(f"'{part}' chooses none of the layers 0 to {num_layers - 1}")
         chosen.update(layers)
     return frozenset(chosen)
+
+
+def find_expert_layers(text: str, num_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers with experts.
+
+    Args:
+        text: The value of --moe-layer-freq, such as `2` or `([0]*1+[1]*15)`.
+        num_layers: Layers of the model.
+
+    Raises:
+        ValueError: The text has another form, or as a list another length.
+    """
+    plain = re.sub(r"\s", "", text)
+    if re.fullmatch(r"[1-9]\d*", plain):
+        return frozenset(range(0, num_layers, int(plain)))
+    flags: list[str] = []
+    # Its text is Python's, and is read without running it.
+    for term in plain.removeprefix("(").removesuffix(")").split("+"):
+        match = _FREQUENCY.fullmatch(term)
+        if match is None:
+            raise ValueError(
+                f"'{text}' is neither a number of at least 1 nor a list such as ([0]*1+[1]*15)"
+            )
+        repeated = min(int(match[2] or 1), num_layers + 1)
+        flags += match[1].split(",") * repeated
+    if len(flags) != num_layers:
+        raise ValueError(f"'{text}' is not a list for {num_layers} layers")
+    return frozenset(number for number, flag in enumerate(flags) if flag == "1")
 
 
 def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from megatron.config.interval import NOT_NEGATIVE, Range
 
 LossMean = Literal["step", "microbatch"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 LOSS_MEAN = "loss.loss_mean"
 """The dotted name of the field below."""
 FOREIGN_ORIGIN = "as in the trainer that has the flag "
@@ -35,3 +36,19 @@ class LossConfig:
     """Leave out about one in this many tokens."""
     goldfish_h: int = 50
     """Number of tokens, up to and including a token, that decide whether it is left out."""
+    moe_router_load_balancing_type: LoadBalancing = "aux_loss"
+    """What --moe-aux-loss-coeff balances: the experts of each microbatch (aux_loss), of each
+    sequence (seq_aux_loss), or of all microbatches of the step so far, on all ranks
+    (global_aux_loss). none: nothing."""
+    moe_aux_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Add this factor times the balancing loss E sum(f p) of each layer with experts, where E is
+    the number of experts, f an expert's share of the choices and p its mean score
+    (https://arxiv.org/abs/2101.03961). Layers add up. Microbatches or sequences are averaged. The
+    logged loss does not contain it. 0 turns it off."""
+    moe_z_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Add this factor times the mean over tokens of log(sum of exp(logits))^2 of each router, which
+    keeps its logits small (https://arxiv.org/abs/2202.08906). Layers add up. The logged loss does
+    not contain it. 0 turns it off."""
+    moe_router_bias_update_rate: Annotated[float, NOT_NEGATIVE] = 1e-3
+    """Change of an expert's bias after each step, upwards if its load is below the mean, otherwise
+    downwards. See --moe-router-enable-expert-bias."""

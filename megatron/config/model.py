@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.config.interval import POSITIVE, PROBABILITY, Range
+from megatron.config.interval import AT_LEAST_ONE, POSITIVE, PROBABILITY, Range
 
 PositionEmbedding = Literal["absolute", "rotary", "alibi"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -12,6 +12,7 @@ Activation = Literal["gelu", "squared_relu", "xielu"]
 QKNorm = Literal["head", "full"]
 NormPlacement = Literal["input", "output"]
 RopeScaling = Literal["linear", "llama3", "yarn"]
+RouterScore = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,36 @@ class ModelConfig:
     """Standard deviation of the output projections of attention and MLP. wang =
     2 / (layers x sqrt(h)), as in GPT-NeoX-20B and Pythia. Default: --init-method-std /
     sqrt(2 x layers)."""
+    num_experts: Annotated[int | None, Range("[2, 1e6]")] = None
+    """Replace the MLPs by this many experts, of which each token uses some
+    (https://arxiv.org/abs/2101.03961). Every token reaches its experts, none is dropped. Default:
+    no experts."""
+    moe_layer_freq: str = "1"
+    """Layers with experts. N: every Nth layer from layer 0. A list has 1 for a layer with experts
+    and 0 for one with an MLP, and may be written as in ([0]*1+[1]*15)."""
+    moe_router_topk: Annotated[int, AT_LEAST_ONE] = 2
+    """Experts that each token uses."""
+    moe_ffn_hidden_size: Annotated[int | None, Range("[1, 1e9]")] = None
+    """Inner width of an expert. Default: that of the MLP."""
+    moe_router_score_function: RouterScore = "softmax"
+    """How the router turns logits into scores. sigmoid: each expert by itself, as in DeepSeek-V3
+    (https://arxiv.org/abs/2412.19437), and the weights of a token's experts add up to 1."""
+    moe_router_pre_softmax: bool = False
+    """Compute the softmax over all experts, so that the weights of a token's experts add up to less
+    than 1 (OLMoE). Off: over the chosen experts, which equals normalised weights (Mixtral, Qwen
+    3)."""
+    moe_router_topk_scaling_factor: Annotated[float | None, POSITIVE] = None
+    """Multiply the weights of the experts by this factor. Default: 1."""
+    moe_router_num_groups: Annotated[int | None, AT_LEAST_ONE] = None
+    """Divide the experts into this many groups. A token uses only experts of its best groups.
+    Default: no groups."""
+    moe_router_group_topk: Annotated[int | None, AT_LEAST_ONE] = None
+    """Groups that a token may use. A group is as good as the sum of its best experts, of which
+    there are --moe-router-topk / this number."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance the experts by a bias on the scores that choose them, which is no part of their
+    weights (https://arxiv.org/abs/2408.15664). Needs sigmoid."""
+    moe_shared_expert_intermediate_size: Annotated[int | None, Range("[1, 1e9]")] = None
+    """Inner width of an MLP that all tokens use beside their experts. Default: no such MLP."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the output of the shared expert by a sigmoid of its input (Qwen 2 MoE)."""

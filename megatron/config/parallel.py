@@ -40,6 +40,10 @@ class ParallelConfig:
     cp_comm_type: Literal["allgather", "a2a"] = "allgather"
     """How context-parallel ranks compute attention: gather the keys and values of all ranks
     (allgather), or exchange positions for heads (a2a, https://arxiv.org/abs/2309.14509)."""
+    expert_model_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
+    """Ranks that divide the experts. It divides tensor x context x data-parallel ranks, in this
+    order, the tensor-parallel ranks first. Each rank has complete experts. Tokens travel to their
+    experts and back. Keep these ranks inside one node if possible."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): nothing (0), optimizer
     states (1), also gradients (2), also parameters (3)."""

@@ -69,6 +69,23 @@ class LayerStatistics:
     """Largest absolute value of the logits of the vocabulary. It is infinite if one is nan."""
 
 
+@dataclass(frozen=True)
+class ExpertStatistics:
+    """What the routers of a step chose, the same on every rank."""
+
+    layers: Sequence[int]
+    """Numbers of the layers with experts. The lists below have an entry for each."""
+    counts: Sequence[Sequence[int]]
+    """How often each expert was chosen."""
+    balancing_loss: Sequence[float]
+    """E sum(f p), at least 1 if choices and scores agree. It is 1 if all experts have the same
+    load. See --moe-aux-loss-coeff."""
+    z_loss: Sequence[float]
+    """Mean of log(sum of exp(logits))^2 of the routers."""
+    entropy: Sequence[float]
+    """Mean entropy of a token's scores, in nats."""
+
+
 class StepOutcome(Enum):
     """Whether a step has updated the weights, or why it was dropped on all ranks."""
 
@@ -99,6 +116,8 @@ class StepResult:
     """The loss scale of this step, or None without fp16."""
     layers: LayerStatistics | None = None
     """None if they were not asked for."""
+    experts: ExpertStatistics | None = None
+    """None for a model without experts."""
     votes: Sequence[float] | None = None
     """The sums of the ranks' votes. None if there was no vote, or no message to carry it."""
     warnings: Sequence[str] = ()

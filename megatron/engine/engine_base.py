@@ -26,6 +26,7 @@ from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.attention_kernels import install_torch_order, require_attention_kernels
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
+from megatron.model.experts.routing import BALANCE
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.goldfish import find_loss_mask
 from megatron.model.gpt import GPT, WORD_EMBEDDING
@@ -33,6 +34,7 @@ from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.packed_attention import require_packed_attention
 from megatron.model.tally import Tally
+from megatron.parallel.layers import Init
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan.run_plan import Plan
@@ -152,9 +154,10 @@ class EngineBase(ABC):
         }
         # Initialisation writes through the same shards as loading, so both see the same layout.
         for shard in self.shards(optimizer=False):
+            kind = Init.ZERO if shard.name.endswith(BALANCE) else kinds[shard.name]
             self._initialise(
                 shard.name,
-                kinds[shard.name],
+                kind,
                 shard.tensor,
                 shard.global_shape,
                 shard.offset,

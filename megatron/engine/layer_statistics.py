@@ -76,7 +76,7 @@ class LayerRecorder:
     @torch.no_grad()
     def _record_input(self, number: int, block: Block, arguments: tuple[Any, ...]) -> None:
         """Record the largest attention logit of one microbatch."""
-        x, positions, _ = arguments
+        x, positions, *_ = arguments
         self._keep_largest(number, block.find_largest_attention_logit(x, positions))
 
     @torch.no_grad()

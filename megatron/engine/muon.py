@@ -321,16 +321,24 @@ def _describe_matrix(
 ) -> _Matrix:
     rows, columns = master.spec.shape
     size = mesh.sharding.size
-    parts = list_parts((rows, columns), master.spec.shard_dim, size, mesh.grid.tensor)
+    first = 0
+    if master.spec.by_expert:
+        first, rows, parts = _list_expert_parts((rows, columns), mesh)
+    else:
+        parts = list_parts((rows, columns), master.spec.shard_dim, size, mesh.grid.tensor)
     own = parts[mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor]
-    held = Part((master.offset[0], master.offset[1]), (len(master.weight), master.weight.shape[1]))
+    corner = master.offset[0] - first, master.offset[1]
+    held = Part(corner, (len(master.weight), master.weight.shape[1]))
     assert own == held, f"{master.name} has the part {held} on this rank, but {own} was computed"
     blocks = list_blocks(master.name, rows, shape)
+    if master.spec.by_expert:
+        height = master.spec.shape[0] // (shape.config.num_experts or 1)
+        blocks = tuple([slice(row, row + height)] for row in range(0, rows, height))
     scales = torch.empty((rows, 1))
     for places in blocks:
         scale = compute_scale(sum(p.stop - p.start for p in places), columns, config)
-        for place in places:
-            scales[place] = scale
+        for rows_of_block in places:
+            scales[rows_of_block] = scale
     return _Matrix(
         master,
         make_moment(master.weight, "momentum", config),
@@ -368,6 +376,33 @@ def list_parts(
                 offset[shard_dim] += tensor_rank * local[shard_dim]
             parts.append(Part((offset[0], offset[1]), (last - first, local[1])))
     return tuple(parts)
+
+
+def _list_expert_parts(shape: tuple[int, int], mesh: Mesh) -> tuple[int, int, tuple[Part, ...]]:
+    """Return which experts the ranks of a copy of the stage have together.
+
+    They may have some of the experts only. These are then a matrix of their own.
+
+    Args:
+        shape: Shape of the matrices of all experts, one below the other.
+        mesh: This rank's mesh.
+
+    Returns:
+        The first row and the number of rows, and each rank's part of them.
+    """
+    experts = mesh.expert_parallel
+    assert experts is not None, "a model with experts has their ranks"
+    ranks = mesh.sharding.size * mesh.grid.tensor
+    together = min(experts.size, ranks)
+    local = shape[0] // experts.size
+    parts = []
+    for rank in range(ranks):
+        place, shard = rank % together, rank // together
+        begin = shard_offset(local, shard, experts.sharding.size)
+        end = shard_offset(local, shard + 1, experts.sharding.size)
+        parts.append(Part((place * local + begin, 0), (end - begin, shape[1])))
+    first = (experts.rank - experts.rank % together) * local
+    return first, together * local, tuple(parts)
 
 
 def list_blocks(name: str, rows: int, shape: ModelShape) -> tuple[Sequence[slice], ...]:

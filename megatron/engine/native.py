@@ -26,6 +26,7 @@ from megatron.engine.base import (
 from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
+from megatron.engine.expert_state import ExpertState
 from megatron.engine.invariants import Replica
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.optimizer import MasterParameter, compute_squared_norm, count_zeros
@@ -35,7 +36,7 @@ from megatron.engine.runner import build_runner
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
-from megatron.parallel.torch_private import foreach_copy_
+from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -59,6 +60,7 @@ class NativeEngine(EngineBase):
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
         self._optimizer = build_optimizer(self._masters, plan, self._mesh)
+        self._experts = ExpertState(self.stages, plan, self._mesh)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
         self._tied = [master for master in self._masters if self._is_tied(master.name)]
@@ -101,7 +103,7 @@ class NativeEngine(EngineBase):
     def _get_local_tensor(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a parameter or gradient of the model. Both share memory."""
         # With several ranks that share the weights, FSDP2 has replaced each parameter by a DTensor.
-        if self._mesh.grid.weight_ranks == 1:
+        if not self._mesh.shards_weights:
             return tensor
         with torch.no_grad():
             return cast("DTensor", tensor).to_local()
@@ -115,10 +117,14 @@ class NativeEngine(EngineBase):
         result. For a parameter in pieces, it is the offset in the tensor-parallel shard.
         """
         offset = spec.compute_offset(tp_local_shape, self._mesh.coordinate.tensor)
-        if self._mesh.grid.weight_ranks > 1:
-            offset[0] += shard_offset(
-                tp_local_shape[0], self._mesh.sharding.rank, self._mesh.sharding.size
-            )
+        sharding = self._mesh.sharding
+        if spec.by_expert:
+            experts = self._mesh.expert_parallel
+            assert experts is not None, "a model with experts has their ranks"
+            offset[0] = experts.rank * tp_local_shape[0]
+            sharding = experts.sharding
+        if self._mesh.shards_weights:
+            offset[0] += shard_offset(tp_local_shape[0], sharding.rank, sharding.size)
         return tuple(offset)
 
     # -- a step -----------------------------------------------------------------------------------
@@ -142,17 +148,19 @@ class NativeEngine(EngineBase):
         recorder = None
         if with_layer_statistics:
             recorder = self._make_recorder()
+        self._experts.begin_step()
         with self._timers("forward-backward"), recorder or nullcontext():
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
             # as many data-parallel ranks, each has half as many microbatches. Its fp16 gradients
             # are then twice as large before they are averaged, and overflow at half the scale.
-            loss = self.runner.run(
-                self._build_inputs(microbatches, iteration, training=True),
-                scale / len(microbatches),
-                train=True,
-            )
+            factor = scale / len(microbatches)
+            inputs = self._build_inputs(microbatches, iteration, training=True)
+            inputs = [replace(each, loss_factor=factor) for each in inputs]
+            loss = self.runner.run(inputs, factor, train=True)
         with self._timers("optimizer"):
             result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept, vote)
+            chosen = self._experts.end_step(len(microbatches), applied=result.applied)
+            result = replace(result, experts=chosen)
             # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
@@ -202,6 +210,7 @@ class NativeEngine(EngineBase):
             gradient = master.model_parameter.grad
             assert gradient is not None, f"{master.name} got no gradient"
             master.weight.grad = self._get_local_tensor(gradient)
+        self._scale_expert_gradients()
         self._add_replicated_gradients()
         self._add_tied_gradients()
         if recorder is not None:
@@ -237,6 +246,20 @@ class NativeEngine(EngineBase):
         recorder.record_weights(self._list_counted())
         return replace(result, layers=recorder.reduce())
 
+    def _scale_expert_gradients(self) -> None:
+        """Divide the gradients of experts by the same number of ranks as all others.
+
+        An expert gets the tokens of all ranks of a stage, and FSDP2 divides by the ranks that have
+        the expert. Others are divided by the data x context ranks.
+        """
+        experts = self._mesh.expert_parallel
+        gradients = [m.weight.grad for m in self._masters if m.spec.by_expert]
+        if experts is None or experts.size == self._mesh.grid.tensor:
+            return
+        own = [g for g in gradients if g is not None and g.numel()]
+        if own:
+            foreach_mul_(own, self._mesh.grid.tensor / experts.size)
+
     def _add_replicated_gradients(self) -> None:
         """Give the tensor-parallel ranks the same gradients of the parameters that all hold.
 
@@ -251,7 +274,7 @@ class NativeEngine(EngineBase):
             assert gradient is not None, "gradients are set before they are added up"
             if master.spec.partial_gradient:
                 partial.append(gradient)
-            elif not master.spec.is_sharded:
+            elif not (master.spec.is_sharded or master.spec.by_expert):
                 replicated.append(gradient)
         add_over_tensor_ranks(partial, replicated, self._mesh.tensor_parallel)
 
@@ -307,6 +330,9 @@ class NativeEngine(EngineBase):
         """
         if master.weight.numel() == 0 or master.spec.copy_of is not None:
             return False
+        if master.spec.by_expert:
+            experts = self._mesh.expert_parallel
+            return experts is None or experts.sharding.copy == 0
         if self._mesh.sharding.copy != 0:
             return False
         return master.spec.is_sharded or self._mesh.coordinate.tensor == 0
@@ -335,7 +361,7 @@ class NativeEngine(EngineBase):
 
     def _list_copied(self) -> list[MasterParameter]:
         """Return the masters of which the model has copies in low precision."""
-        if self._mesh.grid.weight_ranks > 1 or self._dtype == torch.float32:
+        if self._mesh.shards_weights or self._dtype == torch.float32:
             return []
         return self._masters
 
@@ -356,7 +382,7 @@ class NativeEngine(EngineBase):
                             kind, master.name, master.spec.shape, offset, tensor[rows], owner
                         )
                     )
-        return shards
+        return shards + self._experts.list_shards()
 
     def _get_step_count(self) -> int:
         return self._optimizer.step_count
@@ -376,9 +402,17 @@ class NativeEngine(EngineBase):
         return tensors
 
     def _list_replicas(self) -> list[tuple[dist.ProcessGroup | None, list[Replica]]]:
-        replicated = [m for m in self._masters if not m.spec.is_sharded]
+        of_experts = [m for m in self._masters if m.spec.by_expert]
+        others = [m for m in self._masters if not m.spec.by_expert]
+        replicated = [m for m in others if not m.spec.is_sharded]
+        experts = self._mesh.expert_parallel
         return [
-            (self._mesh.sharding.replicas, self._make_replicas(self._masters)),
+            (
+                None if experts is None else experts.sharding.replicas,
+                self._make_replicas(of_experts),
+            ),
+            self._experts.list_replicas(),
+            (self._mesh.sharding.replicas, self._make_replicas(others)),
             (self._mesh.tensor_parallel.group, self._make_replicas(replicated)),
             (self._mesh.ends, self._make_replicas(self._tied)),
         ]

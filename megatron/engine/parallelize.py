@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.model.execution import Execution
+from megatron.model.experts.layer import MixtureMLP
 from megatron.model.gpt import GPT
 from megatron.model.partition import select_stages_of_rank
 from megatron.model.recompute import Recomputation
@@ -61,7 +62,7 @@ def build_stages(
     dtype = execution.dtype or torch.float32
     # FSDP2 shards parameters that have no memory yet. A rank therefore never needs the memory of a
     # complete stage. Without FSDP2, a rank needs that memory in any case.
-    sharding = use_fsdp and mesh.grid.weight_ranks > 1
+    sharding = use_fsdp and mesh.shards_weights
     device = mesh.device
     if sharding:
         device = torch.device("meta")
@@ -78,6 +79,7 @@ def build_stages(
                 execution,
                 plan.config.loss,
                 mesh.context_parallel,
+                mesh.expert_parallel,
             )
         # FSDP2 and `to` replace the parameters by new ones without the attribute `spec`. So the
         # attribute is read before both.
@@ -103,6 +105,7 @@ def build_stages(
             sharded = ShardedModel(
                 model,
                 mesh.sharding,
+                mesh.expert_parallel,
                 stage=plan.config.parallel.zero_stage,
                 compute_dtype=dtype,
                 reduce_dtype=(
@@ -113,6 +116,8 @@ def build_stages(
             )
         # 6. Memory, after the size of the shards is known. The engine refers to the memory from now
         #    on, so it stays where it is during the run.
+        for mixture in list_mixtures(model):
+            mixture.router.allocate(mesh.device)
         if sharded is not None:
             sharded.allocate_shards(mesh.device)
         elif use_fsdp:
@@ -127,6 +132,12 @@ def build_stages(
     # 8. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
     #    PipelineModule.
     return stages
+
+
+def list_mixtures(model: GPT) -> list[MixtureMLP]:
+    """Return the feed-forward halves with experts."""
+    mlps = [block.mlp for block in model.get_blocks().values()]
+    return [mlp for mlp in mlps if isinstance(mlp, MixtureMLP)]
 
 
 def choose_attention_kernels(model: GPT, execution: Execution) -> None:
@@ -161,7 +172,7 @@ def fuse_operators(model: GPT, execution: Execution) -> None:
     """Let the blocks use the kernels of `execution`."""
     for block in model.get_blocks().values():
         block.attention.operators = execution.operators
-        block.mlp.operators = execution.operators
+        block.mlp.use_operators(execution.operators)
 
 
 def compile_blocks(model: GPT, execution: Execution) -> None:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron.model.experts.layer import Experts
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.gloo_shards import gather_shards, has_faster_collectives, reduce_shards
-from megatron.parallel.mesh import CommTimer, DataSharding
+from megatron.parallel.mesh import CommTimer, DataSharding, ExpertParallel
 from megatron.parallel.torch_private import find_fsdp_collectives
 
 _AllGather, _ReduceScatter = find_fsdp_collectives()
@@ -155,6 +156,7 @@ class ShardedModel:
         self,
         model: GPT,
         sharding: DataSharding,
+        experts: ExpertParallel | None = None,
         *,
         stage: int,
         compute_dtype: torch.dtype,
@@ -167,13 +169,13 @@ class ShardedModel:
         Args:
             model: A stage on the meta device.
             sharding: The data-parallel ranks that share a copy, and those with the same shards.
+            experts: The ranks that divide the experts.
             stage: The ZeRO stage.
             compute_dtype: The type that parameters are gathered in.
             reduce_dtype: The type that gradients are sent in. They are accumulated in fp32.
             comm_timer: The timer of communication.
             fused_gradients: Whether the linear layers of blocks add to fp32 gradients.
         """
-        assert sharding.mesh is not None, "a world of one has nothing to shard"
         self.model = model
         self._reduces_always, self._drops_always = STAGES[stage]
         self._compute_dtype = compute_dtype
@@ -195,10 +197,17 @@ class ShardedModel:
             modules.insert(-1, model.head)
         self._sharded: list[FSDPModule] = []
         self._copy_reductions: list[_CopyReduction] = []
-        for module in modules:
+        mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+        for module in [*mixtures, *modules]:
+            # Other ranks share the experts than the rest of a block.
+            shared = sharding
+            if module in mixtures:
+                assert experts is not None, "a model with experts has their ranks"
+                shared = experts.sharding
+            assert shared.mesh is not None, "several ranks have a mesh"
             sharded = fully_shard(
                 module,
-                mesh=sharding.mesh,
+                mesh=shared.mesh,
                 # The backward pass begins with the head. It would be dropped and immediately
                 # gathered again. That of the embedding reads no weights, but FSDP2 would gather
                 # them.
@@ -207,8 +216,8 @@ class ShardedModel:
             )
             sharded.set_custom_all_gather(_TimedAllGather(comm_timer))
             sharded.set_custom_reduce_scatter(_TimedReduceScatter(comm_timer, reduce_dtype))
-            if sharding.replicas is not None:
-                reduction = _CopyReduction(sharding.replicas, reduce_dtype, comm_timer)
+            if shared.replicas is not None:
+                reduction = _CopyReduction(shared.replicas, reduce_dtype, comm_timer)
                 sharded.set_all_reduce_hook(reduction)
                 self._copy_reductions.append(reduction)
             self._sharded.append(sharded)
@@ -239,9 +248,11 @@ class ShardedModel:
             self.model(None if self.model.stage.first else stream, Inputs(tokens, tokens))
         # Only the blocks of stage 3 are dropped after a forward pass. What is still gathered holds
         # the undefined weights, and must be gathered again after initialisation.
-        for number, sharded in enumerate(self._sharded):
-            if self._fused_gradients and number < len(self.model.blocks):
-                _keep_gradients_in_fp32(sharded)
+        self.drop_gathered()
+        if self._fused_gradients:
+            for block in self.model.get_blocks().values():
+                assert isinstance(block, FSDPModule), "FSDP2 shards each block"
+                _keep_gradients_in_fp32(block)
         self.drop_gathered()
 
     def drop_gathered(self) -> None:

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.config.loss import LossConfig
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import Dropout
+from megatron.model.experts.layer import MixtureMLP
+from megatron.model.experts.routing import Routing
 from megatron.model.mlp import MLP
 from megatron.model.norm import LayerNorm, RMSNorm, build_norm
 from megatron.model.positions import Positions
 from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
-from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
 from megatron.parallel.rng import DropoutKey, RandomStreams
 
 # One block has three dropouts: attention probabilities, attention output and MLP output.
@@ -42,6 +45,9 @@ class Block(nn.Module):
         index: int,
         tp: TensorParallel,
         streams: RandomStreams,
+        loss: LossConfig | None = None,
+        context: ContextParallel | None = None,
+        ranks: ExpertParallel | None = None,
     ) -> None:
         """Build the layer.
 
@@ -50,9 +56,13 @@ class Block(nn.Module):
             index: Number of the layer in the complete model, from 0.
             tp: The tensor-parallel ranks.
             streams: The generators for dropout.
+            loss: The auxiliary losses of experts. Default: none.
+            context: The context-parallel ranks. Default: one.
+            ranks: The expert-parallel ranks. Default: one.
         """
         super().__init__()
         config = shape.config
+        layer = shape.describe_layer(index)
         # Site 0 is the embedding's dropout. The numbers are global, so a run that resumes with
         # another pipeline layout draws the same masks.
         site = 1 + _SITES_PER_BLOCK * index
@@ -68,7 +78,7 @@ class Block(nn.Module):
         self.parallel_residual = config.parallel_residual
         # Attention is sharded by heads, so its masks always differ between tensor-parallel ranks.
         core_dropout = Dropout(config.attention_dropout, site, streams, sharded=True)
-        self.attention = SelfAttention(shape, shape.describe_layer(index), core_dropout, tp)
+        self.attention = SelfAttention(shape, layer, core_dropout, tp)
         self.attention_dropout = Dropout(
             config.hidden_dropout, site + 1, streams, sharded=residual_is_sharded
         )
@@ -77,7 +87,14 @@ class Block(nn.Module):
         else:
             self.attention_output_norm = build_norm(config, tp)
             self.mlp_output_norm = build_norm(config, tp)
-        self.mlp = MLP(shape, tp)
+        self.mlp: MLP | MixtureMLP
+        if layer.experts:
+            self.mlp = MixtureMLP(
+                *(shape, index, loss or LossConfig(), tp),
+                *(context or ContextParallel(), ranks or ExpertParallel()),
+            )
+        else:
+            self.mlp = MLP(shape, tp)
         self.mlp_dropout = Dropout(
             config.hidden_dropout, site + 2, streams, sharded=residual_is_sharded
         )
@@ -95,16 +112,32 @@ class Block(nn.Module):
         # outside of the graphs, and all blocks share the graphs. `fullgraph` makes a graph break an
         # error. Otherwise it would only make the run slow.
         self._first_half = torch.compile(Block._attend, fullgraph=True, dynamic=dynamic)
-        self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=dynamic)
+        # The messages between the ranks of experts have sizes that differ in every batch.
+        if isinstance(self.mlp, MLP):
+            self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=dynamic)
 
-    def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Positions,
+        dropout_key: DropoutKey,
+        routing: Routing | None = None,
+    ) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h].
 
         With context parallelism, read s/c for s.
+
+        Args:
+            x: The residual stream.
+            positions: The tables of positions.
+            dropout_key: Seeds dropout.
+            routing: What routers share. Default: that of one sequence.
         """
+        routing = routing or Routing()
+        # A recomputation gets the same objects, so experts find what they chose before.
         if self.recomputation is not None and torch.is_grad_enabled():
-            return self.recomputation(self._compute, x, positions, dropout_key)
-        return self._compute(x, positions, dropout_key)
+            return self.recomputation(self._compute, x, positions, dropout_key, routing)
+        return self._compute(x, positions, dropout_key, routing)
 
     def find_largest_attention_logit(self, x: Tensor, positions: Positions) -> Tensor:
         """Return the largest attention logit of this rank's heads, a scalar in fp32.
@@ -116,7 +149,9 @@ class Block(nn.Module):
         read = _normalise_input(self.input_norm, self.attention_output_norm, x)
         return self.attention.find_largest_logit(read, positions)
 
-    def _compute(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
+    def _compute(
+        self, x: Tensor, positions: Positions, dropout_key: DropoutKey, routing: Routing
+    ) -> Tensor:
         """Compute both halves of the layer.
 
         Within one half, the dropouts either all differ between tensor-parallel ranks or are all
@@ -133,9 +168,9 @@ class Block(nn.Module):
         x, attended = attend(self, x, positions, dropout_key)
         # A draw for all positions needs several seeds, which cannot be in a graph.
         if shared and self.training and self.mlp_dropout.p:
-            return Block._feed_forward(self, x, attended, dropout_key)
+            return Block._feed_forward(self, x, attended, dropout_key, routing)
         self.attention_dropout.seed(dropout_key)
-        return self._second_half(self, x, attended, dropout_key)
+        return self._second_half(self, x, attended, dropout_key, routing)
 
     def _attend(
         self, x: Tensor, positions: Positions, dropout_key: DropoutKey
@@ -147,7 +182,9 @@ class Block(nn.Module):
             attended = self.attention_output_norm(attended)
         return x, attended
 
-    def _feed_forward(self, x: Tensor, attended: Tensor, dropout_key: DropoutKey) -> Tensor:
+    def _feed_forward(
+        self, x: Tensor, attended: Tensor, dropout_key: DropoutKey, routing: Routing
+    ) -> Tensor:
         attended = self.attention_dropout(attended, dropout_key)
         norms = self.post_attention_norm, self.mlp_output_norm
         if self.parallel_residual:
@@ -155,7 +192,10 @@ class Block(nn.Module):
             after, read = x + attended, _normalise_input(*norms, x)
         else:
             after, read = self._add_and_normalise(x, attended, *norms)
-        out = self.mlp(read)
+        if isinstance(self.mlp, MixtureMLP):
+            out = self.mlp(read, routing)
+        else:
+            out = self.mlp(read)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
         return after + self.mlp_dropout(out, dropout_key)

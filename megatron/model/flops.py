@@ -120,7 +120,7 @@ def _divide_attention_columns(shape: ModelShape, tensor_parallel_size: int) -> t
 
 
 def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
-    """Return the parameters of one transformer layer on one tensor-parallel rank.
+    """Return the parameters of one transformer layer with an MLP on one tensor-parallel rank.
 
     For GPT-2 on one rank these are 12 h^2 + 13 h. Column-parallel weights and biases and
     row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank, and so
@@ -146,6 +146,56 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
         + 2 * count_norm_parameters(shape)
         + _count_query_key_norm_parameters(shape, t)
         + _count_activation_parameters(shape)
+    )
+
+
+def _count_mlp_parameters(shape: ModelShape, width: int) -> int:
+    """Return the parameters of an MLP or an expert of an inner width, on one rank."""
+    h = shape.config.hidden_size
+    rows = _count_mlp_columns(shape, width)
+    biases = rows + h if shape.has_mlp_bias else 0
+    return h * rows + width * h + biases
+
+
+def _count_mlp_columns(shape: ModelShape, width: int) -> int:
+    """Return the outputs of the first linear layer of an MLP of an inner width."""
+    return 2 * width if shape.config.glu_activation else width
+
+
+def count_mixture_parameters(
+    shape: ModelShape, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
+) -> int:
+    """Return the parameters of router, experts and shared expert of a layer on one rank.
+
+    Experts are whole, and the expert-parallel ranks divide their number. Router and gate are on
+    every rank. The shared expert is sharded as an MLP is.
+    """
+    config = shape.config
+    h = config.hidden_size
+    number = config.num_experts or 0
+    router = number * (h + shape.has_mlp_bias)
+    experts = number // expert_parallel_size * _count_mlp_parameters(shape, shape.expert_width)
+    shared = 0
+    width = config.moe_shared_expert_intermediate_size
+    if width is not None:
+        # The bias of the second layer is on every tensor-parallel rank.
+        whole = h if shape.has_mlp_bias else 0
+        sharded = _count_mlp_parameters(shape, width) - whole
+        gate = h if config.moe_shared_expert_gate else 0
+        shared = sharded // tensor_parallel_size + whole + gate
+    return router + experts + shared
+
+
+def count_expert_layer_parameters(
+    shape: ModelShape, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
+) -> int:
+    """Return the parameters of one layer with experts on one rank."""
+    whole = shape.config.hidden_size if shape.has_mlp_bias else 0
+    mlp = (_count_mlp_parameters(shape, shape.ffn_hidden_size) - whole) // tensor_parallel_size
+    return (
+        count_layer_parameters(shape, tensor_parallel_size)
+        - (mlp + whole)
+        + count_mixture_parameters(shape, tensor_parallel_size, expert_parallel_size)
     )
 
 
@@ -177,11 +227,17 @@ def count_parameters(shape: ModelShape) -> int:
     padding has (padded - real) x h parameters, and twice that if the output projection is untied.
     """
     # One stage on one rank has all of them, and no replica of the word embedding.
-    return count_stage_parameters(shape, 1, (shape.config.num_layers,))[0]
+    return count_stage_parameters(
+        shape, 1, (shape.config.num_layers,), (len(shape.expert_layers),)
+    )[0]
 
 
 def count_stage_parameters(
-    shape: ModelShape, tensor_parallel_size: int, layers_per_rank: tuple[int, ...]
+    shape: ModelShape,
+    tensor_parallel_size: int,
+    layers_per_rank: tuple[int, ...],
+    expert_layers_per_rank: tuple[int, ...] | None = None,
+    expert_parallel_size: int = 1,
 ) -> tuple[int, ...]:
     """Return the parameters of one rank at each pipeline rank, before ZeRO shards them.
 
@@ -192,6 +248,10 @@ def count_stage_parameters(
     per_layer = count_layer_parameters(shape, tensor_parallel_size)
     words = count_word_embedding_parameters(shape, tensor_parallel_size)
     stages = [layers * per_layer for layers in layers_per_rank]
+    if expert_layers_per_rank is not None and any(expert_layers_per_rank):
+        more = count_expert_layer_parameters(shape, tensor_parallel_size, expert_parallel_size)
+        for rank, layers in enumerate(expert_layers_per_rank):
+            stages[rank] += layers * (more - per_layer)
     stages[0] += words + count_first_stage_extra_parameters(shape)
     stages[-1] += count_norm_parameters(shape)
     # In a pipeline of one stage, a tied output projection is the embedding itself.
@@ -221,14 +281,33 @@ def count_forward_flops_per_token(
     s = seq_length or shape.config.seq_length
     # A product with an m x n matrix costs 2 m n for each token. The matrices are the projections of
     # the attention and those of the MLP.
-    matrices = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h)
+    attention = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h)
+    matrices = attention + 2 * (w.h * w.mlp_in + w.f * w.h)
     layers = (shape.describe_layer(index) for index in range(shape.config.num_layers))
     windows = [min(s, layer.window or s) for layer in layers]
     pairs = s * sum(windows)
     if causal:
         pairs = sum(_count_causal_pairs(s, window) for window in windows)
     all_layers = shape.config.num_layers * matrices + 4 * pairs * w.q // s
+    with_experts = attention + 2 * _count_active_matrices(shape)
+    all_layers += len(shape.expert_layers) * (with_experts - matrices)
     return all_layers, 2 * w.h * shape.padded_vocab_size
+
+
+def _count_active_matrices(shape: ModelShape) -> int:
+    """Return the elements of the matrices that a token uses in router, experts, shared expert."""
+    config = shape.config
+    h = config.hidden_size
+
+    def count(width: int) -> int:
+        return h * _count_mlp_columns(shape, width) + width * h
+
+    shared = config.moe_shared_expert_intermediate_size
+    return (
+        h * (config.num_experts or 0)
+        + config.moe_router_topk * count(shape.expert_width)
+        + (0 if shared is None else count(shared) + h * config.moe_shared_expert_gate)
+    )
 
 
 def _count_causal_pairs(seq_length: int, window: int) -> int:

@@ -16,6 +16,7 @@ from megatron.config.loss import LossConfig
 from megatron.model.block import Block
 from megatron.model.embedding import Embedding
 from megatron.model.execution import Execution
+from megatron.model.experts.routing import Routing
 from megatron.model.goldfish import find_loss_mask
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.loss import (
@@ -32,7 +33,7 @@ from megatron.model.tally import Tally
 from megatron.parallel.collectives import enter_tensor_parallel
 from megatron.parallel.context import take_own
 from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
-from megatron.parallel.mesh import ContextParallel, TensorParallel
+from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
 from megatron.parallel.rng import RandomStreams
 
 EMBEDDING = "embedding."
@@ -110,6 +111,7 @@ class GPT(nn.Module):
         execution: Execution | None = None,
         loss: LossConfig | None = None,
         context: ContextParallel | None = None,
+        ranks: ExpertParallel | None = None,
     ) -> None:
         """Build the parts of one stage, uninitialised.
 
@@ -122,6 +124,7 @@ class GPT(nn.Module):
                 the engines applies recomputation and compilation.
             loss: What training adds to cross entropy, or leaves out of it. Default: nothing.
             context: The ranks that share the sequence. Default: this rank has all of it.
+            ranks: The ranks that divide the experts. Default: this rank has all of them.
         """
         super().__init__()
         self.shape = shape
@@ -138,7 +141,9 @@ class GPT(nn.Module):
                 shape, tp, streams, context, fp32_residual=execution.fp32_residual
             )
         # A dictionary, so that the names of parameters have the global number of the block.
-        self.blocks = nn.ModuleDict({str(i): Block(shape, i, tp, streams) for i in stage.layers})
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(shape, i, tp, streams, self._loss, context, ranks) for i in stage.layers}
+        )
         self.head: Head | None = None
         if stage.last:
             self.head = Head(shape, tp, stage)
@@ -274,8 +279,9 @@ class GPT(nn.Module):
         # The blocks' dtype may differ from the dtype of an fp32 residual stream.
         if positions is None:
             positions = self.position_tables.make_positions(inputs, self._dtype or x.dtype)
+        routing = Routing(inputs.loss_factor, x.shape[1])
         for block in self.blocks.values():
-            x = block(x, positions, inputs.dropout_key)
+            x = block(x, positions, inputs.dropout_key, routing)
         return x
 
     def get_blocks(self) -> dict[int, Block]:

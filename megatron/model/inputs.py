@@ -57,6 +57,8 @@ class Inputs:
     loss_divisor: Tensor | None = None
     """What the sum of the losses is divided by, a scalar in fp32. None: the number of positions
     that count in this microbatch."""
+    loss_factor: float = 1.0
+    """The factor on the loss before its backward pass. Auxiliary losses of experts get it too."""
 
     def take_own(self, context: ContextParallel) -> "Inputs":
         """Return the inputs with the positions of one context-parallel rank, [b, s/c].
@@ -101,4 +103,5 @@ class Inputs:
             self.dropout_key,
             self.likelihoods,
             self.loss_divisor,
+            self.loss_factor,
         )

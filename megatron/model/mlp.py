@@ -73,7 +73,7 @@ class XIELU(nn.Module):
         return (torch.where(wide > 0, positive, below) + self._BETA * wide).to(x.dtype)
 
 
-def _build_activation(config: ModelConfig, tp: TensorParallel) -> Callable[[Tensor], Tensor]:
+def build_activation(config: ModelConfig, tp: TensorParallel) -> Callable[[Tensor], Tensor]:
     """Return the activation function of the MLP, which may be a module with weights."""
     if config.glu_activation is not None:
         return _GATES[config.glu_activation]
@@ -95,18 +95,19 @@ class MLP(nn.Module):
     slice.
     """
 
-    def __init__(self, shape: ModelShape, tp: TensorParallel) -> None:
+    def __init__(self, shape: ModelShape, tp: TensorParallel, width: int | None = None) -> None:
         """Create the two or three matrices.
 
         Args:
             shape: Sizes of the model.
             tp: The tensor-parallel ranks.
+            width: The inner width. Default: that of the model's MLPs.
         """
         super().__init__()
         config = shape.config
-        f = shape.ffn_hidden_size
+        f = width or shape.ffn_hidden_size
         self.tp = tp
-        self.activation = _build_activation(config, tp)
+        self.activation = build_activation(config, tp)
         self.glu_activation = config.glu_activation
         self.operators = FusedOperators()
         """The kernels that take the place of PyTorch's operators."""
@@ -121,6 +122,10 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(
             f, config.hidden_size, bias=shape.has_mlp_bias, tp=tp, init=Init.SCALED_NORMAL
         )
+
+    def use_operators(self, operators: FusedOperators) -> None:
+        """Use kernels in place of PyTorch's operators."""
+        self.operators = operators
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""

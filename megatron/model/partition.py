@@ -86,6 +86,19 @@ def count_layers_per_rank(stages: Sequence[Stage], pipeline_size: int) -> tuple[
     )
 
 
+def count_expert_layers_per_rank(
+    stages: Sequence[Stage], pipeline_size: int, shape: ModelShape
+) -> tuple[int, ...]:
+    """Return the number of layers with experts on each pipeline rank, over all its stages."""
+    return tuple(
+        sum(
+            len(shape.expert_layers.intersection(stage.layers))
+            for stage in select_stages_of_rank(stages, rank, pipeline_size)
+        )
+        for rank in range(pipeline_size)
+    )
+
+
 def _make_stages(boundaries: Sequence[int]) -> tuple[Stage, ...]:
     """Return the stages between neighbouring `boundaries`.
 
@@ -135,7 +148,12 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
     """
     method = method.lower()
     if method == "parameters":
-        return flops.count_word_embedding_parameters(shape) / flops.count_layer_parameters(shape)
+        layer: float = flops.count_layer_parameters(shape)
+        if shape.expert_layers:
+            # Layers weigh the same here. This is their mean.
+            more = flops.count_expert_layer_parameters(shape) - layer
+            layer += more * len(shape.expert_layers) / shape.config.num_layers
+        return flops.count_word_embedding_parameters(shape) / layer
     if method.startswith("type:"):
         try:
             # The method's names are DeepSpeed's. It matches a regular expression with class names.

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import assert_never
 
-from megatron.config.layer_choice import choose_layers
+from megatron.config.layer_choice import choose_layers, find_expert_layers
 from megatron.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """The settings that may differ between layers. They do not change the parameters."""
+    """The settings that may differ between layers. Only `experts` changes the parameters."""
 
     number: int
     """Number of the layer in the complete model, from 0."""
@@ -18,6 +18,8 @@ class LayerDescription:
     """Whether its queries and keys are rotated by their positions."""
     window: int | None
     """Number of tokens that a token attends to, itself included. None: no limit."""
+    experts: bool = False
+    """Whether it has experts in place of an MLP."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,18 @@ class ModelShape:
         return self.config.ffn_hidden_size or 4 * self.config.hidden_size
 
     @property
+    def expert_width(self) -> int:
+        """Inner width of an expert."""
+        return self.config.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def expert_layers(self) -> frozenset[int]:
+        """Numbers of the layers with experts."""
+        if self.config.num_experts is None:
+            return frozenset()
+        return find_expert_layers(self.config.moe_layer_freq, self.config.num_layers)
+
+    @property
     def position_table_size(self) -> int:
         """Rows of the table of learned positions, 0 without such a table."""
         match self.config.position_embedding_type:
@@ -101,6 +115,7 @@ class ModelShape:
             window=None
             if index in _choose_layers(config.full_attention_layers, config.num_layers)
             else config.sliding_window,
+            experts=index in self.expert_layers,
         )
 
     @property

@@ -84,6 +84,8 @@ class ParameterSpec:
 
     None: the rows are all rows, or the rank's equal part of dimension `shard_dim`.
     """
+    by_expert: bool = False
+    """Whether the expert-parallel ranks hold different rows. See `ExpertParallel`."""
 
     @property
     def is_sharded(self) -> bool:

@@ -81,6 +81,20 @@ class DataSharding:
     copy."""
 
 
+@dataclass
+class ExpertParallel(ParallelGroup):
+    """The ranks that divide the experts of a layer, each of which has complete experts.
+
+    They are neighbours among the ranks of a stage. All ranks of the stage send them tokens, so the
+    ranks with the same experts share these as data-parallel ranks share other weights.
+    """
+
+    sharding: DataSharding = field(default_factory=DataSharding)
+    """How the ranks with the same experts share the copies of them."""
+    stage: ParallelGroup = field(default_factory=ParallelGroup)
+    """All ranks of this rank's stage."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's coordinate in the grid, its device, and its groups."""
@@ -116,6 +130,15 @@ class Mesh:
     progress: RankProgress = field(default_factory=RankProgress)
     """The phase of this rank, for the watchdog."""
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
+    expert_parallel: ExpertParallel | None = None
+    """The ranks that divide the experts, or None for a model without experts."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether FSDP2 shards the weights, because several ranks have the same ones."""
+        if self.grid.weight_ranks > 1:
+            return True
+        return self.expert_parallel is not None and self.grid.tensor > 1
 
     @property
     def ranks(self) -> Ranks:
@@ -168,6 +191,7 @@ def build_mesh(
     sequence_parallel: bool = False,
     exchange_heads: bool = False,
     shard_size: int | None = None,
+    expert_size: int | None = None,
     timeout_minutes: float = 10.0,
     hang_timeout: float | None = None,
     comm_timer: CommTimer = nullcontext,
@@ -184,6 +208,8 @@ def build_mesh(
         exchange_heads: See `ContextParallel`.
         shard_size: Ranks that share one copy of the model. It must divide the number of data x
             context ranks. Default: all of them.
+        expert_size: Ranks that divide the experts. It must divide the ranks of a stage. None: the
+            model has no experts.
         timeout_minutes: The limit that the time-out of every group is derived from.
         hang_timeout: See `TimeLimit`.
         comm_timer: Entered around each collective, to time it.
@@ -217,6 +243,7 @@ def build_mesh(
         control=None,
         names=(name,),
         progress=progress,
+        expert_parallel=None if expert_size is None else ExpertParallel(),
     )
     if world_size == 1:
         return alone
@@ -225,6 +252,7 @@ def build_mesh(
         control or build_control_group(timeout_minutes, hang_timeout),
         TimeLimit(timeout_minutes, hang_timeout).collective,
         shard_size or grid.weight_ranks,
+        expert_size,
         sequence_parallel=sequence_parallel,
         exchange_heads=exchange_heads,
     )
@@ -235,6 +263,7 @@ def _divide_world(
     control: dist.ProcessGroup | None,
     time_out: timedelta,
     shard_size: int,
+    expert_size: int | None,
     *,
     sequence_parallel: bool,
     exchange_heads: bool,
@@ -246,6 +275,7 @@ def _divide_world(
         control: The group for messages.
         time_out: The time-out of the groups.
         shard_size: See `build_mesh`.
+        expert_size: See `build_mesh`.
         sequence_parallel: See `build_mesh`.
         exchange_heads: See `build_mesh`.
 
@@ -265,9 +295,16 @@ def _divide_world(
         exchange_heads=exchange_heads,
         comm_timer=comm_timer,
     )
+    experts = None
+    if expert_size is not None:
+        experts = _build_expert_parallel(
+            grid, alone.rank, devices.device_type, shard_size, expert_size, time_out
+        )
+        for ranks in (experts, experts.stage):
+            ranks.comm_timer = comm_timer
     pipeline = devices.get_group("pp")
     connect_ranks(
-        _name_groups(grid, devices, sharding, ends, context_parallel.group),
+        _name_groups(grid, devices, sharding, ends, context_parallel.group, experts),
         pipeline,
         choose_message_device(pipeline, alone.device),
         alone.progress,
@@ -289,6 +326,7 @@ def _divide_world(
         time_out=time_out,
         sharding=sharding,
         context_parallel=context_parallel,
+        expert_parallel=experts,
     )
 
 
@@ -298,6 +336,7 @@ def _name_groups(
     sharding: DataSharding,
     ends: dist.ProcessGroup | None,
     context: dist.ProcessGroup | None,
+    experts: ExpertParallel | None,
 ) -> dict[dist.ProcessGroup, str]:
     """Return what each group of a step is, in the order in which the ranks are connected.
 
@@ -319,6 +358,17 @@ def _name_groups(
         groups[devices.get_group("pp")] = "pipeline group"
     if ends is not None:
         groups[ends] = "group of the first and the last stage"
+    if experts is not None:
+        same = experts.sharding
+        sharing = None if same.mesh is None or same.size == 1 else same.mesh.get_group()
+        for group, name in (
+            (experts.group, "expert-parallel group"),
+            (experts.stage.group, "group of a stage"),
+            (sharing, "group of equal experts"),
+            (same.replicas, "group of copies of experts"),
+        ):
+            if group is not None:
+                groups.setdefault(group, name)
     return groups
 
 
@@ -361,6 +411,43 @@ def _build_data_sharding(
     assert shards is not None, "every rank shares one copy"
     mesh = DeviceMesh.from_group(shards, devices.device_type, mesh_dim_names=("shard",))
     return DataSharding(size, copies, own, copy, mesh, replicas)
+
+
+def _build_expert_parallel(
+    grid: Grid, rank: int, device_type: str, shard_size: int, size: int, time_out: timedelta
+) -> ExpertParallel:
+    """Return the ranks that divide the experts, and those that have the same ones.
+
+    The ranks of a copy of the model that have the same experts share them, as they share other
+    weights. If the experts need the ranks of several copies, each rank keeps its experts whole.
+    """
+    ranks = grid.weight_ranks * grid.tensor
+    assert ranks % size == 0, f"{size} ranks for experts do not divide the {ranks} of a stage"
+    own, place = divmod(rank % ranks, size)
+    # The plan has refused groups of experts that are no part of a copy, and no multiple of it.
+    shards = max(1, shard_size * grid.tensor // size)
+    copies = ranks // size // shards
+    axes = torch.arange(grid.world_size).view(grid.pipeline, copies, shards, size)
+
+    def build(axis: int) -> dist.ProcessGroup | None:
+        return _own_group(axes.movedim(axis, -1).flatten(0, -2).tolist(), rank, time_out)
+
+    sharing = build(2)
+    assert sharing is not None, "every rank has experts"
+    sharding = DataSharding(
+        shards,
+        copies,
+        own % shards,
+        own // shards,
+        DeviceMesh.from_group(sharing, device_type, mesh_dim_names=("experts",)),
+        build(1) if copies > 1 else None,
+    )
+    stages = torch.arange(grid.world_size).view(grid.pipeline, ranks).tolist()
+    stage = ParallelGroup(ranks, rank % ranks)
+    if ranks > 1:
+        stage.group = _own_group(stages, rank, time_out)
+    group = build(3) if size > 1 else None
+    return ExpertParallel(size, place, group, sharding=sharding, stage=stage)
 
 
 def _build_ends_group(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGroup | None:

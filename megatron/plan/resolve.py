@@ -18,7 +18,13 @@ from megatron.config.tree import Config
 from megatron.data.phases import check_phase_data, plan_phases, read_phases
 from megatron.data.planned_phase import PlannedPhase
 from megatron.model import flops
-from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
+from megatron.model.partition import (
+    Stage,
+    count_expert_layers_per_rank,
+    count_layers_per_rank,
+    make_single_stage,
+    partition,
+)
 from megatron.model.shape import ModelShape
 from megatron.plan.curriculum import build_curriculum
 from megatron.plan.rules.contexts import PlanContext
@@ -159,7 +165,11 @@ def resolve(
         parameters=flops.count_parameters(shape),
         stages=stages,
         stage_parameters=flops.count_stage_parameters(
-            shape, tensor, count_layers_per_rank(stages, parallel.pipeline_model_parallel_size)
+            shape,
+            tensor,
+            count_layers_per_rank(stages, parallel.pipeline_model_parallel_size),
+            count_expert_layers_per_rank(stages, parallel.pipeline_model_parallel_size, shape),
+            parallel.expert_model_parallel_size,
         ),
         batch_size=batch_size,
         train_iters=train_iters,

@@ -83,6 +83,13 @@ class Plan:
         return self.data_parallel_size * self.config.parallel.context_parallel_size
 
     @property
+    def expert_size(self) -> int | None:
+        """Ranks that divide the experts, or None for a model without experts."""
+        if self.config.model.num_experts is None:
+            return None
+        return self.config.parallel.expert_model_parallel_size
+
+    @property
     def zero_stage(self) -> int:
         """The ZeRO stage that the engine runs. DeepSpeed runs stage 0 as stage 1.
 

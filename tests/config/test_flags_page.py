@@ -54,7 +54,6 @@ MINIMAL = shlex.split(
 
 # What a reason says is missing here -> the fields that would contradict it.
 ABSENT = {
-    "mixtures? of experts": r"expert|moe",
     "fp4": r"fp4",
     "muP": r"\.mup",
     "multi-latent": r"latent",

@@ -25,18 +25,17 @@ ONE_PROCESS = {"examples/pretrain_gpt.sh"}
 # for nothing that is not supported. A dense model in a folder for mixtures of experts is one case.
 OUT_OF_SCOPE = {
     "examples/llama/train_llama3_8b_h100_fp8.sh": "add --fp8-recipe tensorwise",
-    "examples/mixtral/train_mixtral_8x7b_distributed.sh": "there are no mixtures of experts",
+    # Nothing but the file of its tokenizer is missing.
+    "examples/mixtral/train_mixtral_8x7b_distributed.sh": "does not exist on this machine",
     "run_fp16.sh": "--global-batch-size 1",
     "train/tr14-mup/tr14-2B7-grid-search-mup.slurm": "muP is not supported",
     "train/tr14-mup/tr14-2B7-mup-cluster.slurm": "muP is not supported",
     "train/tr14-mup/tr14-2B7-mup.slurm": "muP is not supported",
     "train/tr7-alibi/tr7b-extrapolation-law.slurm": None,
-    "examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_MoE128.sh": "there are no mixtures of experts",
+    "examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_MoE128.sh": "would change how the experts",
     "examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_dense.sh": None,
-    "examples_deepspeed/MoE/ds_pretrain_gpt_350M_MoE128.sh": "there are no mixtures of experts",
-    "examples_deepspeed/MoE/ds_pretrain_gpt_350M_PR-MoE32or64.sh": (
-        "there are no mixtures of experts"
-    ),
+    "examples_deepspeed/MoE/ds_pretrain_gpt_350M_MoE128.sh": "would change how the experts",
+    "examples_deepspeed/MoE/ds_pretrain_gpt_350M_PR-MoE32or64.sh": ("would change how the experts"),
     "examples_deepspeed/MoE/ds_pretrain_gpt_350M_dense.sh": None,
     "examples_deepspeed/compression/ds_pretrain_gpt_125M_dense_cl_kd.sh": (
         "distillation is not supported"

@@ -371,6 +371,48 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"ademamix_beta3": 1.0}, "--ademamix-beta3 1.0 must be at least 0 and below 1."),
     ({"ademamix_alpha": -1.0}, "--ademamix-alpha -1.0 must be at least 0."),
     ({"ademamix_beta3_warmup": 0}, "--ademamix-beta3-warmup 0 must be at least 1."),
+    ({"num_experts": 1}, "--num-experts 1 must be at least 2"),
+    ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk 5 must be at most --num-experts"),
+    (
+        {"num_experts": 4, "moe_layer_freq": "[1]*9"},
+        "--moe-layer-freq [1]*9: '[1]*9' is not a list",
+    ),
+    ({"num_experts": 4, "moe_layer_freq": "0*"}, "--moe-layer-freq 0*: '0*' is neither a number"),
+    ({"num_experts": 4, "moe_layer_freq": "[0]*2"}, "leaves no layer with experts"),
+    ({"num_experts": 6, "expert_model_parallel_size": 4}, "use 1, 2, 3 or 6."),
+    ({"num_experts": 4, "moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
+    (
+        {"num_experts": 4, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+        "--moe-router-num-groups 3 must divide --num-experts 4",
+    ),
+    (
+        {"num_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 4},
+        "--moe-router-group-topk 4 must be at most 2",
+    ),
+    (
+        {
+            "num_experts": 4,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 1,
+            "moe_router_topk": 3,
+        },
+        "and a group of 1 experts must have that many",
+    ),
+    (
+        {"num_experts": 4, "moe_router_enable_expert_bias": True},
+        "needs --moe-router-score-function",
+    ),
+    ({"num_experts": 4, "activation": "xielu"}, "xielu has weights of its own"),
+    ({"num_experts": 4, "moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate"),
+    (
+        {
+            "num_experts": 4,
+            "moe_shared_expert_intermediate_size": 5,
+            "tensor_model_parallel_size": 2,
+        },
+        "must divide --moe-shared-expert-intermediate-size 5",
+    ),
+    ({"num_experts": 4, "fp8_format": "e4m3", "bf16": True}, "products of experts have no float8"),
     ({"muon_momentum": 1.0}, "--muon-momentum 1.0 must be at least 0 and below 1."),
     ({"muon_num_ns_steps": 100}, "--muon-num-ns-steps 100 must be at least 1 and at most 99."),
     ({"muon_extra_scale_factor": 0.0}, "--muon-extra-scale-factor 0.0 must be above 0"),
@@ -523,6 +565,16 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     (
         {"ademamix_alpha": 8.0},
         "--ademamix-alpha 8.0 has no effect without --optimizer ademamix.",
+    ),
+    ({"moe_router_topk": 1}, "--moe-router-topk 1 has no effect without --num-experts."),
+    ({"num_experts": 4}, "nothing balances the experts of --num-experts 4"),
+    (
+        {
+            "num_experts": 4,
+            "moe_aux_loss_coeff": 0.1,
+            "moe_router_load_balancing_type": "global_aux_loss",
+        },
+        "counts the microbatches of the step so far",
     ),
     ({"muon_nesterov": True}, "--muon-nesterov has no effect without --optimizer muon."),
     ({"loss_scale": 12.0}, "--loss-scale 12.0 has no effect without --fp16."),

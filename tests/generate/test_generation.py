@@ -26,6 +26,7 @@ from megatron.extras.training.generate.load import (
 )
 from megatron.extras.training.generate.sampling import SamplingOptions
 from megatron.extras.training.generate.staged_model import StagedModel
+from megatron.model.mlp import MLP
 
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8], [97, 93, 23, 84, 62, 64, 33, 8, 32], [50, 28]]
 GREEDY = GenerationOptions(50)
@@ -135,7 +136,9 @@ def test_storing_by_columns_changes_no_text() -> None:
     model = make_model(num_query_groups=2)
     expected = generate(model, Words(), PROMPTS, GREEDY)
     store_for_single_prompts(model)
-    assert not model.stage.get_blocks()[0].mlp.up.weight.is_contiguous()
+    mlp = model.stage.get_blocks()[0].mlp
+    assert isinstance(mlp, MLP)
+    assert not mlp.up.weight.is_contiguous()
     assert generate(model, Words(), PROMPTS, GREEDY) == expected
 
 

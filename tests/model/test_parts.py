@@ -10,6 +10,7 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice
 from megatron.model.inputs import Inputs
+from megatron.model.mlp import MLP
 from megatron.model.norm import LayerNorm, RMSNorm, describe_norm
 from megatron.model.positions import (
     Positions,
@@ -36,6 +37,7 @@ def test_glu_equals_its_formula(glu: str, formula) -> None:
     """The MLP computes down(act(gate x) * up x)."""
     mlp = build(tiny_config(glu_activation=glu, add_bias_linear=False)).get_blocks()[0].mlp
     x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(0))
+    assert isinstance(mlp, MLP)
     assert mlp.gate is not None
     expected = (formula(x @ mlp.gate.weight.t()) * (x @ mlp.up.weight.t())) @ mlp.down.weight.t()
     torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-6)
@@ -47,6 +49,7 @@ def test_gelu_has_a_tanh_and_an_erf_form() -> None:
     erf_form = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
     for fused, form in ((True, tanh_form), (False, erf_form)):
         mlp = build(tiny_config(bias_gelu_fusion=fused)).get_blocks()[0].mlp
+        assert isinstance(mlp, MLP)
         torch.testing.assert_close(mlp.activation(x), form)
     assert not torch.allclose(tanh_form, erf_form, atol=1e-5)
 

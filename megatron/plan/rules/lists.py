@@ -18,6 +18,7 @@ from megatron.plan.rules import (
     batch,
     curriculum,
     data,
+    experts,
     kernels,
     layout,
     model,
@@ -90,6 +91,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(model.check_layer_choices, *model.LAYER_CHOICES),
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
     if_given(model.check_query_key_norm, "model.qk_norm"),
+    if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
     data.check_split_weights,
     data.check_data_path_has_pairs,
@@ -156,6 +158,8 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(outputs.check_profile, "logging.profile_iterations", "logging.memory_snapshot"),
     if_given(kernels.check_float8, "precision.fp8_format"),
     # Warnings.
+    no_effect_without(experts.NUMBER, "", *experts.FIELDS),
+    if_given(experts.warn_about_balance, experts.NUMBER),
     if_given(
         training.warn_ramp_by_iterations,
         "batch.rampup_batch_size",
@@ -308,6 +312,7 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     ),
     if_given(layout.check_context_parallel, "parallel.context_parallel_size"),
     if_given(layout.check_muon, "optimizer.optimizer"),
+    if_given(experts.check_expert_parallel, experts.SIZE),
     if_given(batch.warn_about_bare_thresholds, "batch.step_batch_size_schedule"),
     if_given(batch.check_final_step, "batch.step_batch_size_schedule"),
     batch.check_batch_sizes,

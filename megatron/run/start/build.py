@@ -145,6 +145,7 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         sequence_parallel=parallel.sequence_parallel,
         exchange_heads=parallel.exchanges_heads,
         shard_size=plan.shard_size,
+        expert_size=plan.expert_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
         hang_timeout=parallel.hang_timeout,
         comm_timer=timers.time_collective,

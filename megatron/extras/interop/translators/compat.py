@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Literal, get_args
 
 from megatron.config.fields import Arity
+from megatron.config.normalise import list_known_flags
 
 Kind = Literal["renamed", "derived", "harmless", "refused"]
 
@@ -91,10 +92,12 @@ def find_rows(flag: str) -> list[Row]:
     """Return the rows of a flag, which is spelled with hyphens.
 
     There are several rows if the flag's values differ in meaning. A flag without a row of its own
-    may belong to a family, such as `--moe-*`.
+    may belong to a family, such as `--moe-*`. A flag of this trainer belongs to none.
     """
     if rows := _index_by_flag().get(flag):
         return rows
+    if flag in list_known_flags():
+        return []
     return next((rows for start, rows in _list_families() if flag.startswith(start)), [])
 
 

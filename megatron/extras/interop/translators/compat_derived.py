@@ -18,7 +18,7 @@ from megatron.config.fields import (
     find_missing,
 )
 from megatron.config.profiling import ALL_RANKS
-from megatron.extras.interop.translators.compat import NEOX, NEOX_DEFAULTS
+from megatron.extras.interop.translators.compat import NEOX, NEOX_DEFAULTS, find_row
 from megatron.extras.interop.translators.compat_fms_derived import FMS_DEFAULTS, FMS_DERIVATIONS
 from megatron.extras.interop.translators.compat_neox_derived import NEOX_DERIVATIONS
 from megatron.extras.interop.translators.compat_values import (
@@ -68,6 +68,8 @@ _PAI_VOCABULARIES = {
 }
 """Tokenizer of Pai-Megatron-Patch -> ids of its base vocabulary, without added tokens."""
 
+_NO_EXPERTS = "it is a setting of experts, and there are none"
+"""The reason of the rows that are harmless without experts only."""
 _SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 _OTHER_DATA = (
     "data.mock_data",
@@ -179,6 +181,7 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
     Raises:
         ValueError: the flags contradict each other. The message gives the rule.
     """
+    _refuse_settings_of_experts(typed, given)
     size = given.get("tokenizer.vocab_size")
     # A preset's number already includes the end of a document.
     if (
@@ -204,6 +207,26 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
                 elif isinstance(value, tuple):
                     shown = " ".join(map(str, value))
                 yield dotted, value, f"{all_fields()[dotted].flag} is {shown}: {reason}"
+
+
+def _refuse_settings_of_experts(typed: Typed, given: Given) -> None:
+    """Refuse settings that are harmless only because there are no experts.
+
+    Raises:
+        ValueError: There are experts and such settings.
+    """
+    if "model.num_experts" not in given:
+        return
+    refused = [
+        " ".join([flag, *values])
+        for flag, values in typed.items()
+        if (row := find_row(flag, values)) is not None and row.reason == _NO_EXPERTS
+    ]
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)} would change how the experts of --num-experts are computed, "
+            "and this trainer has no such setting: remove it."
+        )
 
 
 def _compute_megatron_swiglu_width(values: FlagValues) -> Computed:

@@ -344,7 +344,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "vocabulary_size": "the tokenizer gives the size of the vocabulary",
     "zero_optimization.override_module_apply": "this trainer builds the model itself",
     "seq_parallel_communication_data_type": "there is no sequence parallelism of DeepSpeed's kind",
-    "use_data_before_expert_parallelism": "there are no mixtures of experts",
+    "use_data_before_expert_parallelism": "DeepSpeed runs no experts here",
 }
 """Keys that change no number here, and why."""
 

@@ -106,7 +106,17 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
             )
 
 
-RULES: tuple[Rule[Plan], ...] = (check_layout, check_settings)
+def check_model(plan: Plan) -> Iterator[Finding]:
+    """Check that the model has no experts."""
+    experts = plan.config.model.num_experts
+    if experts is not None:
+        yield error(
+            f"--num-experts {experts}: DeepSpeed would divide the gradients of experts by another "
+            "number of ranks; remove --deepspeed"
+        )
+
+
+RULES: tuple[Rule[Plan], ...] = (check_layout, check_settings, check_model)
 """What DeepSpeed cannot run."""
 
 
