@@ -7,7 +7,7 @@ from megatron.config.interval import AT_LEAST_ONE, POSITIVE, PROBABILITY, Range
 
 PositionEmbedding = Literal["absolute", "rotary", "alibi"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
-GLU = Literal["swiglu", "geglu", "reglu", "liglu"]
+GLU = Literal["swiglu", "geglu", "reglu", "liglu", "clamped_swiglu"]
 Activation = Literal["gelu", "squared_relu", "xielu"]
 QKNorm = Literal["head", "full"]
 NormPlacement = Literal["input", "output"]
@@ -94,7 +94,8 @@ class ModelConfig:
     such norm."""
     glu_activation: GLU | None = None
     """Gated MLP (https://arxiv.org/abs/2002.05202): swiglu, geglu, reglu or liglu (linear).
-    Default: an MLP without a gate."""
+    clamped_swiglu is that of gpt-oss: both factors are limited to 7, and 1 is added to the linear
+    one. Default: an MLP without a gate."""
     activation: Activation = "gelu"
     """Activation of an MLP without a gate: gelu, squared_relu (https://arxiv.org/abs/2109.08668),
     or xielu (https://arxiv.org/abs/2411.13010), which has two weights in each layer."""

@@ -37,14 +37,47 @@ def _square_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+_LIMIT = 7.0
+"""Largest value of the gate of gpt-oss, and largest absolute value of its linear factor."""
+
+
+def _clamped_swish(x: Tensor) -> Tensor:
+    x = x.clamp(max=_LIMIT)
+    return x * torch.sigmoid(1.702 * x)
+
+
 _GATES: dict[GLU, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     # The erf form, as in the paper.
     "geglu": _gelu_erf,
     "reglu": F.relu,
     "liglu": _linear,
+    "clamped_swiglu": _clamped_swish,
 }
 """Value of --glu-activation -> the activation of the gate. The names are Megatron-DeepSpeed's."""
+
+
+def multiply_gate(
+    gate: Tensor,
+    up: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    glu: GLU | None,
+    operators: FusedOperators,
+) -> Tensor:
+    """Return the product inside a gated MLP, [s, b, f/t].
+
+    Args:
+        gate: The output of the gate's matrix.
+        up: The output of the other matrix.
+        activation: The activation of the gate.
+        glu: Its name.
+        operators: The kernels. They have no form for clamped_swiglu.
+    """
+    if glu == "clamped_swiglu":
+        up = up.clamp(-_LIMIT, _LIMIT) + 1
+    elif operators.apply_gate is not None and glu is not None:
+        return operators.apply_gate(gate, up, glu)
+    return activation(gate) * up
 
 
 class XIELU(nn.Module):
@@ -141,6 +174,5 @@ class MLP(nn.Module):
             # Those of both matrices, because their input is the same.
             products=self.up.products,
         )
-        if self.operators.apply_gate is not None and self.glu_activation is not None:
-            return self.down(self.operators.apply_gate(gate, up, self.glu_activation))
-        return self.down(self.activation(gate) * up)
+        inner = multiply_gate(gate, up, self.activation, self.glu_activation, self.operators)
+        return self.down(inner)

@@ -115,7 +115,7 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     config = plan.config
     absent = {
         "rope_fusion": config.model.position_embedding_type != "rotary",
-        "bias_swiglu_fusion": config.model.glu_activation is None,
+        "bias_swiglu_fusion": config.model.glu_activation in (None, "clamped_swiglu"),
         "residual_norm_fusion": config.model.norm_placement != "input",
     }
     if absent.get(name):

@@ -22,7 +22,7 @@ from megatron.model.experts.dispatch import (
 from megatron.model.experts.grouped import multiply_by_expert
 from megatron.model.experts.routing import Router, Routing, add_loss
 from megatron.model.fused_operators import FusedOperators
-from megatron.model.mlp import MLP, build_activation
+from megatron.model.mlp import MLP, build_activation, multiply_gate
 from megatron.model.shape import ModelShape
 from megatron.parallel.layers import (
     Init,
@@ -81,11 +81,12 @@ class Experts(nn.Module):
             inner = self.activation(up)
         else:
             gate = self._multiply(x, self.gate, self.gate_bias, ends, number)
-            fused = self.operators.apply_gate
-            if fused is not None and self.glu_activation is not None and len(x):
-                inner = fused(gate.unsqueeze(1), up.unsqueeze(1), self.glu_activation).squeeze(1)
-            else:
-                inner = self.activation(gate) * up
+            # A kernel cannot be launched for no rows.
+            operators = self.operators if len(x) else FusedOperators()
+            inner = multiply_gate(
+                *(gate.unsqueeze(1), up.unsqueeze(1), self.activation),
+                *(self.glu_activation, operators),
+            ).squeeze(1)
         return self._multiply(inner, self.down, self.down_bias, ends, number)
 
     def _multiply(

@@ -390,7 +390,8 @@ class _Tensors:
             # and so does a compiled layer.
             if self._fused_gate or self._compiled:
                 return 3 * self._f
-            kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3}
+            # Limits keep their inputs too.
+            kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3, "clamped_swiglu": 7}
             return kept[self._config.glu_activation] * self._f
         match self._config.activation:
             case "gelu" | "squared_relu":
