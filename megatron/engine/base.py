@@ -85,6 +85,13 @@ class ExpertStatistics:
     entropy: Sequence[float]
     """Mean entropy of a token's scores, in nats."""
 
+    def compute_loads(self) -> list[list[float]]:
+        """Return the loads of each layer's experts, in multiples of the mean."""
+        return [
+            [len(counts) * count / max(1, sum(counts)) for count in counts]
+            for counts in self.counts
+        ]
+
 
 class StepOutcome(Enum):
     """Whether a step has updated the weights, or why it was dropped on all ranks."""

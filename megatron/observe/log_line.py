@@ -28,6 +28,11 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "num zeros": ("num_zeros", float),
     "params norm": ("params_norm", float),
     "curriculum seqlen": ("curriculum_seqlen", int),
+    "largest expert load": ("largest_expert_load", float),
+    "smallest expert load": ("smallest_expert_load", float),
+    "load balancing loss": ("expert_balancing_loss", float),
+    "router z loss": ("router_z_loss", float),
+    "router entropy": ("router_entropy", float),
     "number of skipped iterations": ("skipped_iterations", int),
     "number of nan iterations": ("nan_iterations", int),
     "samples per second": ("samples_per_second", float),
@@ -84,6 +89,11 @@ def format_training_line(report: IterationReport) -> str:
         # Megatron's line has no further fields. These are at the end, where no parser looks for
         # others.
         ("tokens per second", report.tokens_per_second, ".1f"),
+        ("largest expert load", report.experts.get("largest_expert_load"), ".2f"),
+        ("smallest expert load", report.experts.get("smallest_expert_load"), ".2f"),
+        ("load balancing loss", report.experts.get("expert_balancing_loss"), ".4f"),
+        ("router z loss", report.experts.get("router_z_loss"), ".4f"),
+        ("router entropy", report.experts.get("router_entropy"), ".3f"),
         ("remaining", _format_remaining(report), "s"),
     )
 
@@ -102,6 +112,7 @@ def format_short_training_line(report: IterationReport) -> str:
         ("tokens/s", report.tokens_per_second, ".0f"),
         ("scale", report.loss_scale, ".0f"),
         ("length", report.curriculum_seqlen, "d"),
+        ("largest expert load", report.experts.get("largest_expert_load"), ".2f"),
         ("skipped", report.skipped_iterations or None, "d"),
         ("nan", report.nan_iterations or None, "d"),
         ("remaining", _format_remaining(report), "s"),

@@ -111,6 +111,7 @@ class MetricsFile(Sink):
         """
         record: dict[str, Any] = {"kind": "train", **vars(report)}
         record |= record.pop("layer_statistics")
+        record |= record.pop("experts")
         phases = dict(record.pop("phase_seconds"))
         record |= {
             f"{phase.replace('-', '_')}_seconds": seconds for phase, seconds in phases.items()

@@ -76,6 +76,11 @@ class IterationReport:
     layer_statistics: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
     """Numbers of an iteration that is due by --log-layer-stats-interval, by their key in the
     metrics file. A sequence has a number for each layer."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers of the last iteration about experts, by their key in the metrics file:
+    `largest_expert_load`, `smallest_expert_load` (of all layers, in multiples of the mean),
+    `expert_balancing_loss`, `router_z_loss`, `router_entropy` (means over layers), and in some
+    iterations `expert_loads` (a list for each layer). Empty for a model without experts."""
 
     @property
     def axes(self) -> Axes:

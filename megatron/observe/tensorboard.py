@@ -120,6 +120,11 @@ class TensorBoard(Sink):
         values["grad-norm/grad-norm"] = report.grad_norm
         values["num-zeros/num-zeros"] = report.num_zeros
         values["params-norm/params-norm"] = report.params_norm
+        values["experts/largest load"] = report.experts.get("largest_expert_load")
+        values["experts/smallest load"] = report.experts.get("smallest_expert_load")
+        values["experts/load balancing loss"] = report.experts.get("expert_balancing_loss")
+        values["experts/router z loss"] = report.experts.get("router_z_loss")
+        values["experts/router entropy"] = report.experts.get("router_entropy")
         return values
 
     def _write_evaluation(self, found: EvaluationReport) -> None:

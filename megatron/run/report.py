@@ -47,6 +47,9 @@ from megatron.plan.run_plan import Plan
 from megatron.run.parts import GoodputReport, Parts, RankTimes
 from megatron.run.state import TrainState
 
+_LOADS_INTERVAL = 100
+"""Iterations between two reports of the loads of all experts, unless layers have an interval."""
+
 
 @dataclass
 class _Interval:
@@ -331,7 +334,28 @@ class Reporter:
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
             phase_seconds=step.phase_seconds,
             layer_statistics={} if step.result.layers is None else vars(step.result.layers),
+            experts=self._describe_experts(state.iteration, step.result),
         )
+
+    def _describe_experts(self, iteration: int, result: StepResult) -> dict[str, Any]:
+        """Return `IterationReport.experts`."""
+        experts = result.experts
+        if experts is None:
+            return {}
+        loads = experts.compute_loads()
+        layers = len(loads)
+        every = self._plan.config.logging.log_layer_stats_interval or _LOADS_INTERVAL
+        numbers: dict[str, Any] = {
+            "largest_expert_load": max(map(max, loads)),
+            "smallest_expert_load": min(map(min, loads)),
+            "expert_balancing_loss": sum(experts.balancing_loss) / layers,
+            "router_z_loss": sum(experts.z_loss) / layers,
+            "router_entropy": sum(experts.entropy) / layers,
+        }
+        # The first one shows how balanced the initial routers are.
+        if iteration == 1 or iteration % every == 0:
+            numbers["expert_loads"] = loads
+        return numbers
 
     def _estimate_rest(
         self, state: TrainState, step: StepRecord, tokens_per_second: float

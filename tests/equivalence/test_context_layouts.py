@@ -7,7 +7,7 @@ single token, one that all ranks share, and a part in which no token counts.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from megatron.run.start.launch import read_launch
 
 if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
+    from megatron.engine.base import ExpertStatistics
     from megatron.run.run import Run
 
 BOUND = 1e-5
@@ -106,7 +107,8 @@ def train(run: "Run", *, documents: bool) -> Any:
         result = run.engine.train_batch(
             batch, iteration=iteration, lr=1e-3, with_layer_statistics=bool(statistics)
         )
-        steps.append((result.loss, result.grad_norm))
+        chosen = flatten_choices(result.experts)
+        steps.append((result.loss, result.grad_norm, *chosen))
         if iteration == 1:
             # Later gradients differ in the weights too.
             state = [
@@ -123,6 +125,14 @@ def train(run: "Run", *, documents: bool) -> Any:
     scores = run.engine.score_batch(masked)
     run.engine.check_invariants(repair=False, iteration=STEPS, last_good=None)
     return steps, (loss, *counted[:3]), layers, scores[:, 0].sort().values, state
+
+
+def flatten_choices(experts: "ExpertStatistics | None") -> list[float]:
+    """Return the loads of the experts of a step, and the means of their routers."""
+    if experts is None:
+        return []
+    means = (*experts.balancing_loss, *experts.z_loss, *experts.entropy)
+    return [float(number) for number in (*chain(*experts.counts), *means)]
 
 
 def divide_otherwise(microbatch: "Microbatch") -> "Microbatch":

@@ -199,6 +199,8 @@ class Router(nn.Module):
             total: Tokens of the microbatch on this context-parallel rank.
             routing: The microbatch.
         """
+        if not self.counts.numel():
+            self.allocate(x.device)
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(x.float(), self.weight.float(), bias)
         experts = routing.choices.get(self.layer)

@@ -51,6 +51,11 @@ FIELDS = (
     "save_seconds",
     "evaluate_seconds",
     "skipped_iterations",
+    "largest_expert_load",
+    "smallest_expert_load",
+    "expert_balancing_loss",
+    "router_z_loss",
+    "router_entropy",
 )
 """Fields of the metrics file that are read, in its units."""
 
@@ -96,6 +101,15 @@ class LayerColumns:
 
 
 @dataclass(frozen=True)
+class ExpertLoads:
+    """How many tokens the experts of each layer got in an iteration."""
+
+    iteration: int
+    values: Column
+    """In multiples of the mean, [layers with experts, experts]."""
+
+
+@dataclass(frozen=True)
 class RunHistory:
     """A run as its files describe it."""
 
@@ -107,6 +121,8 @@ class RunHistory:
     """Field -> the statistic of the layers, for the fields that were recorded."""
     kept: NDArray[np.bool_]
     """Whether the weights of the run still have the row's iteration, [rows]."""
+    expert_loads: ExpertLoads | None
+    """The last loads that were recorded and kept."""
     evaluations: list[EvaluationPoint]
     events: list[Event]
     """Events of the chronicle and interventions, in the order of time."""
@@ -129,6 +145,8 @@ class _MetricsReader:
         """Field -> row -> a value for each layer."""
         # Arrays of numbers, because objects for a million rows would take gigabytes.
         self.kept = bytearray()
+        self._loads: tuple[int, Column] | None = None
+        """The last row with loads of experts, and the loads."""
         self.evaluations: list[EvaluationPoint] = []
         self.loop_starts: list[float] = []
         self.damaged: list[str] = []
@@ -184,8 +202,18 @@ class _MetricsReader:
             values = record.get(name)
             if isinstance(values, list) and values:
                 self.layers[name][len(self.kept)] = array("d", map(_read_number, values))
+        loads = _read_loads(record.get("expert_loads"))
+        if loads is not None:
+            self._loads = len(self.kept), loads
         self.columns["time"].append(time)
         self.kept.append(kept)
+
+    def get_loads(self) -> ExpertLoads | None:
+        """Return the last loads of experts, or None if they were undone or there are none."""
+        if self._loads is None or not self.kept[self._loads[0]]:
+            return None
+        row, values = self._loads
+        return ExpertLoads(int(self.columns["iteration"][row]), values)
 
     def _undo(self, keep: int, present: list[int], first_evaluation: int) -> None:
         iterations = self.columns["iteration"]
@@ -195,6 +223,19 @@ class _MetricsReader:
             found = self.evaluations[number]
             if found.kept and found.iteration > keep:
                 self.evaluations[number] = replace(found, kept=False)
+
+
+def _read_loads(value: object) -> NDArray[np.float64] | None:
+    """Return loads of the metrics file as an array [layers, experts], or None for another value."""
+    if not isinstance(value, list) or not value:
+        return None
+    try:
+        loads = np.array(value, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if loads.ndim != 2 or loads.size == 0 or not np.isfinite(loads).all():
+        return None
+    return loads
 
 
 def _take_bytes(lines: Iterable[bytes], end: int | None) -> Iterator[bytes]:
@@ -255,6 +296,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
         columns,
         _build_layer_columns(reader.layers, order),
         np.frombuffer(bytes(reader.kept), dtype=np.bool_)[order],
+        reader.get_loads(),
         reader.evaluations,
         sorted(events, key=lambda event: event.time),
         sorted(reader.loop_starts),

@@ -32,6 +32,7 @@ from megatron.extras.operations.chronicle.events import (
     read_setting,
 )
 from megatron.extras.operations.chronicle.goodput import KEPT, compute_goodput
+from megatron.extras.operations.chronicle.heat_map import draw_loads
 from megatron.extras.operations.chronicle.history import RunHistory
 from megatron.extras.operations.chronicle.summary import (
     describe_model,
@@ -280,6 +281,7 @@ def _format_run(
     return (
         f"<section><h2>{html.escape(name)}</h2>"
         f"{_format_events(events, left_out)}{_format_goodput(history)}"
+        f"{draw_loads(history.expert_loads)}"
         f"{_format_facts(history)}{_format_settings(history, name)}</section>"
     )
 
