@@ -70,7 +70,7 @@ from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
-from megatron.extras.planner.prediction import can_be_predicted, predict_plan
+from megatron.extras.planner.prediction import can_be_predicted, predict_plan, refuse_experts
 from megatron.extras.training.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
@@ -292,6 +292,8 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             "--at: the learning rate of a run by --train-time follows its time, so the rates shown "
             "are those of its start."
         )
+    if flag := _find_prediction(options):
+        refuse_experts(plan, flag)
     at = plan.forecast().predict(options.at)
     kind = choose_engine(plan.config)
     refused = kind.list_unsupported(plan)
@@ -322,6 +324,16 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         _write_trace(plan, options, hardware)
     search = _print_report(options, plan, at, warnings, assumed, uses, hardware, notes)
     return _choose_exit_code(plan, hardware, search)
+
+
+def _find_prediction(options: PlanArguments) -> str | None:
+    """Return a flag that asks for more than the plan, or None."""
+    asked = {
+        "--search": options.search or options.allow_fp8 or options.explain is not None,
+        "--dry-run": options.dry_run,
+        "--trace": options.trace is not None,
+    }
+    return next((flag for flag, is_asked in asked.items() if is_asked), None)
 
 
 def _choose_exit_code(plan: Plan, hardware: Hardware, search: _Search | None) -> int:

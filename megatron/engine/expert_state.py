@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron.engine.base import ExpertStatistics
 from megatron.engine.invariants import Replica
-from megatron.engine.parallelize import list_mixtures
-from megatron.model.experts.routing import BALANCE, LOSSES, Router
+from megatron.model.experts.routing import LOSSES, list_balance, list_routers
 from megatron.model.gpt import GPT
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
@@ -24,9 +23,7 @@ class ExpertState:
 
     def __init__(self, stages: Sequence[GPT], plan: Plan, mesh: Mesh) -> None:
         """Find the routers of this rank's stages."""
-        self._routers: list[Router] = [
-            mixture.router for stage in stages for mixture in list_mixtures(stage)
-        ]
+        self._routers = [router for stage in stages for router in list_routers(stage)]
         self._layers = sorted(plan.shape.expert_layers)
         self._experts = plan.config.model.num_experts or 0
         self._rate = plan.config.loss.moe_router_bias_update_rate
@@ -75,14 +72,8 @@ class ExpertState:
     def list_shards(self) -> list[TensorShard]:
         """Return the biases as tensors of a checkpoint."""
         ranks = self._mesh.expert_parallel
-        return [
-            TensorShard(
-                *("weight", _name(router), tuple(router.balance.shape), (0,), router.balance),
-                owner=ranks is None or ranks.stage.rank == 0,
-            )
-            for router in self._routers
-            if router.balance.numel()
-        ]
+        owner = ranks is None or ranks.stage.rank == 0
+        return [shard for router in self._routers for shard in list_balance(router, owner=owner)]
 
     def list_replicas(self) -> tuple[dist.ProcessGroup | None, list[Replica]]:
         """Return the group whose ranks have the same biases, with this rank's."""
@@ -91,7 +82,3 @@ class ExpertState:
             None if ranks is None else ranks.stage.group,
             [Replica(shard.name, "weight", shard.tensor) for shard in self.list_shards()],
         )
-
-
-def _name(router: Router) -> str:
-    return f"blocks.{router.layer}{BALANCE}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.model.execution import Execution
-from megatron.model.experts.layer import MixtureMLP
+from megatron.model.experts.routing import list_routers
 from megatron.model.gpt import GPT
 from megatron.model.partition import select_stages_of_rank
 from megatron.model.recompute import Recomputation
@@ -116,8 +116,8 @@ def build_stages(
             )
         # 6. Memory, after the size of the shards is known. The engine refers to the memory from now
         #    on, so it stays where it is during the run.
-        for mixture in list_mixtures(model):
-            mixture.router.allocate(mesh.device)
+        for router in list_routers(model):
+            router.allocate(mesh.device)
         if sharded is not None:
             sharded.allocate_shards(mesh.device)
         elif use_fsdp:
@@ -132,12 +132,6 @@ def build_stages(
     # 8. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
     #    PipelineModule.
     return stages
-
-
-def list_mixtures(model: GPT) -> list[MixtureMLP]:
-    """Return the feed-forward halves with experts."""
-    mlps = [block.mlp for block in model.get_blocks().values()]
-    return [mlp for mlp in mlps if isinstance(mlp, MixtureMLP)]
 
 
 def choose_attention_kernels(model: GPT, execution: Execution) -> None:

@@ -21,6 +21,13 @@ MODELS: dict[str, dict[str, Any]] = {name: dict(each.ours) for name, each in FAM
         "sliding_window": 6,
         "full_attention_layers": "1::2",
     },
+    "experts": {
+        "position_embedding_type": "rotary",
+        "num_experts": 6,
+        "moe_router_topk": 3,
+        "moe_layer_freq": "2",
+        "moe_shared_expert_intermediate_size": 8,
+    },
     "alibi with groups": {"position_embedding_type": "alibi", "num_query_groups": 2},
     "learned positions with a window": {"sliding_window": 4},
 }

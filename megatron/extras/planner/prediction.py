@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal, cast
 
+from megatron.base.errors import ConfigError
 from megatron.config.parallel import EXCHANGES_HEADS
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
@@ -165,8 +166,30 @@ def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
     )
 
 
+NO_EXPERTS = "times and activations of experts are not predicted yet"
+
+
+def refuse_experts(plan: Plan, asked: str) -> None:
+    """Refuse what the model of cost does not know.
+
+    Args:
+        plan: The plan.
+        asked: The flag that asks for it.
+
+    Raises:
+        ConfigError: The model has experts.
+    """
+    if plan.shape.expert_layers:
+        raise ConfigError(
+            f"{asked} with --num-experts {plan.config.model.num_experts}: {NO_EXPERTS}; leave out "
+            f"{asked}. The plan without it shows parameters, FLOPs and batches."
+        )
+
+
 def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
-    """Return whether the plan has no errors, and the hardware a peak for its precision."""
+    """Return whether the plan has no errors and no experts, and the hardware has a peak for it."""
+    if plan.shape.expert_layers:
+        return False
     known = describe_software(plan, hardware).half or hardware.fp32_tflops is not None
     return not plan.errors and known
 

@@ -28,6 +28,7 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import Init, make_replicated_inside_region
 from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
+from megatron.parallel.shard import TensorShard
 
 _EPS = 1e-20
 """Added to a sum of scores before a division by it, as in Megatron-LM."""
@@ -305,3 +306,22 @@ class Router(nn.Module):
             all_reduce(counts, self._tp)
             all_reduce(counts, self._context)
         return counts / counts.sum(dim=1, keepdim=True)
+
+
+def list_routers(model: nn.Module) -> list[Router]:
+    """Return the routers of a model, in the order of the layers."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def list_balance(router: Router, *, owner: bool) -> list[TensorShard]:
+    """Return the bias of balancing as a tensor of a checkpoint, if the router has one.
+
+    Args:
+        router: The router.
+        owner: Whether this rank stores it.
+    """
+    if not router.balance.numel():
+        return []
+    name = f"blocks.{router.layer}{BALANCE}"
+    shape = tuple(router.balance.shape)
+    return [TensorShard("weight", name, shape, (0,), router.balance, owner=owner)]

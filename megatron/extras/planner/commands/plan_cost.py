@@ -31,7 +31,7 @@ from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
-from megatron.extras.planner.prediction import can_be_predicted, predict_plan
+from megatron.extras.planner.prediction import NO_EXPERTS, can_be_predicted, predict_plan
 from megatron.extras.training.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.plan.run_plan import Plan
 from megatron.run.host_memory import count_checkpoint_bytes
@@ -206,6 +206,8 @@ def format_cost(
         return []
     if not can_be_predicted(plan, hardware):
         text = f"no prediction: {hardware.name} has no fp32_tflops. Use --bf16"
+        if plan.shape.expert_layers:
+            text = f"no prediction: {NO_EXPERTS}"
         return [_format_row("step", text)]
     prediction = predict_plan(plan, hardware)
     goodput = predict_goodput(plan, hardware, options)

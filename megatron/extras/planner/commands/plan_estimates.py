@@ -29,7 +29,8 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     The memory of parameters is listed by part and follows a rule of bytes per parameter.
     "activations" is the estimate for the configuration. "activations_kept" assumes no recomputation
     of layers, and "activations_recomputed" assumes that of all layers. "activations_with_scores"
-    adds the attention scores to "activations_kept", unless --recompute-attention-core is given.
+    adds the attention scores to "activations_kept", unless --recompute-attention-core is given. A
+    model with experts has no estimate of activations.
     """
     share = get_recomputed_share(plan)
     config = plan.config
@@ -48,10 +49,15 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
             config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape),
         ),
     )
-    return {
+    memory = {
         "model": {**vars(model), "total": model.total},
         "pipeline_rank": fullest,
         "rank": {**vars(parts[fullest]), "total": parts[fullest].total},
+    }
+    if plan.shape.expert_layers:
+        return memory
+    return {
+        **memory,
         "activations": estimate_activations(plan, fullest, share),
         "activations_kept": estimate_activations(plan, fullest, Fraction(0)),
         "activations_with_scores": estimate_activations(

@@ -32,6 +32,7 @@ from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
+    NO_EXPERTS,
     can_be_predicted,
     describe_layout,
     describe_software,
@@ -99,9 +100,9 @@ def build_json(
 def _build_communication_json(plan: Plan, hardware: Hardware) -> dict[str, Any] | None:
     """Return the estimates of each strategy as plain data, in seconds of a step and in bytes.
 
-    It is None for a plan with errors, whose sizes may be placeholders.
+    It is None for a plan with errors, whose sizes may be placeholders, and for experts.
     """
-    if plan.errors:
+    if plan.errors or plan.shape.expert_layers:
         return None
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)
@@ -254,6 +255,27 @@ def _format_model(plan: Plan) -> list[str]:
             f"{plan.num_query_groups} key/value groups",
         ),
         _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
+        *_format_experts(plan),
+    ]
+
+
+def _format_experts(plan: Plan) -> list[str]:
+    """Describe the layers with experts, if there are any."""
+    model = plan.config.model
+    layers = len(plan.shape.expert_layers)
+    if model.num_experts is None:
+        return []
+    size = plan.config.parallel.expert_model_parallel_size
+    shared = ""
+    if model.moe_shared_expert_intermediate_size is not None:
+        shared = f", and a shared one of {model.moe_shared_expert_intermediate_size:,}"
+    return [
+        _format_row(
+            "experts",
+            f"{model.moe_router_topk} of {model.num_experts:,}, each {plan.shape.expert_width:,} "
+            f"wide{shared}, in {layers} of {model.num_layers} layers; "
+            f"{model.num_experts // size:,} on a rank",
+        )
     ]
 
 
@@ -453,6 +475,8 @@ def _format_memory(plan: Plan) -> list[str]:
         model = memory_bytes["model"][part] / 2**30
         rank = memory_bytes["rank"][part] / 2**30
         lines.append(_format_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
+    if plan.shape.expert_layers:
+        return [*lines, _format_row("  activations", f"not known: {NO_EXPERTS}")]
     configured, kept, scores, again = (
         memory_bytes[key] / 2**30
         for key in (
@@ -512,7 +536,8 @@ def _format_flops(plan: Plan) -> list[str]:
 
 def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
     """Format what context-parallel ranks send, by each kind, and whether fewer are faster."""
-    if plan.config.parallel.context_parallel_size == 1 or plan.errors:
+    parallel = plan.config.parallel
+    if parallel.context_parallel_size == 1 or plan.errors or plan.shape.expert_layers:
         return []
     layout = describe_layout(plan)
     heads = plan.config.model.num_attention_heads // layout.tensor
@@ -529,8 +554,7 @@ def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
     lines = [
         _format_row(
             "context parallelism",
-            f"{plan.config.parallel.cp_comm_type}; a rank receives in each layer and pass: "
-            f"{', '.join(texts)}",
+            f"{parallel.cp_comm_type}; a rank receives in each layer and pass: {', '.join(texts)}",
         )
     ]
     if not can_be_predicted(plan, hardware):
@@ -558,7 +582,7 @@ def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
 def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
     """Format the communication of each strategy. One data-parallel rank sends nothing."""
     # The sizes of a plan with errors may be placeholders.
-    if plan.weight_ranks == 1 or plan.errors:
+    if plan.weight_ranks == 1 or plan.errors or plan.shape.expert_layers:
         return []
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)

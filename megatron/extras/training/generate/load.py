@@ -22,6 +22,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.parallel import ParallelConfig
 from megatron.config.tree import Config
 from megatron.extras.training.generate.staged_model import StagedModel
+from megatron.model.experts.routing import list_balance, list_routers
 from megatron.model.gpt import GPT
 from megatron.model.partition import Stage, partition
 from megatron.model.shape import ModelShape
@@ -76,6 +77,9 @@ def load_model(
         for name, parameter in model.named_parameters()
         for shard in _locate_shards(name, specs[name], parameter.data, tp)
     ]
+    for router in list_routers(model):
+        router.allocate(device)
+        shards += list_balance(router, owner=True)
     checkpoint.load_into(shards)
     refuse_not_finite(checkpoint, describe_not_finite(shards), ranks or Ranks())
     return model.eval()
