@@ -13,11 +13,17 @@ SIZES = (
 )
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
+EXPERTS = (
+    "--num-experts 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.01 --expert-model-parallel-size 2"
+)
 LAYOUTS = {
     "one-process-fp16": (1, "--fp16"),
     "tp2-bf16": (2, f"{TP2} --bf16"),
     "pp2": (2, PP2),
     "dp2-bf16": (2, "--bf16"),
+    "experts-dp2-bf16": (2, f"{EXPERTS} --bf16"),
+    "experts-tp2-pp2": (4, f"{EXPERTS} {TP2} {PP2}"),
     "tp2-pp2-dp2": (8, f"{TP2} {PP2} --bf16"),
     "deepspeed-zero1-dp2": (2, "--deepspeed --zero-stage 1"),
     "deepspeed-zero0-bf16": (2, "--deepspeed --zero-stage 0 --bf16"),
@@ -25,7 +31,14 @@ LAYOUTS = {
     "deepspeed-zero3-bf16": (2, "--deepspeed --zero-stage 3 --bf16"),
     "deepspeed-pp2-dp2-bf16": (4, f"--deepspeed --zero-stage 1 {PP2} --bf16"),
 }
-SHORT = ("one-process-fp16", "tp2-bf16", "pp2", "dp2-bf16", "deepspeed-zero1-dp2")
+SHORT = (
+    "one-process-fp16",
+    "tp2-bf16",
+    "pp2",
+    "dp2-bf16",
+    "deepspeed-zero1-dp2",
+    "experts-dp2-bf16",
+)
 
 
 def train_around_a_rejected_step(argv: list[str]) -> dict[str, Any]:

@@ -440,6 +440,11 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Archit
         ConfigError: none can express it, or the wanted one does not exist or cannot. The message
             has the reason for each.
     """
+    if model.num_experts is not None:
+        raise ConfigError(
+            f"a model with --num-experts {model.num_experts} cannot be converted yet. Its "
+            "checkpoint is complete, and tools/generate.py and tools/evaluate.py load it."
+        )
     reasons = []
     for architecture in ARCHITECTURES:
         if wanted not in (None, architecture.model_type):
