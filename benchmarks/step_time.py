@@ -92,6 +92,10 @@ SHAPES = {
     "gpt2": "",
     "llama": f"{MODERN} --glu-activation swiglu",
     "nanochat": f"{MODERN} --activation squared_relu --qk-norm head",
+    # A token uses 4 of 16 experts, each a quarter as wide as the MLP of the Llama shape. So both
+    # have about the same FLOPs for a token.
+    "olmoe": f"{MODERN} --glu-activation swiglu --qk-norm full --num-experts 16 "
+    "--moe-router-topk 4 --moe-router-pre-softmax --moe-aux-loss-coeff 0.01",
 }
 Contestant = Literal[
     "trainer",
@@ -119,7 +123,7 @@ TRAINER_FLAGS = {
     ],
 }
 """Contestant with the trainer's own loop -> its flags."""
-_SHAPES_OF = {"plain": ("gpt2",), "nanochat": ("nanochat",), "hf": ("gpt2", "llama")}
+_SHAPES_OF = {"plain": ("gpt2",), "nanochat": ("nanochat",), "hf": ("gpt2", "llama", "olmoe")}
 """Contestant -> the shapes that its model has. Our own model has all of them."""
 _RANDOM_TOKENS = 4_000_000
 _RANDOM_VOCAB = 50304
@@ -133,7 +137,7 @@ class Arguments:
 
     size: Literal["smallest", "tiny", "125m", "177m", "350m", "1.3b", "7b"] = "tiny"
     """Shape of the model. tiny is for CPUs, and smallest checks that the script runs."""
-    shape: tuple[Literal["gpt2", "llama", "nanochat"], ...] = ("gpt2", "llama")
+    shape: tuple[Literal["gpt2", "llama", "nanochat", "olmoe"], ...] = ("gpt2", "llama")
     """Architectures to run."""
     precision: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """Number formats to run."""
@@ -170,6 +174,7 @@ def command_line(arguments: Arguments, shape: str, precision: str) -> str:
         f"--vocab-size {arguments.get_vocab_size()} --log-interval 10 {SHAPES[shape]}"
     )
     text += f" --ffn-hidden-size {ffn}" if shape == "llama" else ""
+    text += f" --moe-ffn-hidden-size {ffn // 4}" if shape == "olmoe" else ""
     text += " --bf16" if precision == "bf16" else ""
     return text
 
@@ -179,7 +184,8 @@ def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     timers = Timers(device)
     launch = read_launch(loaded, choose_parts(loaded.config))
     job = agree_on_job(launch, Ranks())
-    run = start_run(launch, job, build_mesh(Grid(1, 1, 1), device), timers, None)
+    mesh = build_mesh(Grid(1, 1, 1), device, expert_size=job.plan.expert_size)
+    run = start_run(launch, job, mesh, timers, None)
     run.reporter.log = lambda line: None  # type: ignore[method-assign]
     return run
 
@@ -314,6 +320,16 @@ def build_hf_model(plan: Plan, shape: str) -> torch.nn.Module:
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(gpt2)
+    if shape == "olmoe":
+        olmoe = transformers.OlmoeConfig(
+            vocab_size=vocab, hidden_size=config.hidden_size,
+            intermediate_size=plan.shape.expert_width, num_experts=config.num_experts or 0,
+            num_experts_per_tok=config.moe_router_topk, output_router_logits=True,
+            router_aux_loss_coef=plan.config.loss.moe_aux_loss_coeff,
+            num_hidden_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=config.seq_length, tie_word_embeddings=False, **options,
+        )  # fmt: skip
+        return transformers.OlmoeForCausalLM(olmoe)
     llama = transformers.LlamaConfig(
         vocab_size=vocab, hidden_size=config.hidden_size,
         intermediate_size=plan.ffn_hidden_size,

@@ -67,7 +67,8 @@ def overflow(argv: list[str]) -> dict[str, Any]:
     """Train until a step is applied. Return the outcomes, and this rank's biases after each."""
     run = start_without_lease(argv)
     assert run.sources.train is not None
-    outcomes, biases = [], []
+    outcomes: list[str] = []
+    biases = []
     while "APPLIED" not in outcomes:
         batch = run.sources.train.read_batch(4, 64)
         iteration = len(outcomes) + 1

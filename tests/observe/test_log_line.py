@@ -1,5 +1,6 @@
 """Log lines that scripts parse are compared byte for byte."""
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -119,10 +120,27 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
         "mfu",
         "phase_seconds",
         "layer_statistics",
+        "experts",
         "gigaflops_without_embeddings",
         "goodput",
     }
     assert set(parsed) == set(vars(report)) - optional_or_derived
+
+
+def test_a_line_about_experts_has_their_numbers_at_its_end() -> None:
+    numbers = {
+        "largest_expert_load": 1.5,
+        "smallest_expert_load": 0.25,
+        "router_entropy": 2.0,
+        "expert_balancing_loss": 1.0625,
+        "router_z_loss": 4.5,
+    }
+    report = dataclasses.replace(full_report(), experts=numbers)
+    line = log_line.format_training_line(report)
+    assert line.startswith(log_line.format_training_line(full_report()).rstrip("|").rstrip())
+    parsed = log_line.parse_log_line(line)
+    assert parsed is not None
+    assert {name: parsed[name] for name in numbers} == numbers
 
 
 def test_parser_accepts_milliseconds_nan_and_truncated_lines() -> None:

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -229,11 +230,24 @@ def _compare_numbers(
         yield _compare_numerically(comparison, step.iteration, subject, value, wanted)
 
 
+def get_decays(config: OptimizerConfig) -> dict[str, float]:
+    """Return the decay b of each state that is an average m' = b m + (1 - b) g of gradients."""
+    adam = {"exp_avg": config.adam_beta1}
+    match config.optimizer:
+        case "adam" | "ademamix":
+            return adam
+        case "muon":
+            return {**adam, "momentum": config.muon_momentum}
+        case _:
+            # mypy then names an optimizer that is missing here.
+            assert_never(config.optimizer)
+
+
 def _compare_gradients(
     config: OptimizerConfig, step: RecordedStep, expected: ReferenceStep, name: str
 ) -> Iterator[ComparedValue]:
     """Compare the gradients that the first moments contain, before clipping."""
-    decays = {"exp_avg": config.adam_beta1, "momentum": config.muon_momentum}
+    decays = get_decays(config)
     # The copy's own norm, so that a wrong norm is not reported as wrong gradients.
     norm = step.result.grad_norm
     clipped = 1.0

@@ -29,6 +29,7 @@ from megatron.extras.planner.verify.comparison import (
     compare_operands,
     compare_records,
     find_first_failure,
+    get_decays,
     summarise,
 )
 from megatron.extras.planner.verify.launching import Launcher, LaunchError, LaunchTimeoutError
@@ -322,7 +323,7 @@ def _compare_precisions(
         yield comparison, max(errors), _find_difference(large, single, attribute)
     # The first step with float8. Later gradients also have the differences of the weights.
     first = config.precision.fp8_start_iteration - 1 if config.precision.fp8_format else 0
-    moments = {"exp_avg": config.optimizer.adam_beta1, "momentum": config.optimizer.muon_momentum}
+    moments = get_decays(config.optimizer)
     for comparison, decays, begin, end in (
         (_GRADIENTS, moments, first, first),
         # The change of all weights in all steps.
