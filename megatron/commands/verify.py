@@ -126,11 +126,6 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
         )
     if plan.errors:
         raise combine_errors(explain_errors(source, plan.errors))
-    if plan.shape.expert_layers:
-        raise ConfigError(
-            f"--num-experts {plan.config.model.num_experts}: a model with experts cannot be "
-            "verified yet. docs/experts.md lists the layouts that were compared with one process."
-        )
     return replace(plan, errors=()), [*source.notes, *source.warnings]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verify.context_mutations import CONTEXT_MUTATIONS
+from verify.expert_mutations import EXPERT_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
 from verify.hidden_mutations import HIDDEN_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
@@ -853,6 +854,7 @@ MUTATIONS = [
         caught_by="learning rate",
     ),
     *CONTEXT_MUTATIONS,
+    *EXPERT_MUTATIONS,
     *FLOAT8_MUTATIONS,
     *HIDDEN_MUTATIONS,
 ]

@@ -36,6 +36,13 @@ _CHOICES = (
     ("", "--lr-decay-style cosine", "--lr-decay-style constant"),
     ("", "--pp-partition-method type:transformer|embedding"),
     ("", "--sliding-window 16", "--sliding-window 16 --full-attention-layers 1::2"),
+    (
+        *("", "", "--num-experts 16 --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01"),
+        "--num-experts 12 --expert-model-parallel-size 4 --moe-layer-freq 2 --moe-router-topk 3 "
+        "--moe-router-pre-softmax --moe-z-loss-coeff 0.001",
+        "--num-experts 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
+    ),
     ("--make-vocab-size-divisible-by 96", "--make-vocab-size-divisible-by 1"),
 )
 _BATCHES = (

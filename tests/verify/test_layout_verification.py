@@ -29,6 +29,7 @@ SHORT = {
     "learned positions restart on each slice of the sequence",
     "interleaved stages start from equal weights",
     "samples are read twice after a resume",
+    "gradients of experts are divided by fewer ranks",
     "gradients of keys are not summed over the ranks of a sequence",
 }
 """The mutations of the short suite."""

@@ -37,6 +37,7 @@ HEAD = 8
 """Channels of a head, without float8."""
 FLOAT8 = "float8 (emulated, in the run's precision only)"
 """A feature that only the copy in the run's own precision has."""
+EXPERTS_IN_16_BITS = "experts in the run's precision, in which a choice may differ by rounding"
 SEQUENCE = 32
 """Tokens of a sample, except with three context-parallel ranks."""
 VOCABULARY = 257
@@ -162,7 +163,10 @@ def _enlarge_grid(plan: Plan, grid: Grid) -> Grid:
     if plan.pipeline_size > 2 and plan.stages_per_rank == 1:
         larger.append(replace(grid, pipeline=3))
     # Three data-parallel ranks have a rank between the first and the last, and uneven shards.
-    if plan.data_parallel_size > 2 and grid.data == 2 and min(plan.copies, plan.shard_size) == 1:
+    # Three would not divide the experts.
+    dense = plan.config.model.num_experts is None
+    several = plan.data_parallel_size > 2 and grid.data == 2
+    if several and dense and min(plan.copies, plan.shard_size) == 1:
         larger += [replace(each, data=3) for each in (*larger, grid)]
     # Then there are ranks that have neither end of the sequence nor its middle.
     if size > grid.context > 1:
@@ -209,7 +213,57 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
         "model.max_position_embeddings": length + 8 * (table > model.seq_length),
         "model.sliding_window": _choose_window(plan, grid),
     }
-    return values | _replace_given(plan, given)
+    return values | _replace_given(plan, given) | _reduce_experts(plan, grid)
+
+
+def _reduce_experts(plan: Plan, grid: Grid) -> Values:
+    """Return the numbers of experts and their ranks, and enlarged auxiliary losses."""
+    model = plan.config.model
+    parallel = plan.config.parallel
+    if model.num_experts is None:
+        return {}
+    loss = plan.config.loss
+    topk = min(model.moe_router_topk, 3)
+    values: Values = {}
+    number = 8
+    groups = model.moe_router_num_groups
+    if groups is not None and model.moe_router_group_topk is not None:
+        best = min(model.moe_router_group_topk, 2)
+        topk = best * min(2, model.moe_router_topk // model.moe_router_group_topk)
+        # The run chooses among groups, and so does the copy.
+        few = 4 if groups > 2 else groups
+        number = few * 2
+        values |= {"model.moe_router_num_groups": few, "model.moe_router_group_topk": best}
+    ranks = grid.tensor * grid.data * grid.context
+    size = parallel.expert_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    if size > 1:
+        # Experts on all ranks of a stage, or on more than the tensor-parallel ones, stay there.
+        fits = [n for n in (2, 4) if ranks % n == 0]
+        size = max(fits, default=1) if size > tensor else min(fits, default=1)
+    if set(plan.shape.expert_layers) == set(range(model.num_layers)):
+        frequency = "1"
+    else:
+        frequency = "2"
+    values |= {
+        "model.num_experts": number,
+        "model.moe_router_topk": topk,
+        "model.moe_layer_freq": frequency,
+        "parallel.expert_model_parallel_size": size,
+        # The choices of a step so far depend on the order of its microbatches.
+        "loss.moe_router_load_balancing_type": loss.moe_router_load_balancing_type.replace(
+            "global_", ""
+        ),
+    }
+    # Errors of these terms would otherwise be below the bound.
+    enlarged = {
+        "model.moe_ffn_hidden_size": 12,
+        "model.moe_shared_expert_intermediate_size": 4 * grid.tensor,
+        "loss.moe_aux_loss_coeff": 0.05,
+        "loss.moe_z_loss_coeff": 0.01,
+        "loss.moe_router_bias_update_rate": 0.05,
+    }
+    return values | _replace_given(plan, enlarged)
 
 
 def _reduce_heads(plan: Plan, grid: Grid) -> tuple[int, int]:
@@ -471,6 +525,9 @@ def _list_features(plan: Plan) -> list[str]:
         "more than two shards of each copy": plan.shard_size > 2 and plan.copies > 1,
         "grouped queries": plan.shape.query_groups < model.num_attention_heads,
         "query groups that ranks share": plan.shape.query_groups < tensor,
+        "experts": model.num_experts,
+        "experts that ranks divide": parallel.expert_model_parallel_size > 1,
+        EXPERTS_IN_16_BITS: model.num_experts and has_own_precision(config.precision),
         "padding of the vocabulary": plan.padded_vocab_size > plan.vocab_size,
         "a word embedding on two stages": plan.pipeline_size > 1 and tied,
         "several microbatches in a step": plan.batch_size.final > share,
@@ -509,11 +566,13 @@ def has_own_precision(precision: PrecisionConfig) -> bool:
 def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     """Return the copy in the run's own precision, or None if all of the run is in fp32.
 
+    None too with experts. Rounding turns some choices around, and the runs would not be comparable.
+
     Dropout is off, because its masks depend on the micro-batch size, which the one-process runs
     change. The loss is the mean over a step for the same reason.
     """
     precision = original.precision
-    if not has_own_precision(precision):
+    if not has_own_precision(precision) or original.model.num_experts is not None:
         return None
     names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
     names.append("optimizer.muon_fp32_matmul_prec")

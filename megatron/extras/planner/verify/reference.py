@@ -8,6 +8,7 @@
 | initial weights   | `model/init.py`, shard by shard       | formula of name and depth         |
 | layers            | `model/`, on slices                   | `model/`, complete                |
 | loss, z-loss      | `model/loss.py`, fused and sharded    | torch's cross entropy             |
+| losses of experts | `model/experts/routing.py`            | formulas of `reference_experts`   |
 | recomputation     | as configured                         | none                              |
 | dropout masks     | drawn for each slice                  | the same keys, drawn one by one   |
 | norm and clipping | sums over ranks                       | a sum over parameters             |
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from megatron.config.batch import BatchConfig
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
 from megatron.extras.planner.verify.reference_dropout import use_masks_of_layout
+from megatron.extras.planner.verify.reference_experts import ReferenceExperts, leave_out_losses
 from megatron.extras.planner.verify.reference_optimizer import Moments, Rates, ReferenceOptimizer
 from megatron.extras.planner.verify.trace import ActivationTrace
 from megatron.model.goldfish import find_loss_mask
@@ -87,7 +89,8 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     parameters = dict(model.named_parameters())
     optimizer = ReferenceOptimizer(parameters, config.optimizer, alone.shape)
     masks = use_masks_of_layout(model, plan)
-    run = ReferenceRun(_copy(parameters))
+    experts = ReferenceExperts(model, config)
+    run = ReferenceRun(_copy(parameters) | experts.copy_biases())
     consumed = 0
     position = (0, 0, 0)
     for iteration in range(1, COMPARED + 1):
@@ -104,10 +107,10 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         masks.iteration = iteration
         masks.size = size
         trace = ActivationTrace()
-        with trace.attach([model]):
+        with trace.attach([model]), experts.watch():
             loss = _compute_loss(model, inputs, plan, alone.shape.vocab_size)
             if iteration != DROPPED:
-                loss.backward()
+                (loss + experts.compute_losses(size)).backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         # fp64, because squares of many elements are added.
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
@@ -122,12 +125,14 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         # A dropped step reads its samples, and moves neither the optimizer nor the rate.
         if iteration != DROPPED:
             optimizer.step(rates)
+            experts.update_biases()
             applied = position[0] + size
             tokens = position[1] + size * length
             warmup = schedule.compute_warmup_tokens(applied, tokens, position[2])
             position = (applied, tokens, warmup)
         model.zero_grad(set_to_none=True)
-        state = copy.deepcopy(optimizer.moments) | {"weight": _copy(parameters)}
+        weights = _copy(parameters) | experts.copy_biases()
+        state = copy.deepcopy(optimizer.moments) | {"weight": weights}
         run.steps.append(
             ReferenceStep(inputs, rates, float(loss.detach()), norm, gradients, state, trace)
         )
@@ -138,7 +143,8 @@ def _build_model(alone: Plan) -> GPT:
     """Return the complete model with its initial weights."""
     seed = alone.config.batch.seed
     streams = RandomStreams(seed, torch.device("cpu"))
-    model = GPT(alone.shape, TensorParallel(), streams, loss=alone.config.loss)
+    loss = leave_out_losses(alone.config.loss)
+    model = GPT(alone.shape, TensorParallel(), streams, loss=loss)
     for name, parameter in model.named_parameters():
         size = parameter.spec.shape  # type: ignore[attr-defined]
         # The rows that only pad the vocabulary stay zero.
@@ -177,7 +183,8 @@ def compute_initial_weight(
         std = (2 / (5 * config.hidden_size)) ** 0.5
     elif std == "megatron":
         std = (1 / (3 * config.hidden_size)) ** 0.5
-    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+    outputs = ("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
+    if name.endswith(outputs):
         output: Any = config.output_init_method_std
         if output is None:
             std = std / (2 * config.num_layers) ** 0.5

@@ -116,6 +116,8 @@ class ReferenceOptimizer:
                 # Queries, keys and values are three matrices, whose rows alternate by group.
                 heads = blocks[0].view(self._shape.query_groups, -1, self._shape.head_dim)
                 blocks = [heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]
+            if ".mlp.experts." in name:
+                blocks = list(blocks[0].view(self._shape.config.num_experts or 1, -1))
             for rows in blocks:
                 scale = compute_scale(len(rows), p.shape[1], config)
                 steps = config.muon_num_ns_steps
