@@ -98,7 +98,7 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
         steps += [
             build_large_model(
                 "7B, further variants",
-                95,
+                85,
                 "--seconds 60 --variant plain recompute --microbatches 1 8 --no-trace",
                 "a step without kernels, and with recomputation",
             ),
@@ -110,6 +110,12 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                 table="calibration",
             ),
             build_shares("kernels of a step, 1.3B", 45, "--size 1.3b --shape llama"),
+            build_step_time(
+                "step time of experts, 350M",
+                45,
+                "--size 350m --shape olmoe llama --rounds 3 --contestants trainer hf",
+                "4 of 16 experts beside a dense model with the same FLOPs for a token",
+            ),
             # A process of its own: a run without memory would end the other runs of the GPU.
             build_tests(
                 "single runs",
@@ -127,14 +133,14 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
             ),
             Step(
                 "ranks on one GPU",
-                100,
+                85,
                 (PYTHON, "benchmarks/layouts.py", "--losses"),
                 "losses of TP, PP, ZeRO and HSDP over gloo against one process",
                 build_answer_timeout(40),
             ),
             Step(
                 "checkpoint of 1B",
-                100,
+                80,
                 (
                     *(PYTHON, "benchmarks/checkpoint.py", "--parameters", "1e9"),
                     *("--contestants", "ours", "--rounds", "1", "--warm-up", "0"),

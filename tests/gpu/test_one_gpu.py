@@ -62,6 +62,9 @@ WIDE = (
     "--seq-length 2048 --micro-batch-size 1 --global-batch-size 2"
 )
 """Heads of 128 and sequences of 2,048 tokens, which other kernels compute than small ones."""
+EXPERTS = (
+    "--num-experts 8 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
+)
 IN_FP32 = {
     "gpt2": "",
     "llama": LLAMA,
@@ -77,6 +80,7 @@ IN_FP32 = {
     "recompute-in-cpu": "--checkpoint-activations --checkpoint-in-cpu",
     "statistics": "--log-layer-stats-interval 2",
     "ademamix": f"{LLAMA} --optimizer ademamix",
+    "experts": f"{LLAMA} {EXPERTS}",
     "async-save": "--async-save --save-interval 5",
 }
 """Name -> flags of a run whose losses on the GPU must equal those on the CPU."""
@@ -94,6 +98,7 @@ IN_16_BITS = {
     "gpt2-bf16": "--bf16",
     "llama-bf16": f"{LLAMA} --bf16",
     "bloom-bf16": f"{BLOOM} --bf16",
+    "experts-bf16": f"{LLAMA} {EXPERTS} --bf16",
     "documents-bf16": f"{LLAMA} --bf16 {DOCUMENTS}",
     "varlen-bf16": f"{LLAMA} --bf16 {DOCUMENTS} --use-varlen-attention",
     "varlen-fp16": f"--fp16 --initial-loss-scale 4096 {DOCUMENTS} --use-varlen-attention "
@@ -148,6 +153,7 @@ CORE = {
     *("compiled-bf16", "wide-compiled-bf16"),
     *("kernels", "wide-kernels-bf16"),
     *("float8-bf16", "float8-rowwise-bf16"),
+    *("experts", "experts-bf16"),
 }
 """The runs of the most important tests."""
 
@@ -478,6 +484,36 @@ def test_kernels_of_norms_equal_the_operators_of_torch(dtype: torch.dtype) -> No
 
 
 @needs_gpu
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("counts", [(300, 0, 5, 207), (0, 0, 0, 512), (0, 0, 0, 0)])
+def test_products_of_experts_equal_single_ones_and_read_no_other_memory(
+    counts: tuple[int, ...],
+) -> None:
+    """Memory that is free has no number, so a row that nobody writes would be seen."""
+    from megatron.model.experts.grouped import multiply_by_expert
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    x = torch.randn(sum(counts), 256, **options).requires_grad_()  # type: ignore[call-overload]
+    weight = torch.randn(4 * 128, 256, **options).requires_grad_()  # type: ignore[call-overload]
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    for _ in range(2):
+        kept = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(8, 22)]
+        del kept
+        out = multiply_by_expert(x, weight, ends)
+        out.sum().backward()
+    matrices = weight.detach().view(4, 128, 256)
+    pieces = zip(x.detach().split(counts), matrices, strict=True)
+    expected = torch.cat([a @ b.t() for a, b in pieces])
+    torch.testing.assert_close(out.detach(), expected, rtol=2e-2, atol=2e-1)
+    assert x.grad is not None
+    assert weight.grad is not None
+    sums = [2 * part.float().sum(0).expand(128, 256) for part in x.detach().split(counts)]
+    found = weight.grad.view(4, 128, 256).float()
+    torch.testing.assert_close(found, torch.stack(sums), rtol=2e-2, atol=1.0)
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.gpu_core
 def test_kernels_of_float8_have_the_bits_of_pytorch() -> None:
     pytest.importorskip("torchao")
