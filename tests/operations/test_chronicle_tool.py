@@ -476,3 +476,16 @@ def test_page_of_numbers_that_are_too_large(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     assert chronicle.main([str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
     assert "1e+308" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", CHRONICLE, "interventions.jsonl"])
+def test_a_record_that_is_no_file_is_named(
+    run_folder: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A FIFO would be waited for, and a report without it would look complete."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert chronicle.main([str(folder)]) != 0
+    assert name in capsys.readouterr().err

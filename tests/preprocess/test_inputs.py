@@ -14,6 +14,7 @@ from tiny_corpus import EOD, GPT2, JSONL, REFERENCE_PREFIX, data_files
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
+from megatron.extras.preparation.preprocess import sampling
 from megatron.extras.preparation.preprocess.blocks import Position
 from megatron.extras.preparation.preprocess.bpe_training import train_bpe
 from megatron.extras.preparation.preprocess.input_files import expand_inputs
@@ -355,3 +356,21 @@ def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
     for pattern in ("pipe.jsonl", "zero.jsonl", "*.jsonl", ""):
         with pytest.raises(ConfigError, match=r"(pipe|zero)\.jsonl is not a regular file"):
             expand_inputs([str(tmp_path / pattern)], print)
+
+
+def test_the_first_block_of_a_compressed_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compressed file may be one very long line, and each of 64 spots would parse it again."""
+    path = tmp_path / "in.jsonl.gz"
+    lines = "".join(f'{{"text": "text {n}"}}\n' for n in range(300))
+    path.write_bytes(gzip.compress(lines.encode()))
+    calls: list[object] = []
+
+    def count(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return read_blocks(*args, **options)
+
+    monkeypatch.setattr(sampling, "read_blocks", count)
+    assert len(sample_texts([str(path)], ["text"])) == 64
+    assert len(calls) == 1

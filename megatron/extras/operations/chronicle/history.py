@@ -273,7 +273,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
     reader = _MetricsReader()
     events = read_events(folder / CHRONICLE, reader.damaged)
     metrics = _find_metrics_file(folder, events)
-    if not events and not metrics.is_file():
+    if not events and not metrics.exists():
         raise DataError(
             f"{folder} has no metrics.jsonl and no {CHRONICLE}; give the --save folder of a run"
         )
@@ -282,7 +282,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
     for record in interventions:
         for part in _list_removed_parts(folder, record, "metrics"):
             reader.read(part, is_removed=True)
-    if metrics.is_file():
+    if metrics.exists():
         reader.read(metrics, is_removed=False, end=metrics_bytes)
     columns = {name: np.array(values) for name, values in reader.columns.items()}
     # A stable sort keeps the order of rows with the same millisecond.
@@ -381,7 +381,7 @@ def _find_metrics_file(folder: Path, events: list[Event]) -> Path:
 
 
 def _iterate_interventions(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
+    if not path.exists():
         return
     for record in iterate_objects(path, iterate_lines(path), damaged):
         if record:

@@ -34,7 +34,7 @@ def read_events(path: Path, damaged: list[str] | None = None) -> list[Event]:
     Raises:
         OSError: The file cannot be read.
     """
-    if not path.is_file():
+    if not path.exists():
         return []
     objects = iterate_objects(path, iterate_lines(path), damaged)
     found = [parse_event(record) for record in objects]

@@ -4,6 +4,7 @@ Invariant: the amount of reading is bounded, whatever the size of the corpus. Fi
 entered at any byte are entered there.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def sample_texts(paths: Sequence[str], keys: Sequence[str]) -> list[str]:
     total = sum(sizes)
     chosen = list[str]()
     chars = 0
+    # Several spots of such a file read the same block, which may be one very long line.
+    begin = functools.cache(lambda path: _read_first_columns(path, keys))
     for spot in range(_SPOTS):
         place = total * spot // _SPOTS
         file = 0
@@ -47,12 +50,39 @@ def sample_texts(paths: Sequence[str], keys: Sequence[str]) -> list[str]:
         while file < len(paths) - 1 and place >= sizes[file]:
             place = place - sizes[file]
             file = file + 1
-        texts = next(_read_texts_at(paths[file], place, sizes[file], spot, keys), None)
+        if _has_one_entry(paths[file]):
+            texts = _choose_row(begin(paths[file]), spot)
+        else:
+            texts = next(_read_texts_at(paths[file], place, sizes[file], spot, keys), None)
         if texts is not None and chars < _CHARS_ALL:
             chosen += [text[:_CHARS_EACH] for text in texts]
             chars += sum(min(len(text), _CHARS_EACH) for text in texts)
     # Small files give the same line at several spots. dict keeps the order and drops repetitions.
     return list(dict.fromkeys(chosen))
+
+
+def _has_one_entry(path: str) -> bool:
+    """Return whether records of a file can be read from its beginning only."""
+    if find_format(path) in (InputFormat.TEXT, InputFormat.PARQUET, InputFormat.ARROW):
+        return False
+    return is_compressed(path) or is_array_file(path)
+
+
+def _read_first_columns(path: str, keys: Sequence[str]) -> list[list[str]]:
+    """Return the texts of the first block with any, a list for each key. It may be empty."""
+    for block in read_blocks([path], keys, block_bytes=_BLOCK_BYTES):
+        columns, _ = extract_texts(block, keys)
+        if columns and columns[0]:
+            return columns
+    return []
+
+
+def _choose_row(columns: list[list[str]], spot: int) -> list[str] | None:
+    """Return one text of each column, another one for each spot."""
+    if not columns:
+        return None
+    row = spot % len(columns[0])
+    return [column[row] for column in columns]
 
 
 def _read_texts_at(
@@ -65,8 +95,9 @@ def _read_texts_at(
     for block in _read_block_at(path, place, size, keys):
         columns, _ = extract_texts(block, keys)
         if columns and columns[0]:
-            row = spot % len(columns[0])
-            yield [column[row] for column in columns]
+            texts = _choose_row(columns, spot)
+            assert texts is not None, "there is a column"
+            yield texts
 
 
 def _read_passage_at(path: str, place: int) -> str:
@@ -84,10 +115,6 @@ def _read_block_at(path: str, place: int, size: int, keys: Sequence[str]) -> Ite
         # Tables are entered by row, so the byte is converted to a row.
         row = count_rows(path) * place // max(1, size)
         yield from read_blocks([path], keys, Position(0, row, row), _BLOCK_BYTES)
-        return
-    # These can only be entered at their beginning. Each spot takes another line of the first block.
-    if is_compressed(path) or is_array_file(path):
-        yield from read_blocks([path], keys, block_bytes=_BLOCK_BYTES)
         return
     content = b""
     found = place == 0
