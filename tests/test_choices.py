@@ -16,6 +16,7 @@ from test_plan import with_changes
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import all_fields
+from megatron.config.loss import LossConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import EXCHANGES_HEADS, STRATEGY_STAGES
 from megatron.config.spike_guard import SpikeGuardConfig
@@ -33,6 +34,7 @@ from megatron.extras.training.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution
+from megatron.model.experts.routing import get_span
 from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
 from megatron.observe.log_line import LINE_FORMATS
@@ -161,6 +163,10 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     "model.norm_placement": [
         use_model("norm_placement"),
         use_shape(measure_activations, "norm_placement"),
+    ],
+    "model.moe_router_score_function": [use_model("moe_router_score_function", num_experts=4)],
+    "loss.moe_router_load_balancing_type": [
+        lambda value: get_span(LossConfig(moe_router_load_balancing_type=value))
     ],
     "model.qk_norm": [
         use_model("qk_norm", normalization="RMSNorm"),

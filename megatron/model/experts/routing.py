@@ -15,7 +15,7 @@ n: tokens that this rank routes, E: experts, k: experts of a token.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -118,17 +118,35 @@ def weigh_experts(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tenso
         experts: int64[n, k].
         config: How scores become weights.
     """
-    if config.moe_router_score_function == "sigmoid":
-        weights = logits.gather(1, experts).sigmoid()
-        if config.moe_router_topk > 1:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + _EPS)
-    elif config.moe_router_pre_softmax:
-        weights = logits.softmax(dim=1).gather(1, experts)
-    else:
-        weights = logits.gather(1, experts).softmax(dim=1)
+    match config.moe_router_score_function:
+        case "sigmoid":
+            weights = logits.gather(1, experts).sigmoid()
+            if config.moe_router_topk > 1:
+                weights = weights / (weights.sum(dim=1, keepdim=True) + _EPS)
+        case "softmax" if config.moe_router_pre_softmax:
+            weights = logits.softmax(dim=1).gather(1, experts)
+        case "softmax":
+            weights = logits.gather(1, experts).softmax(dim=1)
+        case _:
+            assert_never(config.moe_router_score_function)
     if config.moe_router_topk_scaling_factor is not None:
         weights = weights * config.moe_router_topk_scaling_factor
     return weights
+
+
+def get_span(loss: LossConfig) -> Literal["microbatch", "sequence", "step"] | None:
+    """Return whose choices the balancing loss compares. None: there is no such loss."""
+    match loss.moe_router_load_balancing_type:
+        case "aux_loss":
+            return "microbatch"
+        case "seq_aux_loss":
+            return "sequence"
+        case "global_aux_loss":
+            return "step"
+        case "none":
+            return None
+        case _:
+            assert_never(loss.moe_router_load_balancing_type)
 
 
 class Router(nn.Module):
@@ -218,12 +236,14 @@ class Router(nn.Module):
 
     def _score(self, logits: Tensor, *, balanced: bool) -> Tensor:
         """Return the scores that choose the experts, fp32[n, E]."""
-        if self._config.moe_router_score_function == "sigmoid":
-            scores = logits.sigmoid()
-        elif self._config.moe_router_pre_softmax or not balanced:
-            scores = logits.softmax(dim=1)
-        else:
-            scores = logits
+        match self._config.moe_router_score_function:
+            case "sigmoid":
+                scores = logits.sigmoid()
+            case "softmax":
+                spread = self._config.moe_router_pre_softmax or not balanced
+                scores = logits.softmax(dim=1) if spread else logits
+            case _:
+                assert_never(self._config.moe_router_score_function)
         if balanced and self._config.moe_router_enable_expert_bias:
             scores = scores + self.balance
         return scores
@@ -242,7 +262,7 @@ class Router(nn.Module):
         """
         tokens = total * self._context.size
         weight = self._loss.moe_aux_loss_coeff
-        if self._loss.moe_router_load_balancing_type == "none":
+        if get_span(self._loss) is None:
             weight = 0.0
         again = self.layer in routing.shares
         with torch.set_grad_enabled(torch.is_grad_enabled() and weight > 0):
@@ -279,7 +299,7 @@ class Router(nn.Module):
         If the sequences are not balanced one by one, all tokens are of one.
         """
         device = self.counts.device
-        if self._loss.moe_router_load_balancing_type != "seq_aux_loss":
+        if get_span(self._loss) != "sequence":
             return torch.ones((1, n), device=device)
         numbers = torch.arange(first, first + n, device=device) % routing.sequences
         return (numbers == torch.arange(routing.sequences, device=device)[:, None]).float()
@@ -294,15 +314,15 @@ class Router(nn.Module):
             members: What `_find_sequences` returned.
         """
         config = self._config
-        kind = self._loss.moe_router_load_balancing_type
+        span = get_span(self._loss)
         if config.moe_router_enable_expert_bias or config.moe_router_num_groups is not None:
             # What the scores alone would choose, as in DeepSeek-V3, 2.1.2.
             experts = find_best(scores, config.moe_router_topk)
         counts = members @ torch.zeros_like(scores).scatter_(1, experts, 1.0)
-        if kind == "global_aux_loss":
+        if span == "step":
             # The choices of the step so far, of all ranks.
             all_reduce(counts.add_(self.counts), self._ranks.stage)
-        elif kind != "none":
+        elif span is not None:
             all_reduce(counts, self._tp)
             all_reduce(counts, self._context)
         return counts / counts.sum(dim=1, keepdim=True)

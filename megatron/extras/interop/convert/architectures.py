@@ -429,6 +429,20 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 """All architectures. The first one that can express a model is written."""
 
 
+def refuse_experts(model: ModelConfig) -> None:
+    """Refuse a model with experts.
+
+    Raises:
+        ConfigError: The model has experts.
+    """
+    if model.num_experts is not None:
+        raise ConfigError(
+            f"a model with --num-experts {model.num_experts} cannot be converted yet. A run of "
+            "this trainer has a complete checkpoint, and tools/generate.py and tools/evaluate.py "
+            "load it."
+        )
+
+
 def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Architecture:
     """Return the architecture that can express a model.
 
@@ -440,11 +454,7 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Archit
         ConfigError: none can express it, or the wanted one does not exist or cannot. The message
             has the reason for each.
     """
-    if model.num_experts is not None:
-        raise ConfigError(
-            f"a model with --num-experts {model.num_experts} cannot be converted yet. Its "
-            "checkpoint is complete, and tools/generate.py and tools/evaluate.py load it."
-        )
+    refuse_experts(model)
     reasons = []
     for architecture in ARCHITECTURES:
         if wanted not in (None, architecture.model_type):
