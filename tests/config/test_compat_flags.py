@@ -16,7 +16,15 @@ from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
 from megatron.config.yaml_file import dump_yaml
 from megatron.data.shares import parse_shares
-from megatron.extras.interop.translators.compat import SYSTEMS, TABLE, Row, find_row, find_rows
+from megatron.extras.interop.translators import compat
+from megatron.extras.interop.translators.compat import (
+    NEOX_KEYS,
+    SYSTEMS,
+    TABLE,
+    Row,
+    find_row,
+    find_rows,
+)
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
@@ -187,11 +195,47 @@ def test_table_is_consistent(row: Row):
     if row.flag.endswith("*"):
         own = [flag for flag in list_known_flags() if flag.startswith(row.flag.removesuffix("*"))]
         assert not any(row in find_rows(flag) for flag in own), "a family hides a flag of ours"
-    assert row.flag not in list_known_flags() or row.only, (
-        "only single values of a field's own flag may have a row"
-    )
     assert len({other.arity for other in TABLE if other.flag == row.flag}) == 1
     assert find_row(row.flag, values_of(row)) is row, "another row is found before this one"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--sgd-momentum", "--sgd-sign-update", "--use-flash-attn-v2", "--n-embd"]
+)
+def test_a_field_that_a_row_would_hide_is_refused(flag: str, monkeypatch: pytest.MonkeyPatch):
+    """A new field --sgd-momentum was accepted, and had no effect."""
+    field = next(iter(all_fields().values()))
+    known = list_known_flags() | {flag: field}
+    monkeypatch.setattr(compat, "list_known_flags", lambda: known)
+    compat._index_by_flag.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match=f"^{flag} is a flag of this trainer"):
+            find_rows("--seed")
+    finally:
+        compat._index_by_flag.cache_clear()
+
+
+def test_values_of_own_flags_without_effect_are_known():
+    """Whoever adds such a field decides whether the value means the same here. Then add it."""
+    harmless = {row.flag: row.only for row in TABLE if row.kind == "harmless"}
+    assert {flag: only for flag, only in harmless.items() if flag in list_known_flags()} == {
+        "--num-experts": ("1",),
+        "--ademamix-beta3-warmup": ("-1",),
+        "--ademamix-alpha-warmup": ("-1",),
+        "--bos-token": ("None",),
+        "--eos-token": ("None",),
+        "--strip-tokens": ("",),
+    }
+
+
+def test_own_names_without_effect_in_files_of_neox_are_known():
+    """Whoever adds such a field decides whether it is that of GPT-NeoX. Then add it or its row."""
+    harmless = {row.flag for row in NEOX_KEYS if row.kind == "harmless"}
+    assert {key for key in harmless if f"--{key}" in list_known_flags()} == {
+        # GPT-NeoX reads these in the blocks of DeepSpeed.
+        *("lr", "clip-grad", "zero-stage", "hysteresis", "loss-scale", "loss-scale-window"),
+        *("local-rank", "deepspeed", "eval-tasks"),
+    }
 
 
 def test_no_flag_belongs_to_two_systems():

@@ -5,7 +5,8 @@ docs/flags.md shows the tables.
 
 Invariant: a renamed flag does exactly what it did there. A derived flag is one of several from
 which `compat_derived` computes a value. A harmless flag changes no number. Any other flag is
-refused, and the reason names an alternative.
+refused, and the reason names an alternative. A row for all values of a flag of this trainer would
+hide the flag, so the table is not read with one.
 """
 
 import functools
@@ -130,6 +131,12 @@ def _list_families() -> list[tuple[str, list[Row]]]:
 def _index_by_flag() -> dict[str, list[Row]]:
     table: dict[str, list[Row]] = {}
     for row in TABLE:
+        # Rows are found before fields. So whoever adds such a field must not miss this.
+        assert row.only or row.flag not in list_known_flags(), (
+            f"{row.flag} is a flag of this trainer, and has the row {row.kind!r} in a table of "
+            "megatron/extras/interop/translators/tables, which would hide it. Remove the row, or "
+            "give it `only` with the values that mean something else in the other trainer"
+        )
         table.setdefault(row.flag, []).append(row)
     return table
 
