@@ -514,6 +514,7 @@ def test_products_of_experts_equal_single_ones_and_read_no_other_memory(
     assert x.grad.isfinite().all()
 
 
+@needs_gpu
 @pytest.mark.gpu_core
 def test_kernels_of_float8_have_the_bits_of_pytorch() -> None:
     pytest.importorskip("torchao")
