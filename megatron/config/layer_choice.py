@@ -1,7 +1,8 @@
 """Choices of layers as text: numbers and slices from 0, as in `0,3::4`, or Megatron-LM's lists."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import groupby
 
 _FREQUENCY = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 _PART = re.compile(r"(\d+)|(\d*):(\d*)(?::(\d+))?")
@@ -65,6 +66,19 @@ def find_expert_layers(text: str, num_layers: int) -> frozenset[int]:
     if len(flags) != num_layers:
         raise ValueError(f"'{text}' is not a list for {num_layers} layers")
     return frozenset(number for number, flag in enumerate(flags) if flag == "1")
+
+
+def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:
+    """Return a text for which `find_expert_layers` returns these layers, as in ([0]*1+[1]*15).
+
+    Args:
+        chosen: Numbers of the layers with experts.
+        num_layers: Layers of the model.
+    """
+    flags = [int(number in chosen) for number in range(num_layers)]
+    if all(flags):
+        return "1"
+    return "(" + "+".join(f"[{flag}]*{len(list(run))}" for flag, run in groupby(flags)) + ")"
 
 
 def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:

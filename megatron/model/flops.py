@@ -232,6 +232,16 @@ def count_parameters(shape: ModelShape) -> int:
     )[0]
 
 
+def count_active_parameters(shape: ModelShape) -> int:
+    """Return the parameters that one token uses: all but those of the experts not chosen for it."""
+    config = shape.config
+    if config.num_experts is None:
+        return count_parameters(shape)
+    unused = config.num_experts - config.moe_router_topk
+    expert = _count_mlp_parameters(shape, shape.expert_width)
+    return count_parameters(shape) - len(shape.expert_layers) * unused * expert
+
+
 def count_stage_parameters(
     shape: ModelShape,
     tensor_parallel_size: int,

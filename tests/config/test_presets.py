@@ -46,10 +46,12 @@ NAMES = (
     "llama3-70b",
     "llama3-194m-4k",
     "mistral-7b",
+    "mixtral-8x7b",
     "olmo2-7b",
     "olmo2-32b",
     "olmo3-7b",
     "olmo3-32b",
+    "olmoe-1b-7b",
     "pythia-14m",
     "pythia-31m",
     "pythia-70m",
@@ -65,6 +67,7 @@ NAMES = (
     "qwen3-4b",
     "qwen3-8b",
     "qwen3-14b",
+    "qwen3-30b-a3b",
     "qwen3-32b",
     "smollm3-3b",
     "tr1-13b",
@@ -97,6 +100,7 @@ def test_names_are_ordered_by_their_numbers():
         "4b",
         "8b",
         "14b",
+        "30b-a3b",
         "32b",
     ]
 

@@ -19,6 +19,7 @@ from megatron.config.batch import BatchConfig
 from megatron.config.tree import Config
 from megatron.extras.interop.convert import architectures, export
 from megatron.extras.interop.convert.architectures import ARCHITECTURES, find_architecture
+from megatron.extras.interop.convert.expert_fields import ExpertNames
 from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
 from megatron.extras.interop.convert.fields import Cases, Needed, Training
 from megatron.extras.interop.convert.importing import import_model
@@ -111,6 +112,16 @@ TABLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "qwen3",
         "qwen3",
         swap_modules("qwen3", "attention.q_norm", "attention.k_norm"),
+    ),
+    "mixtral: gate and up of experts exchanged": (
+        "mixtral",
+        "mixtral",
+        {"experts": ExpertNames("w3", "w1", "w2", "block_sparse_moe")},
+    ),
+    "olmoe: gate and up of experts exchanged": (
+        "olmoe",
+        "olmoe",
+        {"experts": ExpertNames("up_proj", "gate_proj", "down_proj")},
     ),
     "gpt-neox: GELU of the other form": ("gpt-neox", "gpt_neox", swap_gelu("gpt_neox")),
     "gpt2: GELU of the other form": ("gpt2", "gpt2", swap_gelu("gpt2")),

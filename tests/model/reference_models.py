@@ -65,6 +65,7 @@ _APERTUS_NAMES = {
     "post_attention_norm": "feedforward_layernorm",
     "mlp.activation": "mlp.act_fn",
 }
+_EXPERT_NAMES = {**_LLAMA_NAMES, "mlp.router": "mlp.gate"}
 _NEOX_NAMES = {
     "embedding.word": "gpt_neox.embed_in",
     "head": "lm_head",
@@ -131,6 +132,11 @@ class Family:
             return tensors[f"{self.names[module]}.{leaf}"]
         _, index, part = module.split(".", 2)
         layer = f"{self.layers}.{index}."
+        if part == "mlp.experts":
+            # [E, f, h], with all gates of an expert before its other rows.
+            first, second = tensors[f"{layer}mlp.experts.gate_up_proj"].chunk(2, dim=1)
+            down = tensors[f"{layer}mlp.experts.down_proj"]
+            return {"gate": first, "up": second, "down": down}[leaf].flatten(0, 1)
         if part != "attention.qkv":
             tensor = tensors[f"{layer}{self.names[part]}.{leaf}"]
             return tensor.t() if self.transposed and tensor.dim() > 1 else tensor
@@ -393,6 +399,44 @@ FAMILIES = {
             "full_attention_layers": "3::4",
         },
         _OLMO_NAMES,
+    ),
+    "olmoe": Family(
+        "Olmoe",
+        _LLAMA_SIZES | {"num_experts": 6, "num_experts_per_tok": 3, "rope_parameters": _ROPE},
+        _LLAMA
+        | {"qk_norm": "full", "rotary_base": 100.0, "num_experts": 6, "moe_router_topk": 3}
+        | {"moe_router_pre_softmax": True},
+        _EXPERT_NAMES,
+    ),
+    "qwen3-moe": Family(
+        "Qwen3Moe",
+        _LLAMA_SIZES
+        | {"head_dim": 2 * HEAD_DIM, "num_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 20, "norm_topk_prob": True}
+        # Layers 0 and 2 are skipped by the step, and layer 1 by the list.
+        | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
+        _LLAMA
+        | {"qk_norm": "head", "kv_channels": 2 * HEAD_DIM, "num_experts": 5}
+        | {"moe_ffn_hidden_size": 20, "moe_layer_freq": "([0]*3+[1])"},
+        _EXPERT_NAMES,
+    ),
+    "qwen3-moe-as-olmoe": Family(
+        "Qwen3Moe",
+        _LLAMA_SIZES
+        | {"head_dim": HEAD_DIM, "num_experts": 4, "num_experts_per_tok": 1}
+        | {"moe_intermediate_size": 28, "norm_topk_prob": False, "num_key_value_heads": 1},
+        _LLAMA
+        | {"qk_norm": "head", "num_query_groups": 1, "num_experts": 4, "moe_router_topk": 1}
+        | {"moe_ffn_hidden_size": 28, "moe_router_pre_softmax": True},
+        _EXPERT_NAMES,
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        _LLAMA_SIZES
+        | {"num_local_experts": 3, "sliding_window": 5, "head_dim": 2 * HEAD_DIM}
+        | {"rope_parameters": _ROPE},
+        _LLAMA | _WINDOW | {"num_experts": 3, "kv_channels": 2 * HEAD_DIM, "rotary_base": 100.0},
+        _EXPERT_NAMES,
     ),
     "smollm3": Family(
         "SmolLM3",

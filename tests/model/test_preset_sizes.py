@@ -4,6 +4,7 @@ The published configurations are written here as the models' config.json has the
 derived from the presets.
 """
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from model.reference_models import FAMILIES
 
 from megatron.config.presets import list_preset_names, read_preset
 from megatron.console.preset_table import build_preset_shape
-from megatron.model.flops import count_parameters
+from megatron.model.flops import count_active_parameters, count_parameters
 
 GPT2: dict[str, Any] = {
     "vocab_size": 50257,
@@ -122,10 +123,26 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         describe(32, 4096, 32, 14336, num_key_value_heads=8, **LLAMA2)
         | {"head_dim": 128, "sliding_window": 4096},
     ),
+    "mixtral-8x7b": (
+        "Mixtral",
+        describe(32, 4096, 32, 14336, num_key_value_heads=8, **LLAMA2 | {"rope_theta": 1e6})
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "olmo2-7b": ("Olmo2", describe(32, 4096, 32, 11008, num_key_value_heads=32, **OLMO)),
     "olmo2-32b": ("Olmo2", describe(64, 5120, 40, 27648, num_key_value_heads=8, **OLMO)),
     "olmo3-7b": ("Olmo3", describe(32, 4096, 32, 11008, num_key_value_heads=32, **OLMO3)),
     "olmo3-32b": ("Olmo3", describe(64, 5120, 40, 27648, num_key_value_heads=8, **OLMO3)),
+    "olmoe-1b-7b": (
+        "Olmoe",
+        describe(16, 2048, 16, 1024, num_key_value_heads=16, **LLAMA2 | {"vocab_size": 50304})
+        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3Moe",
+        describe(48, 2048, 32, 6144, tie_word_embeddings=False, **QWEN3)
+        | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
+        | {"num_experts": 128, "num_experts_per_tok": 8},
+    ),
     "smollm3-3b": ("SmolLM3", describe(36, 2048, 16, 11008, **SMOLLM3)),
     "apertus-8b": (
         "Apertus",
@@ -195,6 +212,10 @@ OUR_NAMES = {
     "initializer_range": "init_method_std",
     "attn_pdrop": "attention_dropout",
     "resid_pdrop": "hidden_dropout",
+    "num_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
 }
 
 
@@ -207,6 +228,8 @@ def test_preset_has_the_values_of_the_published_configuration(name: str):
             assert shape.padded_vocab_size == value
         elif key == "tie_word_embeddings":
             assert shape.config.untie_embeddings_and_output_weights is not value
+        elif key == "norm_topk_prob":
+            assert shape.config.moe_router_pre_softmax is not value
         else:
             assert getattr(shape.config, OUR_NAMES[key]) == value, key
 
@@ -219,10 +242,13 @@ OF_FAMILY = {
     "llama2": "llama",
     "llama3": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
+    "olmoe": "olmoe",
     "pythia": "gpt-neox",
     "qwen3": "qwen3",
+    "qwen3-moe": "qwen3-moe",
     "smollm3": "smollm3",
     "tr1": "gpt2",
     "tr8": "gpt2",
@@ -242,7 +268,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list_preset_names())
 def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
-    word = name.split("-")[0]
+    word = "qwen3-moe" if name == "qwen3-30b-a3b" else name.split("-")[0]
     family = tiny_config(**dict(FAMILIES[OF_FAMILY[word]].ours))
     model = build_preset_shape(read_preset(name)).config
     parts = (
@@ -250,11 +276,14 @@ def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
         *("norm_bias", "qk_norm", "glu_activation", "activation", "bias_gelu_fusion"),
         *("add_bias_linear", "add_qkv_bias", "parallel_residual", "embed_layernorm"),
         *("add_attention_bias", "add_mlp_bias"),
-        "full_attention_layers",
+        *("full_attention_layers", "moe_router_pre_softmax", "moe_router_score_function"),
     )
     expected = {part: getattr(family, part) for part in parts} | OTHER_PARTS.get(word, {})
     assert {part: getattr(model, part) for part in parts} == expected
-    for part in ("sliding_window", "no_rope_layers"):
+    if word == "mixtral":
+        # Its class has a window that may be turned off.
+        model = dataclasses.replace(model, sliding_window=4096)
+    for part in ("sliding_window", "no_rope_layers", "num_experts"):
         assert (getattr(model, part) is None) == (getattr(family, part) is None)
 
 
@@ -287,7 +316,25 @@ def test_a_complete_model_of_transformers_has_the_extrapolated_size():
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-8b", 8_190_735_360),
         ("olmo2-7b", 7_298_617_344),
+        ("olmoe-1b-7b", 6_919_161_856),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_preset_has_the_published_parameters(name: str, total: int):
     assert count_parameters(build_preset_shape(read_preset(name))) == total
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "billions"),
+    [  # Their owners count billions.
+        ("olmoe-1b-7b", 1_282_017_280, 1.28),
+        ("qwen3-30b-a3b", 3_353_032_704, 3.35),
+        ("mixtral-8x7b", 12_879_925_248, 12.9),
+        ("llama2-7b", 6_738_415_616, 6.74),
+    ],
+)
+def test_preset_has_the_published_active_parameters(name: str, active: int, billions: float):
+    found = count_active_parameters(build_preset_shape(read_preset(name)))
+    assert found == active
+    assert found / 1e9 == pytest.approx(billions, abs=0.04 if billions > 10 else 0.006)

@@ -28,7 +28,7 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
-from megatron.parallel.mesh import TensorParallel, build_mesh
+from megatron.parallel.mesh import ExpertParallel, TensorParallel, build_mesh
 from megatron.parallel.rendezvous import start_process_group
 from megatron.parallel.rng import RandomStreams
 
@@ -48,10 +48,12 @@ class Computed:
     """Gradients: name of a global tensor, index of a part of it, and the gradient of this part."""
 
 
-def build_model(changes: dict[str, Any], tp: TensorParallel) -> GPT:
+def build_model(
+    changes: dict[str, Any], tp: TensorParallel, ranks: ExpertParallel | None = None
+) -> GPT:
     config = tiny_config(num_layers=LAYERS, seq_length=LENGTH, **changes)
     shape = ModelShape(config, VOCAB, PADDED)
-    return GPT(shape, tp, RandomStreams(7, torch.device("cpu")))
+    return GPT(shape, tp, RandomStreams(7, torch.device("cpu")), ranks=ranks)
 
 
 def list_parameters(family: Family) -> list[str]:
@@ -66,18 +68,24 @@ def compute_ours(
 ) -> Computed:
     """Return the results of our model on this rank, with this rank's part of given weights."""
     tp = TensorParallel()
+    ranks = ExpertParallel()
     if tensor_parallel > 1:
         start_process_group("gloo", 1)
+        experts = changes.get("num_experts")
+        # With sequence parallelism, the ranks divide the experts, if they can.
+        divided = sequence_parallel and experts is not None and experts % tensor_parallel == 0
         mesh = build_mesh(
             Grid(1, 1, tensor_parallel),
             torch.device("cpu"),
             sequence_parallel=sequence_parallel,
+            expert_size=tensor_parallel if divided else 1,
         )
         tp = mesh.tensor_parallel
-    model = build_model(changes, tp)
+        ranks = mesh.expert_parallel or ranks
+    model = build_model(changes, tp, ranks)
     for name, parameter in model.named_parameters():
         parameter.data.zero_()
-        for whole, index, rows in list_slices(name, parameter, tp):
+        for whole, index, rows in list_slices(name, parameter, tp, ranks):
             parameter.data[rows].copy_(torch.from_numpy(weights[whole][index]))
     with torch.no_grad():
         logits = model.compute_logits(make_tokens(1))
@@ -86,15 +94,18 @@ def compute_ours(
     slices = []
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        if parameter.spec.partial_gradient:  # type: ignore[attr-defined]
+        spec = parameter.spec  # type: ignore[attr-defined]
+        # Each rank routes a part of the tokens through its copy of an expert.
+        copied = spec.by_expert and ranks.size == 1 and tp.size > 1
+        if spec.partial_gradient or copied:
             torch.distributed.all_reduce(parameter.grad, group=tp.group)
-        for whole, index, rows in list_slices(name, parameter, tp):
+        for whole, index, rows in list_slices(name, parameter, tp, ranks):
             slices.append((whole, index, parameter.grad[rows].numpy()))
     return Computed(logits.numpy(), loss.item(), slices)
 
 
 def list_slices(
-    name: str, parameter: torch.nn.Parameter, tp: TensorParallel
+    name: str, parameter: torch.nn.Parameter, tp: TensorParallel, ranks: ExpertParallel
 ) -> Iterator[tuple[str, Index, slice]]:
     """Yield a global tensor's name, the index of a part, and the rows of `parameter` that hold it.
 
@@ -106,6 +117,9 @@ def list_slices(
         for piece in spec.pieces:
             index = (slice(piece.start, piece.start + piece.rows),)
             yield whole, index, slice(piece.local, piece.local + piece.rows)
+    elif spec.by_expert:
+        start = ranks.rank * len(parameter)
+        yield name, (slice(start, start + len(parameter)),), slice(None)
     elif spec.shard_dim is None:
         yield name, (), slice(None)
     else:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
+from megatron.extras.interop.convert.expert_fields import ExpertNames, Experts, NoExperts
 from megatron.extras.interop.convert.fields import (
     Biases,
     Cases,
@@ -61,6 +62,8 @@ class Architecture:
     """Name inside a layer -> the fixed number that their tensor of this name holds."""
     hf_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields of config.json, each with its only supported value."""
+    experts: ExpertNames | None = None
+    """Their names of the experts. None: the class has none."""
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of config.json that describe a model of this trainer.
@@ -135,7 +138,6 @@ _SILU = Cases("hidden_act", (("silu", _GATED),))
 
 _LLAMA_SIZES: tuple[Pair, ...] = (
     *_SIZES,
-    Same("ffn_hidden_size", "intermediate_size"),
     Same("num_query_groups", "num_key_value_heads"),
     Same("layernorm_epsilon", "rms_norm_eps"),
     Same("seq_length", "max_position_embeddings"),
@@ -173,17 +175,27 @@ def _make_llama_like(
     *pairs: Pair,
     modules: Mapping[str, str] = _LLAMA_MODULES,
     constants: Mapping[str, float] | None = None,
+    hf_fields: Mapping[str, Any] | None = None,
+    experts: tuple[Experts, ExpertNames] | None = None,
 ) -> Architecture:
     """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
+    mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), NoExperts())
+    names = None
+    if experts is not None:
+        fields, names = experts
+        mlp = (fields,)
+        modules = {**modules, **names.modules}
     return Architecture(
         model_type,
         class_name,
-        (*_LLAMA_SIZES, *pairs),
+        (*_LLAMA_SIZES, *mlp, *pairs),
         modules,
         "model.layers",
         _LLAMA_QKV,
         not_stored=_FREQUENCIES,
         constants=constants or {},
+        hf_fields=hf_fields or {},
+        experts=names,
     )
 
 
@@ -289,6 +301,43 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         # The class stores these two numbers of xIELU as tensors, although they are not trained.
         constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
     ),
+    _make_llama_like(
+        "olmoe",
+        "OlmoeForCausalLM",
+        HeadDim(declared=False),
+        Rope(),
+        _SILU,
+        Biases(mlp=False),
+        Needed(_INPUT_NORM | {"qk_norm": "full"} | _EVERY_TOKEN | _EVERY_ROPE),
+        hf_fields={"clip_qkv": None},
+        experts=(Experts("num_experts", "num_local_experts"), ExpertNames()),
+    ),
+    _make_llama_like(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        HeadDim(),
+        Rope(),
+        _SILU,
+        Biases(mlp=False),
+        Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_TOKEN | _EVERY_ROPE),
+        hf_fields={"use_sliding_window": False},
+        experts=(Experts("num_experts", "num_local_experts", with_mlp=True), ExpertNames()),
+    ),
+    _make_llama_like(
+        "mixtral",
+        "MixtralForCausalLM",
+        HeadDim(),
+        Rope(),
+        Same("sliding_window", "sliding_window"),
+        _SILU,
+        Biases(attention=False, mlp=False),
+        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE | {"full_attention_layers": None}),
+        hf_fields={"router_jitter_noise": 0.0},
+        experts=(
+            Experts("num_local_experts", "num_experts", normalised=True),
+            ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
+        ),
+    ),
     Architecture(
         "gpt2",
         "GPT2LMHeadModel",
@@ -297,6 +346,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             Same("num_layers", "n_layer"),
             Same("num_attention_heads", "n_head"),
             Same("ffn_hidden_size", "n_inner"),
+            NoExperts(),
             Same("layernorm_epsilon", "layer_norm_epsilon"),
             Same("max_position_embeddings", "n_positions"),
             _ONE_HEAD_A_GROUP,
@@ -351,6 +401,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             Same("layernorm_epsilon", "layer_norm_epsilon"),
             _DERIVED_HEAD_DIM,
             _DERIVED_FFN,
+            NoExperts(),
             _ONE_HEAD_A_GROUP,
             _TIED,
             Training(hidden=("hidden_dropout",)),
@@ -384,6 +435,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         (
             *_SIZES,
             Same("ffn_hidden_size", "intermediate_size"),
+            NoExperts(),
             Same("layernorm_epsilon", "layer_norm_eps"),
             Same("seq_length", "max_position_embeddings"),
             _DERIVED_HEAD_DIM,
@@ -429,18 +481,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 """All architectures. The first one that can express a model is written."""
 
 
-def refuse_experts(model: ModelConfig) -> None:
-    """Refuse a model with experts.
-
-    Raises:
-        ConfigError: The model has experts.
-    """
-    if model.num_experts is not None:
-        raise ConfigError(
-            f"a model with --num-experts {model.num_experts} cannot be converted yet. A run of "
-            "this trainer has a complete checkpoint, and tools/generate.py and tools/evaluate.py "
-            "load it."
-        )
+_REASONS = {"gpt_oss": ": its attention has sinks, which this trainer does not have"}
+"""Classes that users may expect here -> why they are refused."""
 
 
 def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Architecture:
@@ -454,7 +496,6 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Archit
         ConfigError: none can express it, or the wanted one does not exist or cannot. The message
             has the reason for each.
     """
-    refuse_experts(model)
     reasons = []
     for architecture in ARCHITECTURES:
         if wanted not in (None, architecture.model_type):
@@ -489,4 +530,5 @@ def find_architecture(model_type: str) -> Architecture:
         if architecture.model_type == model_type:
             return architecture
     known = ", ".join(each.model_type for each in ARCHITECTURES)
-    raise ConfigError(f"model_type {model_type} is not supported; supported are {known}.")
+    reason = _REASONS.get(model_type, "")
+    raise ConfigError(f"model_type {model_type} is not supported{reason}; supported are {known}.")

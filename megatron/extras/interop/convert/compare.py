@@ -9,7 +9,7 @@ If it does not, the embedding and the head are compared without layers, some row
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,7 @@ def _run_hf_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair]) -> tuple
     config = _select_layers(hf.config, [layer])
     config.vocab_size = _FEW_IDS
     made = _build_hf_model(import_transformers().AutoModel, config)
-    _load_hf_model(made, hf, pairs, {layer: 0})
+    made = _load_hf_model(made, hf, pairs, {layer: 0})
     model = hf.model
     generator = torch.Generator().manual_seed(layer)
     length = min(_LENGTH, model.seq_length)
@@ -218,6 +218,8 @@ def _run_our_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair], given: 
     one = dataclasses.replace(
         model,
         num_layers=1,
+        num_experts=model.num_experts if described.experts else None,
+        moe_layer_freq="1",
         no_rope_layers=without_rope,
         sliding_window=described.window,
         full_attention_layers=None,
@@ -269,7 +271,7 @@ def _compute_hf_logits(
     config = _select_layers(hf.config, range(layers))
     config.vocab_size = hf.vocab_size
     made = _build_hf_model(import_transformers().AutoModelForCausalLM, config)
-    _load_hf_model(made, hf, pairs, {layer: layer for layer in range(layers)})
+    made = _load_hf_model(made, hf, pairs, {layer: layer for layer in range(layers)})
     with torch.no_grad():
         logits: Tensor = made(tokens, use_cache=False).logits.float()
     return logits
@@ -283,7 +285,11 @@ def _compute_our_logits(
     if layers == 0:
         # No layer can be chosen.
         model = dataclasses.replace(
-            model, no_rope_layers=None, sliding_window=None, full_attention_layers=None
+            model,
+            num_experts=None,
+            no_rope_layers=None,
+            sliding_window=None,
+            full_attention_layers=None,
         )
     own = _build_model(model, hf.vocab_size)
     _load_model(own, hf, pairs, {layer: layer for layer in range(layers)})
@@ -307,6 +313,11 @@ def _select_layers(hf_config: Any, layers: Sequence[int]) -> Any:
         values = getattr(config, name, None)
         if values is not None:
             setattr(config, name, [values[layer] for layer in layers])
+    if getattr(config, "mlp_only_layers", None) is not None:
+        step = config.decoder_sparse_step
+        dense = {at for at in layers if at in config.mlp_only_layers or (at + 1) % step}
+        config.mlp_only_layers = [new for new, old in enumerate(layers) if old in dense]
+        config.decoder_sparse_step = 1
     config.num_hidden_layers = len(layers)
     return config
 
@@ -334,10 +345,29 @@ def _load_model(
 
 
 def _load_hf_model(
-    made: nn.Module, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
-) -> None:
-    """Fill their parameters. `numbers` maps the layers of the folder to those of the model."""
+    made: Any, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
+) -> Any:
+    """Return their model with the folder's weights.
+
+    Args:
+        made: Their model. It is filled unless it has experts.
+        hf: The folder.
+        pairs: The tensors to load.
+        numbers: Layer of the folder -> layer of the model.
+    """
+    tensors = _name_hf_tensors(hf, pairs, numbers)
+    if hf.architecture.experts is not None:
+        return _load_with_experts(made, dict(tensors))
     parameters = dict(made.named_parameters())
+    for name, tensor in tensors:
+        _find_parameter(parameters, name, hf.architecture).data.copy_(tensor)
+    return made
+
+
+def _name_hf_tensors(
+    hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield their tensors with their names in the model that is compared."""
     layers = hf.architecture.layers
     for pair in pairs:
         for name, tensor in zip(pair.hf_names, hf.read(pair), strict=True):
@@ -345,12 +375,34 @@ def _load_hf_model(
                 name = name.replace(
                     f"{layers}.{pair.layer}.", f"{layers}.{numbers[pair.layer]}.", 1
                 )
-            _find_parameter(parameters, name, hf.architecture).data.copy_(tensor)
+            yield name, tensor
+
+
+def _load_with_experts(made: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return their model, loaded by `transformers`, which joins the matrices of experts.
+
+    So the names of gate and up of an expert are compared with those of `transformers`.
+    """
+    logging = import_transformers().utils.logging
+    before = logging.get_verbosity()
+    # A model of one layer lacks the embedding's weights, which would be a warning.
+    logging.set_verbosity_error()
+    try:
+        loaded = type(made).from_pretrained(
+            None,
+            config=made.config,
+            state_dict=tensors,
+            attn_implementation="eager",
+            dtype=torch.float32,
+        )
+    finally:
+        logging.set_verbosity(before)
+    return loaded.eval()
 
 
 def _find_parameter(
-    parameters: Mapping[str, nn.Parameter], name: str, architecture: Architecture
-) -> nn.Parameter:
+    parameters: Mapping[str, Tensor], name: str, architecture: Architecture
+) -> Tensor:
     """Return a parameter of `transformers` by its name in files.
 
     Raises:

@@ -108,7 +108,7 @@ def export_checkpoint(
             )
             _write_config(unfinished, architecture, config, vocab_size, dtype, ids)
             log("comparing what was written with the checkpoint and with transformers")
-            tensors = HfTensors(unfinished)
+            tensors = HfTensors(unfinished, architecture.experts)
             _compare_tensors(pairs, read, tensors)
             hf_config = read_config(unfinished)
             _compare_description(architecture, config, hf_config)
@@ -273,7 +273,7 @@ def _compare_description(architecture: Architecture, config: Config, hf_config: 
     for name in (name for pair in architecture.pairs for name in pair.model_fields):
         # Two texts may choose the same layers, which are compared below. The sequence length was
         # passed to `read`.
-        if name in ("full_attention_layers", "no_rope_layers", "seq_length"):
+        if name in ("full_attention_layers", "no_rope_layers", "moe_layer_freq", "seq_length"):
             continue
         if getattr(found, name) != getattr(expected, name):
             raise CheckpointError(

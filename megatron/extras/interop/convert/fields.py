@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
-from megatron.config.layer_choice import describe_layers
+from megatron.config.layer_choice import describe_expert_layers, describe_layers
 from megatron.config.model import ModelConfig, RopeScaling
 from megatron.model.shape import ModelShape
 
@@ -496,6 +496,11 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         unused += every - used.keys()
     if model.sliding_window is None:
         unused.append("full_attention_layers")
+    if model.num_experts is None:
+        unused += [name for name in _DEFAULTS if name.startswith("moe_")]
+    else:
+        changes["moe_ffn_hidden_size"] = shape.expert_width
+        changes["moe_layer_freq"] = describe_expert_layers(shape.expert_layers, model.num_layers)
     if model.normalization == "RMSNorm":
         # An RMSNorm has no bias.
         unused.append("norm_bias")

@@ -9,7 +9,6 @@ from torch import Tensor
 from megatron.base.errors import CheckpointError
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.model import ModelConfig
-from megatron.extras.interop.convert.architectures import refuse_experts
 from megatron.extras.interop.convert.megatron_args import load_run_config, make_state
 from megatron.extras.interop.convert.megatron_deepspeed import open_megatron_deepspeed
 from megatron.extras.interop.convert.megatron_lm import open_megatron_lm
@@ -67,7 +66,6 @@ class MegatronCheckpoint:
     ) -> list[TensorToWrite]:
         """Return the tensors of the new checkpoint, after a check of their names."""
         model = loaded.config.model
-        refuse_experts(model)
         source = self._source
         if model.num_layers > len(source.names):
             # Each layer would be built, and a wrong number may be too large for that.

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
 from megatron.extras.interop.convert.architectures import Architecture
+from megatron.extras.interop.convert.expert_fields import ExpertNames
 from megatron.extras.interop.convert.tensors import refuse_problems
 
 _INDEX = "model.safetensors.index.json"
@@ -29,10 +30,17 @@ _MAX_LAYERS = 2000
 
 
 class HfTensors:
-    """The tensors of a folder, by name."""
+    """The tensors of a folder, by name.
 
-    def __init__(self, folder: Path) -> None:
+    A tensor of all experts, as `transformers` has it in memory, counts as one for each expert.
+    """
+
+    def __init__(self, folder: Path, experts: ExpertNames | None = None) -> None:
         """Find the files of all tensors.
+
+        Args:
+            folder: The folder.
+            experts: Names of the experts, if the model has any.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the tensors are not safetensors.
@@ -41,6 +49,8 @@ class HfTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
+        self._whole: dict[str, tuple[str, tuple[int, slice] | tuple[()]]] = {}
+        """Name of an expert's tensor -> the tensor of all experts, and the index in it."""
         for name in _find_files(folder):
             with self._open(name) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -52,6 +62,31 @@ class HfTensors:
                     found = file.get_slice(key)
                     self.shapes[key] = tuple(found.get_shape())
                     self._dtypes[key] = found.get_dtype()
+        if experts is not None:
+            for key in list(self.shapes):
+                self._divide(key, experts.divide(key, self.shapes[key]))
+
+    def _divide(self, whole: str, parts: Mapping[str, tuple[int, slice] | tuple[()]]) -> None:
+        """Put the tensors of experts in the place of the one that has them all.
+
+        Raises:
+            CheckpointError: the folder has an expert twice.
+        """
+        if not parts:
+            return
+        shape = self.shapes.pop(whole)
+        for name, index in parts.items():
+            if name in self.shapes:
+                raise CheckpointError(
+                    f"{self._folder} has {name}, and {whole} with the same weights; keep one of "
+                    "them"
+                )
+            self._whole[name] = whole, index
+            self._dtypes[name] = self._dtypes[whole]
+            self.shapes[name] = shape
+            if index:
+                rows = index[1].stop - index[1].start
+                self.shapes[name] = (rows, *shape[2:])
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Return a tensor in the dtype of its file, or its rows from `rows[0]` to `rows[1] - 1`.
@@ -59,7 +94,12 @@ class HfTensors:
         Raises:
             CheckpointError: the file was removed or damaged since.
         """
-        with self._open(self._files[name]) as file:
+        whole, index = self._whole.get(name, (name, ()))
+        with self._open(self._files[whole]) as file:
+            if index:
+                number, own = index
+                return file.get_slice(whole)[number, own]
+            name = whole
             if rows is None:
                 return file.get_tensor(name)
             begin, end = rows

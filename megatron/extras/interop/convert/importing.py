@@ -67,7 +67,7 @@ def import_model(
     pairs = pair_tensors(
         architecture, ModelShape(model, hf_config.vocab_size, hf_config.vocab_size)
     )
-    tensors = HfTensors(folder)
+    tensors = HfTensors(folder, architecture.experts)
     expected = {
         name: size
         for pair in pairs

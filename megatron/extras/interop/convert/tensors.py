@@ -15,13 +15,17 @@ from megatron.parallel.rng import RandomStreams
 
 _BLOCKS = "blocks."
 _QKV = "attention.qkv"
+_EXPERTS = "mlp.experts"
 VOCABULARY_TENSORS = ("embedding.word.weight", "head.weight")
 """Our tensors with a row for each token id."""
 
 
 @dataclass(frozen=True)
 class TensorPair:
-    """One of our tensors, and the one or three of Hugging Face with the same numbers."""
+    """One of our tensors, and those of Hugging Face with the same numbers.
+
+    There are three for queries, keys and values, one for each expert, and one for all others.
+    """
 
     name: str
     """Name of the parameter in the complete model."""
@@ -38,7 +42,7 @@ class TensorPair:
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return Hugging Face's tensors with the same numbers."""
-        parts: tuple[Tensor, ...] = (tensor,)
+        parts: tuple[Tensor, ...] = tensor.chunk(len(self.hf_names))
         if self.rows is not None:
             groups, heads, width = self.rows
             by_group = tensor.reshape(groups, heads + 2, width, *tensor.shape[1:])
@@ -54,8 +58,7 @@ class TensorPair:
         if self.transposed:
             parts = [part.t() for part in parts]
         if self.rows is None:
-            (part,) = parts
-            return part.contiguous()
+            return torch.cat(list(parts))
         groups, heads, width = self.rows
         if self.fused:
             rows = groups * width
@@ -97,6 +100,13 @@ def _pair_tensor(
         layer = int(number)
         prefix = f"{architecture.layers}.{number}."
     module, _, leaf = inside.rpartition(".")
+    if module == _EXPERTS and architecture.experts is not None:
+        assert shape.config.num_experts is not None
+        experts = range(shape.config.num_experts)
+        hf_names = tuple(architecture.experts.name_matrix(prefix, each, leaf) for each in experts)
+        one = (size[0] // len(hf_names), *size[1:])
+        hf_sizes = (one,) * len(hf_names)
+        return TensorPair(name, size, hf_names, hf_sizes, layer, False, None, fused=False)
     if module == _QKV:
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
     if inside in architecture.modules:

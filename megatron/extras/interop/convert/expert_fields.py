@@ -1,0 +1,190 @@
+"""Experts in classes of `transformers`: their fields, and the names of their tensors."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.base.errors import ConfigError
+from megatron.config.layer_choice import describe_expert_layers
+from megatron.config.model import ModelConfig
+from megatron.extras.interop.convert.fields import describe_setting
+from megatron.model.shape import ModelShape
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name == "num_experts" or field.name.startswith("moe_")
+}
+"""Each field of `ModelConfig` about experts -> its default."""
+_READ = {
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_pre_softmax",
+}
+"""The fields that the classes here can express. The others must have their defaults."""
+
+
+@dataclass(frozen=True)
+class NoExperts:
+    """A class of `transformers` without experts."""
+
+    @property
+    def model_fields(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return tuple(_DEFAULTS)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        if model.num_experts is not None:
+            raise ConfigError(
+                f"the class has no experts, and this model has --num-experts {model.num_experts}"
+            )
+        return {}
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a class of `transformers`, and the width of its MLP."""
+
+    number: str
+    """Their field with the number of experts."""
+    other_number: str
+    """The field that other versions of `transformers` write instead."""
+    normalised: bool = False
+    """Whether the weights of a token's experts add up to 1. False: `norm_topk_prob` says so."""
+    with_mlp: bool = False
+    """Whether some layers may have an MLP, with a width of its own, as in Qwen 3."""
+
+    @property
+    def model_fields(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return (*_DEFAULTS, "ffn_hidden_size")
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        if model.num_experts is None:
+            raise ConfigError("the class has experts, and this model has none")
+        for name in _DEFAULTS.keys() - _READ:
+            value = getattr(model, name)
+            if value != _DEFAULTS[name]:
+                raise ConfigError(f"{describe_setting(name, value)} has no equivalent")
+        found: dict[str, Any] = {
+            self.number: model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+        }
+        if not self.normalised:
+            found["norm_topk_prob"] = not model.moe_router_pre_softmax
+        elif model.moe_router_pre_softmax:
+            raise ConfigError("--moe-router-pre-softmax has no equivalent")
+        shape = ModelShape(model, 0, 0)
+        dense = sorted(set(range(model.num_layers)) - shape.expert_layers)
+        if self.with_mlp:
+            return found | {
+                "moe_intermediate_size": model.moe_ffn_hidden_size,
+                "intermediate_size": model.ffn_hidden_size,
+                "mlp_only_layers": dense,
+                "decoder_sparse_step": 1,
+            }
+        if dense:
+            raise ConfigError(
+                f"{describe_setting('moe_layer_freq', model.moe_layer_freq)} has no equivalent: "
+                "all layers of the class have experts"
+            )
+        return found | {"intermediate_size": model.moe_ffn_hidden_size}
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        layers = int(hf["num_hidden_layers"])
+        number = int(hf[self.number] if self.number in hf else hf[self.other_number])
+        chosen = int(hf["num_experts_per_tok"])
+        if number < 2 or not 1 <= chosen <= number:
+            raise ConfigError(
+                f"num_experts_per_tok {chosen} of {number} experts is not supported here: there "
+                "must be at least 2 experts, and a token uses 1 to all of them"
+            )
+        with_experts = list(range(layers))
+        if self.with_mlp:
+            only = hf.get("mlp_only_layers") or []
+            step = int(hf.get("decoder_sparse_step") or 1)
+            with_experts = [at for at in with_experts if at not in only and (at + 1) % step == 0]
+            if not with_experts:
+                raise ConfigError(
+                    f"mlp_only_layers {only} and decoder_sparse_step {step} leave no layer with "
+                    "experts; a model without experts has another model_type"
+                )
+        width = hf["moe_intermediate_size"] if self.with_mlp else hf["intermediate_size"]
+        return {
+            "num_experts": number,
+            "moe_router_topk": chosen,
+            "moe_ffn_hidden_size": int(width),
+            "moe_layer_freq": describe_expert_layers(with_experts, layers),
+            "moe_router_pre_softmax": not (self.normalised or hf["norm_topk_prob"]),
+            "ffn_hidden_size": int(hf["intermediate_size"]),
+        }
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Their names of the tensors of a mixture.
+
+    Files have three matrices for each expert. A model of `transformers` 5 has two tensors for all
+    experts, `gate_up_proj` [E, 2 f, h] and `down_proj` [E, h, f], and a state dict of it that was
+    saved as it is has them too.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    module: str = "mlp"
+    """The module of router and experts in files. In memory it is `mlp`."""
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Our module -> theirs."""
+        return {"mlp.router": f"{self.module}.gate"}
+
+    def name_matrix(self, prefix: str, number: int, part: str) -> str:
+        """Return the name in files of a matrix of one expert.
+
+        Args:
+            prefix: The name of the layer, with a dot at its end.
+            number: Number of the expert.
+            part: gate, up or down.
+        """
+        return f"{prefix}{self.module}.experts.{number}.{getattr(self, part)}.weight"
+
+    def divide(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, slice] | tuple[()]]:
+        """Return the tensors of files that one tensor of a model in memory has.
+
+        Args:
+            name: Name of the tensor in memory.
+            shape: Its shape.
+
+        Returns:
+            Name in files -> index of its numbers in the tensor. It is empty for a tensor that has
+            the same name in both.
+        """
+        if match := re.fullmatch(r"(.*\.|)mlp\.experts\.(gate_up_proj|down_proj)", name):
+            prefix, kind = match.groups()
+            if len(shape) != 3:
+                return {}
+            rows = shape[1]
+            parts = {"down": slice(0, rows)}
+            if kind == "gate_up_proj":
+                parts = {"gate": slice(0, rows // 2), "up": slice(rows // 2, rows)}
+            return {
+                self.name_matrix(prefix, number, part): (number, own)
+                for number in range(shape[0])
+                for part, own in parts.items()
+            }
+        if self.module != "mlp" and (match := re.fullmatch(r"(.*\.|)mlp\.gate\.weight", name)):
+            return {f"{match[1]}{self.module}.gate.weight": ()}
+        return {}
