@@ -162,19 +162,26 @@ def _count_mlp_columns(shape: ModelShape, width: int) -> int:
     return 2 * width if shape.config.glu_activation else width
 
 
+def count_expert_parameters(shape: ModelShape, expert_parallel_size: int = 1) -> int:
+    """Return the parameters of the experts of one layer on one rank.
+
+    Experts are whole, and the expert-parallel ranks divide their number.
+    """
+    number = (shape.config.num_experts or 0) // expert_parallel_size
+    return number * _count_mlp_parameters(shape, shape.expert_width)
+
+
 def count_mixture_parameters(
     shape: ModelShape, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
 ) -> int:
     """Return the parameters of router, experts and shared expert of a layer on one rank.
 
-    Experts are whole, and the expert-parallel ranks divide their number. Router and gate are on
-    every rank. The shared expert is sharded as an MLP is.
+    Router and gate are on every rank. The shared expert is sharded as an MLP is.
     """
     config = shape.config
     h = config.hidden_size
-    number = config.num_experts or 0
-    router = number * (h + shape.has_mlp_bias)
-    experts = number // expert_parallel_size * _count_mlp_parameters(shape, shape.expert_width)
+    router = (config.num_experts or 0) * (h + shape.has_mlp_bias)
+    experts = count_expert_parameters(shape, expert_parallel_size)
     shared = 0
     width = config.moe_shared_expert_intermediate_size
     if width is not None:

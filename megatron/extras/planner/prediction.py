@@ -111,8 +111,8 @@ def propose_float8(config: Config) -> PrecisionConfig:
     return replace(config.precision, fp8_format="hybrid", fp8_recipe="tensorwise")
 
 
-def describe_layout(plan: Plan) -> RankLayout:
-    """Return the layout of the plan."""
+def describe_layout(plan: Plan, imbalance: float = 1.0) -> RankLayout:
+    """Return the layout of the plan. `imbalance` is that of the experts (`RankLayout`)."""
     parallel = plan.config.parallel
     recompute: Recompute = "none"
     if plan.config.recompute.checkpoint_activations:
@@ -146,6 +146,8 @@ def describe_layout(plan: Plan) -> RankLayout:
         and several
         and not parallel.sequence_parallel,
         host_inputs=plan.config.recompute.checkpoint_in_cpu,
+        expert=plan.expert_size,
+        imbalance=imbalance,
     )
 
 

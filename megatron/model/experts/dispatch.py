@@ -148,8 +148,6 @@ class Dispatch:
     """The assignments (token x k + number), sorted by expert, int64[n k]."""
     places: Tensor
     """The place of each assignment in this order."""
-    counts: Tensor
-    """Assignments of this rank to each expert of the model, int64[experts]."""
     ends: Tensor
     """The end of the rows of each expert of this rank, int32[experts / ranks]."""
     ranks: ExpertParallel
@@ -177,6 +175,17 @@ class Dispatch:
         return _Reorder.apply(rows, self.places, self.order).unflatten(0, (-1, self.k))
 
 
+def read_sizes(sent: Tensor, received: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the sizes of messages, which must be known on the host. It waits for the GPU.
+
+    Args:
+        sent: Rows for each rank, int64[ranks].
+        received: Rows from each rank, int64[ranks].
+    """
+    both = torch.stack((sent, received)).tolist()
+    return both[0], both[1]
+
+
 def plan_dispatch(choice: Tensor, experts: int, ranks: ExpertParallel) -> Dispatch:
     """Return where the tokens go. All expert-parallel ranks call it together.
 
@@ -192,16 +201,15 @@ def plan_dispatch(choice: Tensor, experts: int, ranks: ExpertParallel) -> Dispat
     k = choice.shape[1]
     if ranks.size == 1:
         ends = counts.cumsum(0).int()
-        return Dispatch(k, order, places, counts, ends, ranks)
+        return Dispatch(k, order, places, ends, ranks)
     local = experts // ranks.size
     everyone = all_gather(counts, ranks).view(ranks.size, ranks.size, local)  # [source, rank, ..]
     own = everyone[:, ranks.rank]  # [source, local experts]
-    # The sizes of messages must be known on the host.
-    sent, received = torch.stack((counts.view(-1, local).sum(1), own.sum(1))).tolist()
+    sent, received = read_sizes(counts.view(-1, local).sum(1), own.sum(1))
     numbers = torch.arange(local, device=own.device).repeat(ranks.size)
     of_rows = numbers.repeat_interleave(own.flatten(), output_size=sum(received))
     by_expert = of_rows.argsort(stable=True)
     by_source = torch.empty_like(by_expert)
     by_source[by_expert] = torch.arange(len(by_expert), device=own.device)
     ends = own.sum(0).cumsum(0).int()
-    return Dispatch(k, order, places, counts, ends, ranks, sent, received, by_expert, by_source)
+    return Dispatch(k, order, places, ends, ranks, sent, received, by_expert, by_source)

@@ -12,12 +12,12 @@ from typing import Any
 from megatron.extras.planner.cost.memory import (
     ParameterMemory,
     estimate_parameter_memory,
-    estimate_parameter_memory_per_rank,
+    estimate_stage_memory,
 )
-from megatron.extras.planner.prediction import get_recomputed_share
+from megatron.extras.planner.prediction import describe_layout, get_recomputed_share
 from megatron.model import flops
 from megatron.model.flops import get_widths
-from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
+from megatron.model.partition import select_stages_of_rank
 from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
@@ -72,17 +72,13 @@ def _is_half(plan: Plan) -> bool:
 
 
 def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> ParameterMemory:
-    parallel = plan.config.parallel
-    parameters = plan.stage_parameters[pipeline_rank]
-    layers = count_layers_per_rank(plan.stages, plan.pipeline_size)[pipeline_rank]
-    matrices = flops.count_layer_matrix_parameters(plan.shape, parallel.tensor_model_parallel_size)
-    return estimate_parameter_memory_per_rank(
-        parameters,
+    return estimate_stage_memory(
+        plan.shape,
+        describe_layout(plan),
+        plan.config.optimizer,
+        select_stages_of_rank(plan.stages, pipeline_rank, plan.pipeline_size),
+        plan.stage_parameters[pipeline_rank],
         half=_is_half(plan),
-        data_parallel_size=plan.weight_ranks,
-        shard_size=plan.shard_size,
-        zero_stage=plan.zero_stage,
-        state_bytes=flops.count_state_bytes(plan.config.optimizer, parameters, layers * matrices),
     )
 
 

@@ -44,6 +44,10 @@ class RankLayout:
     """Shard the inputs that full recomputation keeps over the tensor-parallel ranks."""
     host_inputs: bool = False
     """Keep these inputs in host memory. Only the memory of this trainer is counted so."""
+    expert: int | None = None
+    """Tensor x context x data ranks that divide the experts of a layer. None: no experts."""
+    imbalance: float = 1.0
+    """Rows that the experts of the fullest rank get, in multiples of the mean of all ranks."""
 
     @property
     def ranks(self) -> int:
@@ -63,6 +67,21 @@ class RankLayout:
         return self.data * self.context // self.shard_size
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks that share the experts of a rank, in a copy of the model.
+
+        The rule is that of `megatron.parallel.mesh`. It is 1 without experts.
+        """
+        if self.expert is None:
+            return 1
+        return max(1, self.shard_size * self.tensor // self.expert)
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of copies of the experts."""
+        return self.tensor * self.context * self.data // (self.expert or 1) // self.expert_shards
+
+    @property
     def layers_recomputed(self) -> Fraction:
         """Share of the layers that are recomputed completely."""
         if self.recompute == "full":
@@ -74,6 +93,8 @@ class RankLayout:
         parts = [f"TP {self.tensor} PP {self.pipeline} DP {self.data}"]
         if self.context > 1:
             parts.append(f"CP {self.context}{' a2a' if self.exchange_heads else ''}")
+        if self.expert is not None:
+            parts.append(f"EP {self.expert}")
         parts.append(f"micro-batch {self.micro_batch}")
         if self.virtual > 1:
             parts.append(f"{self.virtual} virtual stages")

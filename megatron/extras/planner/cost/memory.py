@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from megatron.base.errors import ConfigError
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.extras.planner.cost.experts import count_dense_matrices, sum_blocks
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.peak import find_peak
@@ -92,6 +94,12 @@ class ParameterMemory:
         """Sum of all parts in bytes."""
         return self.master_weights + self.working_weights + self.optimizer_states + self.gradients
 
+    def __add__(self, other: "ParameterMemory") -> "ParameterMemory":
+        """Return the sum by parts."""
+        return ParameterMemory(
+            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
+        )
+
 
 def estimate_parameter_memory(
     parameters: int, *, half: bool, state_bytes: int | None = None
@@ -153,6 +161,49 @@ def estimate_parameter_memory_per_rank(
         optimizer_states=shard_from(1, whole.optimizer_states),
         gradients=shard_from(2, whole.gradients),
     )
+
+
+def estimate_stage_memory(
+    shape: ModelShape,
+    layout: RankLayout,
+    optimizer: OptimizerConfig,
+    stages: Sequence[Stage],
+    parameters: int,
+    *,
+    half: bool,
+) -> ParameterMemory:
+    """Return the bytes of the parameters of a pipeline rank.
+
+    Args:
+        shape: Sizes of the model.
+        layout: The layout.
+        optimizer: The optimizer and the precision of its moments.
+        stages: The stages of the rank.
+        parameters: All parameters of the rank, before ranks with the same ones share them.
+        half: The model computes in bf16 or fp16.
+    """
+    layers = [layer for stage in stages for layer in stage.layers]
+    experts = sum_blocks(shape, layout, layers).experts
+    matrices = count_dense_matrices(shape, layout, layers)
+
+    def estimate(number: int, in_matrices: int, ranks: int, shard_size: int) -> ParameterMemory:
+        return estimate_parameter_memory_per_rank(
+            number,
+            half=half,
+            data_parallel_size=ranks,
+            shard_size=shard_size,
+            zero_stage=layout.zero_stage,
+            state_bytes=flops.count_state_bytes(optimizer, number, in_matrices),
+        )
+
+    dense = estimate(
+        parameters - experts, matrices, layout.data * layout.context, layout.shard_size
+    )
+    if not experts:
+        return dense
+    # All experts are matrices, but for their biases.
+    shards = layout.expert_shards
+    return dense + estimate(experts, experts, shards * layout.expert_copies, shards)
 
 
 def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
@@ -221,8 +272,7 @@ def estimate_memory(
     """
     stages = stages or build_stages(shape, layout)
     schedule = build_schedule(layout, batch_size)
-    layers = count_layers_per_rank(stages, layout.pipeline)
-    parameters = flops.count_stage_parameters(shape, layout.tensor, layers)
+    parameters = count_rank_parameters(shape, layout, stages)
     return tuple(
         _estimate_rank(
             shape,
@@ -237,6 +287,18 @@ def estimate_memory(
     )
 
 
+def count_rank_parameters(
+    shape: ModelShape, layout: RankLayout, stages: Sequence[Stage]
+) -> tuple[int, ...]:
+    """Return the parameters of each pipeline rank, before ranks with the same ones share them."""
+    layers = count_layers_per_rank(stages, layout.pipeline)
+    experts = tuple(
+        sum(layer in shape.expert_layers for stage in own for layer in stage.layers)
+        for own in (stages[rank :: layout.pipeline] for rank in range(layout.pipeline))
+    )
+    return flops.count_stage_parameters(shape, layout.tensor, layers, experts, layout.expert or 1)
+
+
 def _estimate_rank(
     shape: ModelShape,
     layout: RankLayout,
@@ -247,18 +309,8 @@ def _estimate_rank(
     rank: int,
 ) -> RankMemory:
     """Return the memory of pipeline rank `rank` with these parameters and stages."""
-    held = estimate_parameter_memory_per_rank(
-        parameters,
-        half=software.half,
-        data_parallel_size=layout.data * layout.context,
-        shard_size=layout.shard_size,
-        zero_stage=layout.zero_stage,
-        state_bytes=flops.count_state_bytes(
-            software.optimizer,
-            parameters,
-            sum(len(stage.layers) for stage in stages)
-            * flops.count_layer_matrix_parameters(shape, layout.tensor),
-        ),
+    held = estimate_stage_memory(
+        shape, layout, software.optimizer, stages, parameters, half=software.half
     )
     # It is not known how other trainers allocate, so their formulas come with them.
     if software.memory is None:

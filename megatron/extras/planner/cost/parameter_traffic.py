@@ -5,6 +5,7 @@ data-parallel ranks copied to the buffer that FSDP2 sends. FSDP2 also copies the
 gathered. What it does on streams of its own is left out, because it overlaps with computation.
 """
 
+from megatron.extras.planner.cost.experts import count_dense_matrices, sum_blocks
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.model import flops
 from megatron.model.partition import Stage
@@ -21,8 +22,9 @@ _COPY = 8
 
 
 def uses_fsdp(layout: RankLayout) -> bool:
-    """Return whether FSDP2 holds the parameters. It does not with one data-parallel rank."""
-    return layout.data * layout.context > 1
+    """Return whether FSDP2 holds the parameters. It does not if no other rank has the same."""
+    # Tensor-parallel ranks may have the same experts.
+    return layout.data * layout.context > 1 or (layout.expert is not None and layout.tensor > 1)
 
 
 def reduces_each_microbatch(layout: RankLayout, microbatches: int) -> bool:
@@ -81,9 +83,9 @@ def count_gather_bytes(
     shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
 ) -> int:
     """Return the bytes moved to copy the gathered weights of a stage in a step."""
-    if layout.shard_size == 1:
+    if max(layout.shard_size, layout.expert_shards) == 1:
         return 0
-    layers = len(stage.layers) * flops.count_layer_parameters(shape, layout.tensor)
+    layers = sum_blocks(shape, layout, stage.layers).whole
     outside = count_outside_parameters(shape, layout.tensor, stage)
     # A read and a write of each weight.
     copied = 2 * (2 if software.half else 4)
@@ -98,15 +100,14 @@ def count_sum_bytes(
 ) -> float:
     """Return the bytes that the sums of a stage's gradients move in a step."""
     outside = count_outside_parameters(shape, layout.tensor, stage)
-    layers = len(stage.layers)
-    inside = layers * flops.count_layer_parameters(shape, layout.tensor)
+    inside = sum_blocks(shape, layout, stage.layers).whole
     copied = _count_copied(layout, microbatches)
     if not software.half:
         # No product is rounded to 16 bits.
         return (inside + outside) * (_count_added(layout, microbatches) + copied)
     fused = 0
     if software.fused_gradients:
-        fused = layers * flops.count_layer_matrix_parameters(shape, layout.tensor)
+        fused = count_dense_matrices(shape, layout, stage.layers)
     converted = _count_rounded(layout, microbatches, in_fp32=software.fused_gradients)
     # Those outside of layers are computed in 16 bits in any case.
     others = _count_rounded(layout, microbatches, in_fp32=False)

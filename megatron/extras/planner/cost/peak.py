@@ -10,8 +10,9 @@ Notation: N parameters of the rank before they are sharded, S ranks that share a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 
+from megatron.extras.planner.cost.experts import Held, count_block, share_block, sum_blocks
 from megatron.extras.planner.cost.float8 import list_float8_linears
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
 from megatron.extras.planner.cost.parameter_traffic import (
@@ -80,13 +81,15 @@ def _find_kinds(
 ) -> frozenset[int]:
     """Return the last layer of each kind in a stage, as the number of layers after it.
 
-    Kinds differ in the window of attention, and in whether the layer is recomputed or in float8.
+    Kinds differ in the window of attention, and in whether the layer is recomputed, in float8, or
+    has experts.
     """
-    found: dict[tuple[int | None, bool, bool], int] = {}
+    found: dict[tuple[int | None, bool, bool, bool], int] = {}
     for after, layer in enumerate(reversed(layers)):
         again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
         in_float8 = float8 is not None and float8.covers(layer)
-        found.setdefault((shape.describe_layer(layer).window, again, in_float8), after)
+        described = shape.describe_layer(layer)
+        found.setdefault((described.window, again, in_float8, described.experts), after)
     return frozenset(found.values())
 
 
@@ -124,35 +127,41 @@ class _RankPeak:
         self._holds_outside = self._fsdp and (self._half or self._reduces_each)
         """The same for other gradients, which are never fused."""
         self._float8 = software.float8
-        self._tensors, self._windowed = self._measure(software)
+        self._kinds = self._measure(software)
+        self._tensors = next(iter(self._kinds.values()))
+        """Those outside of layers are the same for all kinds."""
         # Layers that are left out of float8.
         self._plain = self._measure(replace(software, float8=None))
-        self._of_layer = flops.count_layer_parameters(shape, layout.tensor)
         self._visit_bytes = {stage.index: self._sum_visit(stage) for stage in stages}
 
     # -- sizes ------------------------------------------------------------------------------------
 
-    def _measure(self, software: Software) -> tuple[TensorSizes, TensorSizes]:
-        """Return the tensors of layers without and with a sliding window."""
-        config = self._shape.config
-        measure = partial(
-            measure_tensors,
-            self._shape,
-            self._layout,
-            software,
-            holds=self._holds,
-            holds_outside=self._holds_outside,
-        )
-        tensors = measure()
-        if config.sliding_window is None or config.sliding_window >= config.seq_length:
-            return tensors, tensors
-        return tensors, measure(windowed=True)
+    def _measure(self, software: Software) -> dict[tuple[bool, bool], TensorSizes]:
+        """Return (with a sliding window, with experts) -> the tensors of such layers."""
+        layers = range(self._shape.config.num_layers)
+        return {
+            kind: measure_tensors(
+                self._shape,
+                self._layout,
+                software,
+                holds=self._holds,
+                holds_outside=self._holds_outside,
+                windowed=kind[0],
+                experts=kind[1],
+            )
+            for kind in sorted({self._find_kind(layer) for layer in layers})
+        }
+
+    def _find_kind(self, layer: int) -> tuple[bool, bool]:
+        described = self._shape.describe_layer(layer)
+        length = self._shape.config.seq_length
+        return described.window is not None and described.window < length, described.experts
 
     def _get_tensors(self, layer: int) -> TensorSizes:
-        tensors, windowed = self._tensors, self._windowed
+        kinds = self._kinds
         if self._float8 is not None and not self._float8.covers(layer):
-            tensors, windowed = self._plain
-        return tensors if self._shape.describe_layer(layer).window is None else windowed
+            kinds = self._plain
+        return kinds[self._find_kind(layer)]
 
     def _is_recomputed(self, layer: int) -> bool:
         share = self._layout.layers_recomputed
@@ -161,7 +170,7 @@ class _RankPeak:
     def _sum_layers(self, layers: range) -> float:
         """Return what layers keep of one microbatch."""
         again = flops.count_recomputed_layers(layers, self._layout.layers_recomputed)
-        if self._windowed is self._tensors:
+        if len(self._kinds) == 1:
             tensors = self._tensors
             return again * tensors.recomputed_layer + (len(layers) - again) * tensors.layer
         return sum(map(self._measure_kept, layers))
@@ -192,9 +201,19 @@ class _RankPeak:
     def _count_outside(self) -> int:
         return sum(self._count_head(stage) + self._count_root(stage) for stage in self._stages)
 
-    def _count_parameters(self) -> int:
-        layers = sum(len(stage.layers) for stage in self._stages)
-        return layers * self._of_layer + self._count_outside()
+    def _hold_layers(self, layers: Sequence[int]) -> Held:
+        """Return the parameters of layers that this rank holds."""
+        return share_block(sum_blocks(self._shape, self._layout, layers), self._layout)
+
+    def _hold(self, parameters: int) -> Held:
+        """Return what the rank holds of parameters outside of layers."""
+        return Held(parameters, parameters / self._s)
+
+    @cached_property
+    def _held(self) -> Held:
+        """All parameters of the rank."""
+        layers = [layer for stage in self._stages for layer in stage.layers]
+        return self._hold_layers(layers) + self._hold(self._count_outside())
 
     def _sum_in_flight(self, number: int) -> float:
         """Return what is kept during backward pass `number`, from 1, apart from its own visit."""
@@ -250,7 +269,7 @@ class _RankPeak:
         # From the second layer on, memory only rises or only falls among layers of a kind.
         chosen = {0, min(1, count - 1), count - 1}
         partly = self._float8 is not None and self._float8.layers is not None
-        kinds = partly or self._windowed is not self._tensors
+        kinds = partly or len(self._kinds) > 1
         if 0 < self._layout.layers_recomputed < 1 or kinds:
             share = self._layout.layers_recomputed
             chosen |= _find_kinds(self._shape, stage.layers, share, self._float8)
@@ -261,7 +280,9 @@ class _RankPeak:
         point = self._start_point(each, None)
         if self._fsdp and (self._gathers or not each.accumulated) and self._s > 1:
             # FSDP2 frees what it gathered into when it gathers the next time.
-            last = self._count_head(each.stage) or self._of_layer
+            last = self._count_head(each.stage)
+            if not last:
+                last = count_block(self._shape, self._layout, each.stage.layers[-1]).dense
             point = replace(point, buffers=point.buffers + self._value * last)
         if not (self._forwards_first and each.accumulated):
             yield replace(point, activations=kept, working=self._tensors.loss_forward)
@@ -271,12 +292,16 @@ class _RankPeak:
         """Yield the points of a layer's backward pass, when `done` layers have finished theirs."""
         stage = each.stage
         point = self._start_point(each, done)
-        gathered = self._value * self._of_layer if self._gathers else 0
-        reduced = 4 * self._of_layer if self._reduces_each else 0
-        reduced_before = reduced
-        if not done:
-            reduced_before = 4 * self._count_head(stage) if self._reduces_each else 0
         layer = stage.layers[-1 - done]
+        # FSDP2 gathers and sends experts by themselves, before the rest of a layer.
+        own = count_block(self._shape, self._layout, layer)
+        after = self._count_head(stage)
+        if done:
+            after = count_block(self._shape, self._layout, layer + 1).dense
+        gathered = self._value * own.dense if self._gathers else 0
+        experts = self._value * own.experts if self._gathers else 0
+        reduced = 4 * own.dense if self._reduces_each else 0
+        reduced_before = 4 * after if self._reduces_each else 0
         # The input of a recomputed layer is among what its backward pass needs.
         left = kept - self._sum_layers(stage.layers[len(stage.layers) - 1 - done :])
         if done and not stage.last:
@@ -290,8 +315,18 @@ class _RankPeak:
             working=tensors.in_backward + unread,
             # The weights of this layer, those of the next one as they arrive, and the gradients of
             # the layer or the head before as they are sent.
-            buffers=point.buffers + 2 * gathered + reduced_before,
+            buffers=point.buffers + 2 * gathered + experts + reduced_before,
         )
+        if own.experts:
+            sums = 0 if self._reduces_each or each.accumulated else 4 * own.experts
+            sent = 4 * own.experts if self._reduces_each else 0
+            yield replace(
+                point,
+                gradients=point.gradients + sums,
+                activations=left,
+                working=tensors.in_first_half + unread,
+                buffers=point.buffers + 2 * gathered + sent,
+            )
         # What is dropped after the backward pass is dropped before the gradients are sent.
         yield replace(
             point,
@@ -315,7 +350,7 @@ class _RankPeak:
             gradients += 4 * root
         if self._reduces_each:
             # Those of the last layer are still sent.
-            buffers += 4 * self._of_layer
+            buffers += 4 * count_block(self._shape, self._layout, stage.layers[0]).dense
         working = 2 * self._tensors.stream
         if stage.first:
             before += self._tensors.embedding
@@ -345,16 +380,17 @@ class _RankPeak:
 
         Before the end of the loss, `done` is None.
         """
-        parameters = self._count_parameters()
-        finished = 0 if done is None else done * self._of_layer
+        parameters = self._held.whole
+        ended = Held()
         if done is not None:
-            finished += self._count_head(each.stage)
-        gradients: float = 4 * (parameters if each.accumulated else finished)
+            layers = each.stage.layers[len(each.stage.layers) - done :]
+            ended = self._hold_layers(layers) + self._hold(self._count_head(each.stage))
+        finished = ended.whole
+        summed = self._held if each.accumulated else ended
+        gradients: float = 4 * (summed.shard if self._reduces_each else summed.whole)
         if not self._fsdp:
             # Both orders of a weight in float8 have the bytes of a copy in 16 bits.
             return StepPoint(2 * parameters if self._half else 0, gradients)
-        if self._reduces_each:
-            gradients /= self._s
         # The gradient of a tied output matrix stays as autograd computed it.
         if done is not None:
             gradients += self._get_loss_gradient(each.stage)
@@ -383,9 +419,9 @@ class _RankPeak:
         sent. Those of all layers and of the head are reduced already.
         """
         root = sum(map(self._count_root, self._stages))
-        others = self._count_parameters() - root
+        others = self._held.shard - root / self._s
         return StepPoint(
-            gradients=(4 + self._value) * root + 4 * others / self._s,
+            gradients=(4 + self._value) * root + 4 * others,
             working=2 * self._tensors.stream,
             buffers=4 * root,
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, assert_never
 
+from megatron.extras.planner.cost.experts import count_rows
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.model.shape import ModelShape
 
@@ -66,6 +67,9 @@ class TensorSizes:
     in_backward: float
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
+    in_first_half: float
+    """The same for attention, after the experts of the layer have given back their gradients. It is
+    `in_backward` without experts."""
     unread_result: float
     """What also exists in the backward pass of a recomputed layer: a result that it keeps and
     does not read again."""
@@ -99,6 +103,7 @@ def measure_tensors(
     holds: bool,
     holds_outside: bool | None = None,
     windowed: bool = False,
+    experts: bool = False,
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -109,6 +114,7 @@ def measure_tensors(
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         holds_outside: The same for parameters outside of layers. Default: as in layers.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
+        experts: Whether the layer has experts.
     """
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
@@ -122,10 +128,12 @@ def measure_tensors(
         zero_stage=layout.zero_stage,
         partition_inputs=layout.partition_inputs,
         host_inputs=layout.host_inputs,
+        expert=layout.expert if experts else None,
+        imbalance=layout.imbalance,
     )
     if holds_outside is None:
         holds_outside = holds
-    return _measure(shape, key, software, holds, holds_outside, windowed)
+    return _measure(shape, key, software, holds, holds_outside, windowed, experts)
 
 
 @lru_cache(maxsize=4096)
@@ -136,13 +144,16 @@ def _measure(
     holds: bool,
     holds_outside: bool,
     windowed: bool,
+    experts: bool,
 ) -> TensorSizes:
-    tensors = _Tensors(shape, layout, software, holds, holds_outside, windowed)
+    kind = _MixtureTensors if experts else _Tensors
+    tensors = kind(shape, layout, software, holds, holds_outside, windowed)
     return TensorSizes(
         stream=tensors.x,
         layer=tensors.layer,
         recomputed_layer=_choose_input(tensors.x, layout) + tensors.kept_results,
         in_backward=_find_highest(tensors.list_backward_steps()),
+        in_first_half=tensors.in_first_half,
         unread_result=tensors.unread_result,
         after_backward=2 * tensors.x + tensors.pending_gradients,
         embedding=tensors.embedding,
@@ -263,12 +274,16 @@ class _Tensors:
     def layer(self) -> float:
         """What a layer keeps: two norms, attention, MLP and two dropouts."""
         # The input of the layer and the sum after attention, and what the norms make of them.
-        streams = 2 * self.x + 2 * self._entered + 2 * self._statistics
+        streams = 2 * self.x + self._entered + 2 * self._statistics
         if self._config.parallel_residual:
             # Both norms read the input of the layer.
             streams -= self.x
-        inner = self._mlp - self._f + self._keep_input(self._f)
-        return streams + self._attention + inner + 2 * self._mask
+        return streams + self._attention + self._feed_forward + 2 * self._mask
+
+    @cached_property
+    def _feed_forward(self) -> float:
+        """What the MLP keeps, with its input."""
+        return self._entered + self._mlp - self._f + self._keep_input(self._f)
 
     def _keep_input(self, size: float) -> float:
         """Return what a product keeps of an input in 16 bits. One scale keeps it in float8."""
@@ -465,6 +480,11 @@ class _Tensors:
 
     # -- the backward pass of a layer -------------------------------------------------------------
 
+    @property
+    def in_first_half(self) -> float:
+        """See `TensorSizes`."""
+        return _find_highest(self.list_backward_steps())
+
     @cached_property
     def _weights(self) -> tuple[float, float, float, float]:
         """Gradients of the matrices: qkv, output, MLP input and output, in this order."""
@@ -506,6 +526,20 @@ class _Tensors:
         All that the layer keeps and the gradient of its output exist before.
         """
         yield self.layer + self.x, 0.0
+        yield from self._list_feed_forward_steps()
+        yield from self._list_first_half_steps()
+
+    def _list_first_half_steps(self) -> Iterable[tuple[float, float]]:
+        """Yield the steps of the first half of a layer, and of the norm between the halves."""
+        yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
+        yield from self._list_output_steps()
+        yield from self._list_core_steps()
+        projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
+        yield from self._list_entry_steps([self._q + 2 * self._k], projected)
+        yield from self._list_norm_steps(kept=self.x)
+
+    def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
+        """Yield the steps of the second half of a layer, up to its norm."""
         if self._in_float8:
             # Before that, the layer's last product rounds its input, which is still there.
             rounded = self._f / self.value
@@ -513,12 +547,6 @@ class _Tensors:
                 rounded += self._f
             yield rounded, rounded
         yield from self._list_mlp_steps()
-        yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
-        yield from self._list_output_steps()
-        yield from self._list_core_steps()
-        projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
-        yield from self._list_entry_steps([self._q + 2 * self._k], projected)
-        yield from self._list_norm_steps(kept=self.x)
 
     def _list_mlp_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the layer's output to that of the MLP's input."""
@@ -698,3 +726,126 @@ class _Tensors:
             return self.value * self.output_matrix
         # Autograd's sum is in fp32.
         return 4 * self.output_matrix if self._half and not self._holds_outside else 0.0
+
+
+class _MixtureTensors(_Tensors):
+    """The tensors of a layer with experts. `megatron.model.experts` has its operators.
+
+    n tokens are routed by this rank, N = n k rows are sent and m are received.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: RankLayout,
+        software: Software,
+        holds: bool,
+        holds_outside: bool,
+        windowed: bool,
+    ) -> None:
+        super().__init__(shape, layout, software, holds, holds_outside, windowed)
+        n, sent, received = count_rows(shape, layout)
+        h = self._config.hidden_size
+        self._exchanged = (layout.expert or 1) > 1
+        self._divided = layout.tensor > 1 and not layout.sequence_parallel
+        self._routed = self.value * n * h
+        self._sent = self.value * sent * h
+        self._received_rows = self.value * received * h
+        self._inner = self.value * received * shape.expert_width
+        number = self._config.num_experts or 0
+        # In fp32: the router's input and weight, and about two tensors of scores.
+        self._router = 4 * (n * h * self._half + number * h * self._half + 2 * n * number)
+        # Places of rows as int64.
+        self._indices = 8 * (3 * sent + 2 * received * self._exchanged)
+        matrix = h * shape.expert_width * number // (layout.expert or 1)
+        self._matrix = self.value * matrix
+        """Gradient of one of the matrices of all experts of the rank."""
+        shared = self._config.moe_shared_expert_intermediate_size
+        self._shared_inner = 0.0
+        if shared is not None:
+            self._shared_inner = self.value * self._tokens * shared / layout.tensor
+
+    @property
+    def _kept_inner(self) -> int:
+        """Tensors of the inner width that an expert keeps."""
+        return round(self._mlp / self._f)
+
+    @cached_property
+    def _feed_forward(self) -> float:
+        """See `_Tensors`. The input of the half is kept for the shared expert only."""
+        size = self._router + self._indices + self._received_rows + self._sent
+        size += self._kept_inner * self._inner
+        if self._shared_inner:
+            size += self._entered + self._kept_inner * self._shared_inner
+        return size
+
+    @cached_property
+    def _weights(self) -> tuple[float, float, float, float]:
+        """See `_Tensors`. The last two are those of the experts."""
+        qkv, out, _, _ = super()._weights
+        return qkv, out, self._halves * self._matrix, self._matrix
+
+    @cached_property
+    def pending_gradients(self) -> float:
+        """See `_Tensors`. Those of experts are accumulated before the others."""
+        if not self.holds:
+            return 0.0
+        return sum(self._weights[:2]) * self.gradient_value / self.value
+
+    @property
+    def in_first_half(self) -> float:
+        """See `TensorSizes`."""
+        start = [(self.layer + self.x, 0.0), *self._list_feed_forward_steps()]
+        left = sum(allocated - freed for allocated, freed in start)
+        if self._holds_outside:
+            left -= sum(self._weights[2:])
+        return left + _find_highest(self._list_first_half_steps())
+
+    def _compute_experts(self) -> tuple[float, float]:
+        """Return what the gradient of one matrix of all experts allocates, and what is freed."""
+        size = self._matrix
+        if self._holds_outside:
+            return size, 0.0
+        converted = 2 * size if self._half else 0.0
+        return size + converted, size + converted
+
+    def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
+        """See `_Tensors`."""
+        if self._shared_inner:
+            # The shared expert is computed last.
+            more = self._kept_inner * self._shared_inner
+            yield 3 * self._shared_inner, 3 * self._shared_inner + more
+            yield self.whole, 0.0
+        dropped = self._dropped
+        yield dropped, self._mask
+        # Each row's gradient, in two orders, and from the ranks of the experts.
+        yield self._sent, self._sent
+        yield self._sent, self._sent
+        if self._exchanged:
+            yield self._received_rows, self._sent
+            yield self._received_rows, self._received_rows
+        allocated, freed = self._compute_experts()
+        rows, inner = self._received_rows, self._inner
+        yield inner + allocated, rows + freed + inner
+        left = self._kept_inner - 1
+        if self._halves == 2:
+            yield 2 * inner, inner + left * inner
+            yield rows + allocated, freed + inner
+            yield rows + allocated, freed + inner + rows
+        else:
+            yield inner, inner + left * inner
+            yield rows + allocated, freed + inner
+        # The rows that the experts read are not needed any more.
+        yield rows, 2 * rows
+        if self._exchanged:
+            yield self._sent, rows
+        yield self._sent, self._sent
+        yield self._routed, self._sent
+        # The router's gradient is in fp32, and is converted before it is added.
+        routed = self._routed * 4 / self.value
+        yield routed + self._routed, routed + self._routed + self._router + self._indices
+        if self._divided:
+            yield self.whole, self._routed
+        if self._shared_inner:
+            yield 0.0, self.whole + self._entered
+        yield 0.0, dropped

@@ -27,8 +27,9 @@ from megatron.extras.planner.dry_run.record import (
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
 from megatron.extras.training.float8.kind import FLOAT8
 from megatron.extras.training.kernels.operators import build_operators
+from megatron.model.experts import dispatch, layer
 from megatron.observe.timers import COMMUNICATION, Timers
-from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.mesh import ExpertParallel, Mesh, build_mesh
 from megatron.plan.run_plan import Plan
 
 MakeBatch = Callable[[int, int, int], list[Microbatch]]
@@ -67,6 +68,7 @@ def run_rank(
     microbatches: int | None = None,
     *,
     steps: int = 1,
+    imbalance: float = 1.0,
     make: MakeBatch = make_batch,
     visit: Callable[[FakeRank], Any] = lambda rank: None,
 ) -> RankReport:
@@ -77,6 +79,7 @@ def run_rank(
         rank: The rank of the world.
         microbatches: Number of microbatches of a step. Default: that of the final batch size.
         steps: Number of steps.
+        imbalance: Rows of this rank's experts, in multiples of those of a balanced run.
         make: Makes the microbatches. They have the full sequence length.
         visit: Called with the rank before the steps.
     """
@@ -86,6 +89,7 @@ def run_rank(
     if microbatches is None:
         microbatches = plan.get_num_microbatches(plan.batch_size.final)
     gpu.forget_memory()
+    _assume_loads(imbalance)
     built: FakeRank | None = None
     with gpu:
         try:
@@ -111,6 +115,31 @@ def run_rank(
     return RankReport(rank, coordinate, microbatches, record)
 
 
+def _assume_loads(imbalance: float) -> None:
+    """Let this rank receive the rows of balanced experts x `imbalance`. No fake router chooses."""
+    read = dispatch.read_sizes
+
+    def plan_with_loads(choice: torch.Tensor, experts: int, ranks: ExpertParallel) -> Any:
+        rows = choice.numel()
+
+        def assume(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+            # The host waits, whatever it reads.
+            read(sent, received)
+            parts = [
+                rows // ranks.size + (other < rows % ranks.size) for other in range(ranks.size)
+            ]
+            own = min(rows, round(imbalance * parts[ranks.rank]))
+            return parts, [own] * ranks.size
+
+        dispatch.read_sizes = assume
+        try:
+            return dispatch.plan_dispatch(choice, experts, ranks)
+        finally:
+            dispatch.read_sizes = read
+
+    layer.plan_dispatch = plan_with_loads
+
+
 def build_rank(plan: Plan, rank: int) -> FakeRank:
     """Build the mesh and the engine of a rank, inside of the fake GPU."""
     gpu = get_gpu()
@@ -124,6 +153,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         sequence_parallel=parallel.sequence_parallel,
         exchange_heads=parallel.exchanges_heads,
         shard_size=plan.shard_size,
+        expert_size=plan.expert_size,
         comm_timer=lambda: timers(COMMUNICATION),
         # The fake group has the host's messages too. A second one would have all ranks again.
         control=dist.new_group(backend="fake") if plan.world_size > 1 else None,
@@ -171,8 +201,17 @@ def _name_groups(mesh: Mesh) -> dict[str, str]:
         groups["shards"] = mesh.sharding.mesh.get_group()
     groups["replicas"] = mesh.sharding.replicas
     groups["ends"] = mesh.ends
+    experts = mesh.expert_parallel
+    if experts is not None:
+        groups["stage"] = experts.stage.group
+        shared = experts.sharding
+        if shared.mesh is not None and shared.size > 1:
+            groups["equal experts"] = shared.mesh.get_group()
+        groups["copies of experts"] = shared.replicas
     groups["context"] = mesh.context_parallel.group
     groups["tensor"] = mesh.tensor_parallel.group
+    if experts is not None:
+        groups["experts"] = experts.group
     # A group of one axis may be the world itself. The name of the axis is more precise.
     return {group.group_name: name for name, group in groups.items() if group is not None}
 
