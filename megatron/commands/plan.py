@@ -70,7 +70,7 @@ from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
-from megatron.extras.planner.prediction import can_be_predicted, predict_plan, refuse_experts
+from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.training.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
@@ -82,6 +82,7 @@ _ASSUMED = {
     "ranks_per_node": 1,
     "device_memory_gib": 1e-9,
     "usable_share": 1e-9,
+    "expert_imbalance": 1,
     "failures_per_1000_node_days": 1e-9,
     "restart_minutes": 1e-9,
     "save_gb_per_second": 1e-9,
@@ -128,6 +129,10 @@ class PlanArguments:
     usable_share: float | None = None
     """Share of this memory that a layout may need and still fit. Layouts above it may fit, and are
     listed after those that fit. Default: that of --hardware, 0.9."""
+    expert_imbalance: float | None = None
+    """Tokens for the experts of the fullest rank, in multiples of the mean of the ranks that divide
+    them. The others wait for this rank. Default: 1, perfect balance, which no learned router
+    has."""
     ranks_per_node: int | None = None
     """Ranks of a node. They share its fast links, and --sharding-strategy hsdp shards over them.
     Default: the ranks that the script starts on a node, otherwise those of --hardware."""
@@ -292,8 +297,6 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             "--at: the learning rate of a run by --train-time follows its time, so the rates shown "
             "are those of its start."
         )
-    if flag := _find_prediction(options):
-        refuse_experts(plan, flag)
     at = plan.forecast().predict(options.at)
     kind = choose_engine(plan.config)
     refused = kind.list_unsupported(plan)
@@ -324,16 +327,6 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         _write_trace(plan, options, hardware)
     search = _print_report(options, plan, at, warnings, assumed, uses, hardware, notes)
     return _choose_exit_code(plan, hardware, search)
-
-
-def _find_prediction(options: PlanArguments) -> str | None:
-    """Return a flag that asks for more than the plan, or None."""
-    asked = {
-        "--search": options.search or options.allow_fp8 or options.explain is not None,
-        "--dry-run": options.dry_run,
-        "--trace": options.trace is not None,
-    }
-    return next((flag for flag, is_asked in asked.items() if is_asked), None)
 
 
 def _choose_exit_code(plan: Plan, hardware: Hardware, search: _Search | None) -> int:
@@ -387,7 +380,7 @@ def _print_report(
     # A plan with errors has no step that could be run.
     reports = []
     if options.dry_run and not plan.errors:
-        reports = run_dry(plan, options.dry_run_microbatches)
+        reports = run_dry(plan, options.dry_run_microbatches, hardware.expert_imbalance)
     if options.json:
         report = build_json(plan, at, warnings, uses, hardware)
         report["assumed"] = assumed
@@ -475,6 +468,8 @@ def _choose_hardware(options: PlanArguments, source: CommandSource, on_cpus: boo
         hardware = replace(hardware, memory_gib=options.device_memory_gib)
     if options.usable_share is not None:
         hardware = replace(hardware, usable_share=options.usable_share)
+    if options.expert_imbalance is not None:
+        hardware = replace(hardware, expert_imbalance=options.expert_imbalance)
     given = options.ranks_per_node or source.ranks_per_node
     return replace(hardware, ranks_per_node=given or hardware.ranks_per_node)
 

@@ -250,6 +250,16 @@ SOFTWARE = {
             gradient_bytes=2,
             memory=PaperMemory(logit_bytes=12),
         ),
+        # The same with DeepEP, whose documentation says that it sends a token once to a rank.
+        Software(
+            "fsdp-deepep",
+            hidden_data=1.0,
+            contention=0.15,
+            dropout=False,
+            gradient_bytes=2,
+            sends_token_once=True,
+            memory=PaperMemory(logit_bytes=12),
+        ),
         # The loss has bf16 logits, an fp32 copy of them, their log-softmax and two gradients.
         Software(
             "fsdp-eager",

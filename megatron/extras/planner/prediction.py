@@ -8,7 +8,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal, cast
 
-from megatron.base.errors import ConfigError
 from megatron.config.parallel import EXCHANGES_HEADS
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
@@ -111,8 +110,8 @@ def propose_float8(config: Config) -> PrecisionConfig:
     return replace(config.precision, fp8_format="hybrid", fp8_recipe="tensorwise")
 
 
-def describe_layout(plan: Plan, imbalance: float = 1.0) -> RankLayout:
-    """Return the layout of the plan. `imbalance` is that of the experts (`RankLayout`)."""
+def describe_layout(plan: Plan) -> RankLayout:
+    """Return the layout of the plan."""
     parallel = plan.config.parallel
     recompute: Recompute = "none"
     if plan.config.recompute.checkpoint_activations:
@@ -147,7 +146,6 @@ def describe_layout(plan: Plan, imbalance: float = 1.0) -> RankLayout:
         and not parallel.sequence_parallel,
         host_inputs=plan.config.recompute.checkpoint_in_cpu,
         expert=plan.expert_size,
-        imbalance=imbalance,
     )
 
 
@@ -160,7 +158,7 @@ def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
     return StepPrediction(
         StepJob(
             plan.shape,
-            describe_layout(plan),
+            replace(describe_layout(plan), imbalance=hardware.expert_imbalance),
             plan.batch_size.final,
             describe_software(plan, hardware),
             hardware,
@@ -168,30 +166,8 @@ def predict_plan(plan: Plan, hardware: Hardware) -> StepPrediction:
     )
 
 
-NO_EXPERTS = "times and activations of experts are not predicted yet"
-
-
-def refuse_experts(plan: Plan, asked: str) -> None:
-    """Refuse what the model of cost does not know.
-
-    Args:
-        plan: The plan.
-        asked: The flag that asks for it.
-
-    Raises:
-        ConfigError: The model has experts.
-    """
-    if plan.shape.expert_layers:
-        raise ConfigError(
-            f"{asked} with --num-experts {plan.config.model.num_experts}: {NO_EXPERTS}; leave out "
-            f"{asked}. The plan without it shows parameters, FLOPs and batches."
-        )
-
-
 def can_be_predicted(plan: Plan, hardware: Hardware) -> bool:
-    """Return whether the plan has no errors and no experts, and the hardware has a peak for it."""
-    if plan.shape.expert_layers:
-        return False
+    """Return whether the plan has no errors, and the hardware has a peak for it."""
     known = describe_software(plan, hardware).half or hardware.fp32_tflops is not None
     return not plan.errors and known
 
@@ -281,7 +257,11 @@ def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
     # See `check_tensor_parallel` and `check_muon`.
     whole_groups = plan.config.model.qk_norm == "full" or plan.config.optimizer.optimizer == "muon"
 
+    tensor_divides = plan.config.model.moe_shared_expert_intermediate_size or 0
+
     def accepts(layout: RankLayout) -> bool:
+        if tensor_divides % layout.tensor:
+            return False
         if any(size % (layout.data * layout.micro_batch) for size in sizes):
             return False
         return not whole_groups or plan.shape.query_groups >= layout.tensor
@@ -330,6 +310,7 @@ def change_layout(config: Config, layout: RankLayout) -> Config:
             pp_partition_method=method,
             sequence_parallel=layout.sequence_parallel,
             zero_stage=cast(Literal[0, 1, 2, 3], layout.zero_stage),
+            expert_model_parallel_size=layout.expert or parallel.expert_model_parallel_size,
             sharding_strategy=None,
             hsdp_shard_size=layout.shard_size if grouped else None,
         ),

@@ -16,12 +16,16 @@ from megatron.extras.planner.dry_run.record import RankReport
 from megatron.plan.run_plan import Plan
 
 
-def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:
+def run_dry(plan: Plan, microbatches: int | None, imbalance: float = 1.0) -> list[RankReport]:
     """Run a training step of a rank of each kind on fake GPUs.
+
+    If ranks divide experts, the last report is that of the rank that needs most, with all tokens
+    for its experts.
 
     Args:
         plan: A plan without errors.
         microbatches: Number of microbatches. None: as many as `choose_microbatches` returns.
+        imbalance: Rows of a rank's experts, in multiples of the mean.
 
     Raises:
         ConfigError: The number of microbatches does not fit the plan, or there is no C++ compiler.
@@ -37,7 +41,12 @@ def run_dry(plan: Plan, microbatches: int | None) -> list[RankReport]:
     plan = choose_fake_kernels(plan)
     kernels = replace(plan.config.kernels, use_torch_compile=False)
     plan = replace(plan, config=replace(plan.config, kernels=kernels))
-    return run_ranks(plan, list_rank_kinds(plan), microbatches)
+    reports = run_ranks(plan, list_rank_kinds(plan), microbatches, imbalance)
+    worst = plan.expert_size or 1
+    if worst > 1:
+        fullest = max(reports, key=lambda report: report.step.peak_bytes)
+        reports += run_ranks(plan, [fullest.rank], microbatches, worst)
+    return reports
 
 
 def _check_microbatches(plan: Plan, microbatches: int) -> None:
@@ -58,6 +67,7 @@ def build_dry_run_json(reports: list[RankReport]) -> list[dict[str, Any]]:
             "rank": report.rank,
             "coordinate": report.coordinate,
             "microbatches": report.microbatches,
+            "expert_imbalance": report.imbalance,
             "peak_bytes": {**report.step.peak, "total": report.step.peak_bytes},
             "kept_bytes": report.step.kept,
             "collectives": _add_counts(report.step.collectives),
@@ -85,7 +95,7 @@ def format_dry_run(plan: Plan, reports: list[RankReport]) -> list[str]:
         lines += [
             "",
             f"rank {report.rank} of {plan.world_size} ({report.coordinate}), "
-            f"{report.microbatches} of {of_step} microbatches",
+            f"{report.microbatches} of {of_step} microbatches{_describe_loads(plan, report)}",
             *_format_memory(report),
             *_format_products(report),
             *_format_collectives(report),
@@ -93,6 +103,17 @@ def format_dry_run(plan: Plan, reports: list[RankReport]) -> list[str]:
             *_format_copies(report),
         ]
     return lines
+
+
+def _describe_loads(plan: Plan, report: RankReport) -> str:
+    size = plan.expert_size or 1
+    if size == 1:
+        return ""
+    if report.imbalance == size:
+        return ", all tokens for the experts of this rank (an upper bound)"
+    if report.imbalance == 1:
+        return ", experts in perfect balance"
+    return f", {report.imbalance:g} times the mean number of tokens for its experts"
 
 
 def _format_memory(report: RankReport) -> list[str]:

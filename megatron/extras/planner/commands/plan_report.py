@@ -27,12 +27,12 @@ from megatron.extras.planner.commands.plan_strategies import (
     estimate_compute_seconds,
     estimate_strategies,
 )
+from megatron.extras.planner.cost.experts import count_message_bytes, count_rows
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
-    NO_EXPERTS,
     can_be_predicted,
     describe_layout,
     describe_software,
@@ -64,6 +64,7 @@ def build_json(
         shown.append("decoupled_lr")
     return {
         "parameters": plan.parameters,
+        "active_parameters": flops.count_active_parameters(plan.shape),
         "parameters_per_rank": max(plan.stage_parameters),
         "world_size": plan.world_size,
         "data_parallel_size": plan.data_parallel_size,
@@ -100,9 +101,9 @@ def build_json(
 def _build_communication_json(plan: Plan, hardware: Hardware) -> dict[str, Any] | None:
     """Return the estimates of each strategy as plain data, in seconds of a step and in bytes.
 
-    It is None for a plan with errors, whose sizes may be placeholders, and for experts.
+    It is None for a plan with errors, whose sizes may be placeholders.
     """
-    if plan.errors or plan.shape.expert_layers:
+    if plan.errors:
         return None
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)
@@ -191,7 +192,7 @@ def format_plan(
     """
     lines = [
         *format_assumed("assumed", assumed),
-        *_format_model(plan),
+        *_format_model(plan, hardware),
         *_format_training(plan),
         *_format_phases(plan),
         *([_format_row("epochs", describe_epochs(uses))] if uses else []),
@@ -224,7 +225,7 @@ def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
 
 
-def _format_model(plan: Plan) -> list[str]:
+def _format_model(plan: Plan, hardware: Hardware) -> list[str]:
     parallel = plan.config.parallel
     fullest = max(plan.stage_parameters)
     context = ""
@@ -255,11 +256,11 @@ def _format_model(plan: Plan) -> list[str]:
             f"{plan.num_query_groups} key/value groups",
         ),
         _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
-        *_format_experts(plan),
+        *_format_experts(plan, hardware),
     ]
 
 
-def _format_experts(plan: Plan) -> list[str]:
+def _format_experts(plan: Plan, hardware: Hardware) -> list[str]:
     """Describe the layers with experts, if there are any."""
     model = plan.config.model
     layers = len(plan.shape.expert_layers)
@@ -269,14 +270,30 @@ def _format_experts(plan: Plan) -> list[str]:
     shared = ""
     if model.moe_shared_expert_intermediate_size is not None:
         shared = f", and a shared one of {model.moe_shared_expert_intermediate_size:,}"
-    return [
+    rows = [
         _format_row(
             "experts",
             f"{model.moe_router_topk} of {model.num_experts:,}, each {plan.shape.expert_width:,} "
             f"wide{shared}, in {layers} of {model.num_layers} layers; "
             f"{model.num_experts // size:,} on a rank",
-        )
+        ),
+        _format_row(
+            "  used by a token", f"{flops.count_active_parameters(plan.shape):,} parameters"
+        ),
     ]
+    if plan.errors:
+        return rows
+    layout = replace(describe_layout(plan), imbalance=hardware.expert_imbalance)
+    _, _, received = count_rows(plan.shape, layout)
+    value = 2 if plan.config.precision.bf16 or plan.config.precision.fp16 else 4
+    text = f"{received * size / model.num_experts:,.0f} rows for an expert"
+    if sent := count_message_bytes(plan.shape, layout, value):
+        near = min(size, hardware.ranks_per_node)
+        where = "inside a node"
+        if near < size:
+            where = f"{near} of {size} ranks on a node"
+        text += f"; 2 all-to-all a pass and layer, of {sent / 2**20:,.3g} MiB, {where}"
+    return [*rows, _format_row("  a microbatch", text)]
 
 
 def _describe_copies(plan: Plan) -> str:
@@ -476,7 +493,8 @@ def _format_memory(plan: Plan) -> list[str]:
         rank = memory_bytes["rank"][part] / 2**30
         lines.append(_format_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
     if plan.shape.expert_layers:
-        return [*lines, _format_row("  activations", f"not known: {NO_EXPERTS}")]
+        # The formula of other trainers has no experts. The predicted step has their memory.
+        return lines
     configured, kept, scores, again = (
         memory_bytes[key] / 2**30
         for key in (
@@ -537,7 +555,7 @@ def _format_flops(plan: Plan) -> list[str]:
 def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
     """Format what context-parallel ranks send, by each kind, and whether fewer are faster."""
     parallel = plan.config.parallel
-    if parallel.context_parallel_size == 1 or plan.errors or plan.shape.expert_layers:
+    if parallel.context_parallel_size == 1 or plan.errors:
         return []
     layout = describe_layout(plan)
     heads = plan.config.model.num_attention_heads // layout.tensor
@@ -582,7 +600,7 @@ def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
 def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
     """Format the communication of each strategy. One data-parallel rank sends nothing."""
     # The sizes of a plan with errors may be placeholders.
-    if plan.weight_ranks == 1 or plan.errors or plan.shape.expert_layers:
+    if plan.weight_ranks == 1 or plan.errors:
         return []
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)

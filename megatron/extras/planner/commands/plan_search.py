@@ -11,6 +11,7 @@ from megatron.base.plain_text import format_count
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, flatten
 from megatron.extras.planner.commands.plan_cost import (
+    EXPERT_MESSAGES,
     FLOAT8_ROUNDING,
     FLOAT8_SCALES,
     build_verdict_json,
@@ -58,6 +59,7 @@ _EXPLAINED = {
     "micro-batch": "micro_batch",
     "virtual": "virtual",
     "zero": "zero_stage",
+    "ep": "expert",
 }
 """Key of --explain -> field of a layout."""
 
@@ -319,7 +321,8 @@ _BETWEEN_STEPS = "between steps"
 def _list_costs(*predictions: StepPrediction) -> list[tuple[str, list[float]]]:
     """Return the parts of a step, each with the seconds of each prediction.
 
-    The parts of float8, and the time between steps, are left out if no prediction has them.
+    The parts of float8 and of experts, and the time between steps, are left out if no prediction
+    has them.
     """
     m = predictions[0].schedule.microbatches
     names = [
@@ -329,13 +332,14 @@ def _list_costs(*predictions: StepPrediction) -> list[tuple[str, list[float]]]:
         FLOAT8_ROUNDING,
         FLOAT8_SCALES,
         _name_layer_messages(predictions),
+        EXPERT_MESSAGES,
         f"bubble and messages of the pipeline ({m} microbatches)",
         "data-parallel communication",
         "optimizer",
         _BETWEEN_STEPS,
     ]
     costs = zip(names, zip(*map(_measure_costs, predictions), strict=True), strict=True)
-    optional = (FLOAT8_ROUNDING, FLOAT8_SCALES, _BETWEEN_STEPS)
+    optional = (FLOAT8_ROUNDING, FLOAT8_SCALES, EXPERT_MESSAGES, _BETWEEN_STEPS)
     return [(name, [*seconds]) for name, seconds in costs if name not in optional or any(seconds)]
 
 
@@ -362,6 +366,7 @@ def _measure_costs(prediction: StepPrediction) -> list[float]:
         passes.rounding + of_weights.rounding,
         busiest.scales + of_weights.scales,
         busiest.tensor,
+        busiest.experts,
         prediction.pipeline_seconds - busiest.total,
         prediction.data_parallel.waited,
         prediction.optimizer_seconds,

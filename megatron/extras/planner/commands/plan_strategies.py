@@ -8,10 +8,13 @@ them. They are estimates: the padding of rows is left out. The step and its memo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.extras.planner.cost.communication import CommunicationTime, estimate_time
+from megatron.extras.planner.cost.communication import CommunicationTime
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.step_prediction import StepPrediction, count_step_traffic
+from megatron.extras.planner.cost.step_prediction import (
+    StepPrediction,
+    estimate_data_parallel_time,
+)
 from megatron.extras.planner.prediction import predict_plan
 from megatron.plan.run_plan import Plan
 
@@ -88,13 +91,7 @@ def _estimate(
     job = replace(prediction.job, layout=layout)
     # The rank with most parameters sends most.
     fullest = plan.stage_parameters.index(max(plan.stage_parameters))
-    time = estimate_time(
-        count_step_traffic(job, plan.stages, fullest),
-        hardware.network,
-        shard_size=layout.shard_size,
-        copies=layout.copies,
-        inner_ranks=layout.tensor,
-    )
+    time = estimate_data_parallel_time(job, plan.stages, fullest)
     changed = StepPrediction(job)
     memory = round(changed.peak_bytes)
     return StrategyEstimate(name, flags, time, memory, changed.verdict, changed.seconds)

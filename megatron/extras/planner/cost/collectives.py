@@ -21,6 +21,21 @@ def estimate_collective_seconds(
     )
 
 
+def estimate_all_to_all_seconds(size: float, ranks: int, hardware: Hardware) -> float:
+    """Return the seconds in which neighbouring ranks exchange parts of `size` bytes.
+
+    A rank sends to all others at the same time, over the links inside its node and over those to
+    other nodes.
+    """
+    if ranks == 1:
+        return 0.0
+    network = hardware.network
+    near = min(ranks, max(1, network.ranks_per_node))
+    inside = size * (near - 1) / ranks / network.node_bandwidth
+    between = size * (ranks - near) / ranks / network.network_bandwidth
+    return max(inside, between) + network.hop_seconds
+
+
 def estimate_small_all_reduce_seconds(
     size: float, ranks: int, hardware: Hardware, *, stride: int = 1
 ) -> float:

@@ -109,6 +109,12 @@ class CommunicationTime:
         """Seconds until all is sent. Both kinds of links work at the same time."""
         return max(self.inside_nodes, self.between_nodes)
 
+    def __add__(self, other: "CommunicationTime") -> "CommunicationTime":
+        """Return the sum by links."""
+        return CommunicationTime(
+            self.inside_nodes + other.inside_nodes, self.between_nodes + other.between_nodes
+        )
+
 
 def estimate_time(
     traffic: StepTraffic, network: Network, *, shard_size: int, copies: int, inner_ranks: int = 1

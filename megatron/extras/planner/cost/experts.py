@@ -89,21 +89,31 @@ def share_block(block: Block, layout: RankLayout) -> Held:
     return Held(block.whole, block.dense / layout.shard_size + block.experts / layout.expert_shards)
 
 
-def count_rows(shape: ModelShape, layout: RankLayout) -> tuple[int, int, float]:
+def count_rows(
+    shape: ModelShape, layout: RankLayout, seq_length: int | None = None
+) -> tuple[int, int, float]:
     """Return the tokens that a rank routes, the rows that it sends, and those of its experts.
 
     A row is a token on its way to one expert. They are those of one microbatch and layer.
+
+    Args:
+        shape: Sizes of the model.
+        layout: The layout.
+        seq_length: Tokens of a sample. Default: that of `shape`.
     """
-    tokens = shape.config.seq_length * layout.micro_batch // layout.context
+    length = seq_length or shape.config.seq_length
+    tokens = length * layout.micro_batch // layout.context
     # Tensor-parallel ranks route a part of the tokens each.
     own = -(-tokens // layout.tensor)
     sent = own * shape.config.moe_router_topk
-    # One rank with all experts gets its own rows.
-    received = sent * layout.imbalance if (layout.expert or 1) > 1 else float(sent)
+    # At most, all rows of all ranks are for one of them.
+    received = sent * min(layout.imbalance, layout.expert or 1)
     return own, sent, received
 
 
-def count_message_bytes(shape: ModelShape, layout: RankLayout, value: int) -> float:
+def count_message_bytes(
+    shape: ModelShape, layout: RankLayout, value: int, seq_length: int | None = None
+) -> float:
     """Return the bytes of an all-to-all: the larger of what the fullest rank sends and receives.
 
     A forward pass has two of them in each layer with experts, and so has a backward pass.
@@ -112,8 +122,9 @@ def count_message_bytes(shape: ModelShape, layout: RankLayout, value: int) -> fl
         shape: Sizes of the model.
         layout: The layout.
         value: Bytes of an activation.
+        seq_length: See `count_rows`.
     """
     if (layout.expert or 1) == 1:
         return 0.0
-    _, sent, received = count_rows(shape, layout)
+    _, sent, received = count_rows(shape, layout, seq_length)
     return value * shape.config.hidden_size * max(sent, received)

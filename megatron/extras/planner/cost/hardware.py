@@ -49,6 +49,9 @@ class Hardware:
     """Whether the device has a FlashAttention kernel. A GPU needs compute capability 8.0."""
     prefers_cudnn: bool = False
     """Whether the trainer prefers cuDNN's attention, as with compute capability 9.0."""
+    has_grouped_products: bool = False
+    """Whether one kernel computes the products of all experts, as with compute capability 9.0 and
+    10.0."""
     fp32_tflops: float | None = None
     """Peak of matrix products in fp32, outside of Tensor Cores. Only runs in fp32 need it. torch
     does not use TF32 unless it is turned on."""
@@ -80,6 +83,9 @@ class Hardware:
     """Shortest time of a kernel."""
     hop_seconds: float = 5e-6
     """Latency of one hop of a ring."""
+    expert_imbalance: float = 1.0
+    """Rows that the experts of the fullest rank get, in multiples of the mean. It is no property of
+    a device, but all predictions for a run need it. 1 is a router in perfect balance."""
     usable_share: float = 0.9
     """Share of the memory that a layout may need and still fit. The rest is for what no prediction
     has: fragments, and the buffers of communicators."""
@@ -143,7 +149,7 @@ class Hardware:
 _ALIASES = {"a100": "a100-80g"}
 """Short names of hardware files."""
 _COUNTS = ("multiprocessors", "ranks_per_node", "gemm_depth", "gemm_splits", "gemm_aligned")
-_SWITCHES = ("has_gpu", "has_bf16", "has_flash", "prefers_cudnn")
+_SWITCHES = ("has_gpu", "has_bf16", "has_flash", "prefers_cudnn", "has_grouped_products")
 _LEAST = 1e-9
 _MOST = 1e9
 """No number of a hardware is outside of these, whatever its unit."""
@@ -303,7 +309,7 @@ def _read_value(key: str, node: yaml.Node) -> float | str | bool:
 
 def _check_number(key: str, number: float) -> None:
     """Raise ValueError if a number of a hardware breaks a rule."""
-    least = 1 if key in _COUNTS else _LEAST
+    least = 1 if key in (*_COUNTS, "expert_imbalance") else _LEAST
     # Times and rates of such numbers would overflow. A comparison with NaN is False, so it is
     # refused here as well.
     if not least <= number <= _MOST:

@@ -49,12 +49,14 @@ class Seconds:
     """Rounding to float8, with the largest values that it needs."""
     scales: float = 0.0
     """Messages with largest values, which rounding to float8 waits for."""
+    experts: float = 0.0
+    """Messages with tokens on their way to experts and back."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
         computed = self.gemm + self.attention + self.pointwise + self.tensor + self.gaps
-        return computed + self.rounding + self.scales
+        return computed + self.rounding + self.scales + self.experts
 
     def __add__(self, other: "Seconds") -> "Seconds":
         """Return the sum by parts."""
@@ -66,6 +68,7 @@ class Seconds:
             self.gaps + other.gaps,
             self.rounding + other.rounding,
             self.scales + other.scales,
+            self.experts + other.experts,
         )
 
     def scale(self, factor: float) -> "Seconds":
@@ -78,6 +81,7 @@ class Seconds:
             factor * self.gaps,
             factor * self.rounding,
             factor * self.scales,
+            factor * self.experts,
         )
 
 

@@ -197,6 +197,9 @@ class Software:
     use the memory and the multiprocessors. Communication of `hidden_tensor` is left out."""
     hidden_pipeline: bool = False
     """Whether ranks compute while activations are sent between stages."""
+    sends_token_once: bool = False
+    """Whether a token is sent once to each rank that has experts for it, and not once for each of
+    them. This trainer does not."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0

@@ -299,6 +299,24 @@ def count_rank_parameters(
     return flops.count_stage_parameters(shape, layout.tensor, layers, experts, layout.expert or 1)
 
 
+def count_own_parameters(
+    shape: ModelShape, layout: RankLayout, parameters: int, stages: Sequence[Stage]
+) -> int:
+    """Return the parameters that a rank updates, of those that it computes with.
+
+    Args:
+        shape: Sizes of the model.
+        layout: The layout.
+        parameters: All parameters of the rank.
+        stages: The stages of the rank.
+    """
+    if layout.zero_stage < 1:
+        return parameters
+    layers = [layer for stage in stages for layer in stage.layers]
+    experts = sum_blocks(shape, layout, layers).experts
+    return -(-(parameters - experts) // layout.shard_size) - (-experts // layout.expert_shards)
+
+
 def _estimate_rank(
     shape: ModelShape,
     layout: RankLayout,

@@ -41,6 +41,7 @@ class SearchSpace:
     virtual: int | None = None
     recompute: str | None = None
     zero_stage: int | None = None
+    expert: int | None = None
     partition: str | None = None
     hsdp: bool | None = None
     """Whether ZeRO stage 3 shards over the ranks of a node only."""
@@ -164,7 +165,7 @@ def _iterate_microbatches(
                 sequence_parallel=_shards_sequence(space, tensor),
             )
             # ZeRO and recomputation do not depend on each other.
-            for sharded in _iterate_sharding(space, base):
+            for sharded in _iterate_experts(space, base):
                 if space.accepts is None or space.accepts(sharded):
                     yield from _iterate_recomputation(space, sharded)
 
@@ -224,6 +225,21 @@ def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayo
         ranks = base.data * base.context
         if stage == 3 and space.hsdp is not False and 1 < node < ranks and ranks % node == 0:
             yield replace(base, zero_stage=stage, shard=node)
+
+
+def _iterate_experts(space: SearchSpace, base: RankLayout) -> Iterator[RankLayout]:
+    """Yield the ways to shard, each with the numbers of ranks that may divide the experts."""
+    number = space.shape.config.num_experts
+    for sharded in _iterate_sharding(space, base):
+        if number is None:
+            yield sharded
+            continue
+        stage = base.tensor * base.context * base.data
+        copy = sharded.shard_size * base.tensor
+        # The rules are those of `megatron.plan.rules.experts`.
+        for size in list_divisors(math.gcd(number, stage)):
+            if space.expert in (None, size) and (copy % size == 0 or size % copy == 0):
+                yield replace(sharded, expert=size, imbalance=space.hardware.expert_imbalance)
 
 
 def _iterate_recomputation(space: SearchSpace, base: RankLayout) -> Iterator[RankLayout]:

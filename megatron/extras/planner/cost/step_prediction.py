@@ -1,7 +1,7 @@
 """The time of a training step: layers, pipeline, data-parallel communication, optimizer."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -13,10 +13,13 @@ from megatron.extras.planner.cost.collectives import (
 )
 from megatron.extras.planner.cost.communication import (
     Collectives,
+    CommunicationTime,
     StepTraffic,
     count_traffic,
     estimate_time,
 )
+from megatron.extras.planner.cost.expert_times import MixtureTimes
+from megatron.extras.planner.cost.experts import Block, count_block, sum_blocks
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
     count_weight_scales,
@@ -36,6 +39,8 @@ from megatron.extras.planner.cost.memory import (
     Verdict,
     build_schedule,
     build_stages,
+    count_own_parameters,
+    count_rank_parameters,
     estimate_memory,
     judge_peak,
 )
@@ -139,6 +144,7 @@ class StepPrediction:
         return tuple(
             (
                 len(stage.layers),
+                sum(layer in self.job.shape.expert_layers for layer in stage.layers),
                 # Shares of the layers are not the same in all stages.
                 flops.count_recomputed_layers(stage.layers, share),
                 stage.first,
@@ -228,12 +234,7 @@ class StepPrediction:
         # Other ranks send at most as much as one of these.
         ranks = {0, p - 1, layers.index(max(layers))}
         each = [
-            _estimate_data_parallel(
-                self.job,
-                count_step_traffic(self.job, self.stages, rank),
-                self.passes[rank::p],
-                self.schedule.microbatches,
-            )
+            _estimate_data_parallel(self.job, self.stages, rank, self.passes[rank::p])
             for rank in ranks
         ]
         return max(each, key=lambda seconds: seconds.waited)
@@ -242,11 +243,13 @@ class StepPrediction:
     def optimizer_seconds(self) -> float:
         """Seconds of the update of the rank with most parameters."""
         layout = self.job.layout
-        layers = count_layers_per_rank(self.stages, layout.pipeline)
         # Ranks update at the same time, so the one with most parameters decides.
-        parameters = max(flops.count_stage_parameters(self.job.shape, layout.tensor, layers))
-        if layout.zero_stage >= 1:
-            parameters = -(-parameters // layout.shard_size)
+        parameters = max(
+            count_own_parameters(
+                self.job.shape, layout, every, self.stages[rank :: layout.pipeline]
+            )
+            for rank, every in enumerate(count_rank_parameters(self.job.shape, layout, self.stages))
+        )
         traffic: float = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
         optimizer = self.job.software.optimizer
         dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
@@ -322,14 +325,23 @@ class StepPrediction:
         return self.job.tokens / self.seconds / self.job.layout.ranks
 
 
+_Kind = tuple[int | None, bool]
+"""Attention window of a layer, and whether it has experts."""
+
+
+def _find_kind(shape: ModelShape, layer: int) -> _Kind:
+    described = shape.describe_layer(layer)
+    return described.window, described.experts
+
+
 @dataclass(frozen=True)
 class _Parts:
     """The times of the parts that stages are made of."""
 
-    plain: Mapping[int | None, Passes]
-    """Attention window -> a layer without recomputation."""
-    again: Mapping[int | None, Passes]
-    """Attention window -> a layer with the recomputation of the layout."""
+    plain: Mapping[_Kind, Passes]
+    """Kind -> a layer without recomputation."""
+    again: Mapping[_Kind, Passes]
+    """Kind -> a layer with the recomputation of the layout."""
     embedding: Passes
     output: Passes
 
@@ -345,14 +357,16 @@ def _estimate_parts(
     microbatches: int,
 ) -> _Parts:
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
-    times = LayerTimes(shape, layout, software, hardware, seq_length, gradient_bytes, microbatches)
-    windows = {shape.describe_layer(index).window for index in range(shape.config.num_layers)}
-    return _Parts(
-        {window: times.estimate_layer(window) for window in windows},
-        {window: times.estimate_recomputed_layer(window) for window in windows},
-        times.estimate_embedding(),
-        times.estimate_output(),
-    )
+    arguments = (shape, layout, software, hardware, seq_length, gradient_bytes, microbatches)
+    times = LayerTimes(*arguments)
+    kinds = {_find_kind(shape, index) for index in range(shape.config.num_layers)}
+    plain, again = {}, {}
+    for kind in kinds:
+        window, experts = kind
+        of_kind = MixtureTimes(*arguments) if experts else times
+        plain[kind] = of_kind.estimate_layer(window)
+        again[kind] = of_kind.estimate_recomputed_layer(window)
+    return _Parts(plain, again, times.estimate_embedding(), times.estimate_output())
 
 
 def _estimate_stages(
@@ -368,6 +382,8 @@ def _estimate_stages(
         micro_batch=layout.micro_batch,
         recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel,
+        expert=layout.expert,
+        imbalance=layout.imbalance,
     )
     gradient_bytes = None
     if job.software.counts_tensors:
@@ -396,14 +412,17 @@ def _estimate_stages(
         )
     if not job.software.counts_tensors:
         return passes
+
+    def describe(stage: Stage) -> tuple[Block, bool, bool]:
+        return sum_blocks(job.shape, layout, stage.layers), stage.first, stage.last
+
     # A search has many stages of few kinds.
-    kinds = {(len(stage.layers), stage.first, stage.last): stage for stage in stages}
+    kinds = {describe(stage): stage for stage in stages}
     traffic = {
         kind: _estimate_parameter_traffic(job, stage, microbatches) for kind, stage in kinds.items()
     }
     return tuple(
-        each + traffic[len(stage.layers), stage.first, stage.last]
-        for each, stage in zip(passes, stages, strict=True)
+        each + traffic[describe(stage)] for each, stage in zip(passes, stages, strict=True)
     )
 
 
@@ -425,14 +444,15 @@ def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Part
     if layout.recompute == "full":
         recomputed = flops.count_recomputed_layers(stage.layers, layout.layers_recomputed)
     passes = Passes(Seconds(), Seconds())
-    if shape.config.sliding_window is None:
-        passes += parts.again[None].scale(recomputed)
-        passes += parts.plain[None].scale(len(stage.layers) - recomputed)
+    if len(parts.plain) == 1:
+        (kind,) = parts.plain
+        passes += parts.again[kind].scale(recomputed)
+        passes += parts.plain[kind].scale(len(stage.layers) - recomputed)
     else:
         for number, layer in enumerate(stage.layers):
-            window = shape.describe_layer(layer).window
             # Which layers of a stage are recomputed hardly changes their sum.
-            passes += (parts.again if number < recomputed else parts.plain)[window]
+            times = parts.again if number < recomputed else parts.plain
+            passes += times[_find_kind(shape, layer)]
     if stage.first:
         passes += parts.embedding
     if stage.last:
@@ -459,16 +479,16 @@ def _sum_mixed_stage(
         float8: Which layers have it.
     """
     again = layout.recompute != "full"
-    kinds: Counter[tuple[bool, bool, int | None]] = Counter()
+    kinds: Counter[tuple[bool, bool, _Kind]] = Counter()
     for layer in stage.layers:
         recomputed = again or (
             flops.count_recomputed_layers(range(layer, layer + 1), layout.layers_recomputed) > 0
         )
-        kinds[float8.covers(layer), recomputed, shape.describe_layer(layer).window] += 1
+        kinds[float8.covers(layer), recomputed, _find_kind(shape, layer)] += 1
     passes = Passes(Seconds(), Seconds())
-    for (in_float8, recomputed, window), count in kinds.items():
+    for (in_float8, recomputed, kind), count in kinds.items():
         times = parts if in_float8 else others
-        passes += (times.again if recomputed else times.plain)[window].scale(count)
+        passes += (times.again if recomputed else times.plain)[kind].scale(count)
     if stage.first:
         passes += parts.embedding
     if stage.last:
@@ -480,14 +500,14 @@ def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> Step
     """Count what pipeline rank `rank` sends to other data-parallel ranks in a step."""
     layout = job.layout
     own = select_stages_of_rank(stages, rank, layout.pipeline)
-    of_layer = flops.count_layer_parameters(job.shape, layout.tensor)
+    layers = [layer for stage in own for layer in stage.layers]
     outside = (
         count(job.shape, layout.tensor, stage)
         for stage in own
         for count in (count_root_parameters, count_head_parameters)
     )
     return count_traffic(
-        [of_layer] * sum(len(stage.layers) for stage in own),
+        [count_block(job.shape, layout, layer).dense for layer in layers],
         [size for size in outside if size],
         shard_size=layout.shard_size,
         copies=layout.copies,
@@ -498,31 +518,78 @@ def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> Step
     )
 
 
+def count_expert_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> StepTraffic:
+    """Count what pipeline rank `rank` sends in a step to the ranks with the same experts."""
+    layout = job.layout
+    own = select_stages_of_rank(stages, rank, layout.pipeline)
+    blocks = [count_block(job.shape, layout, layer) for stage in own for layer in stage.layers]
+    return count_traffic(
+        [block.experts for block in blocks if block.experts],
+        (),
+        shard_size=layout.expert_shards,
+        copies=layout.expert_copies,
+        zero_stage=layout.zero_stage,
+        microbatches=build_schedule(layout, job.batch_size).microbatches,
+        weight_bytes=2 if job.software.half else 4,
+        gradient_bytes=job.software.gradient_bytes,
+    )
+
+
+def estimate_data_parallel_time(
+    job: StepJob,
+    stages: Sequence[Stage],
+    rank: int,
+    select: Callable[[StepTraffic], StepTraffic] = lambda traffic: traffic,
+) -> CommunicationTime:
+    """Return how long pipeline rank `rank` sends weights and gradients to ranks with the same ones.
+
+    Args:
+        job: The step.
+        stages: All stages.
+        rank: The pipeline rank.
+        select: Returns the part of the traffic that counts. Default: all of it.
+    """
+    layout = job.layout
+    network = job.hardware.network
+    dense = estimate_time(
+        select(count_step_traffic(job, stages, rank)),
+        network,
+        shard_size=layout.shard_size,
+        copies=layout.copies,
+        inner_ranks=layout.tensor,
+    )
+    if not job.shape.expert_layers:
+        return dense
+    # The same links send both.
+    return dense + estimate_time(
+        select(count_expert_traffic(job, stages, rank)),
+        network,
+        shard_size=layout.expert_shards,
+        copies=layout.expert_copies,
+        inner_ranks=layout.expert or 1,
+    )
+
+
 def _estimate_data_parallel(
-    job: StepJob, traffic: StepTraffic, passes: Sequence[Passes], microbatches: int
+    job: StepJob, stages: Sequence[Stage], rank: int, passes: Sequence[Passes]
 ) -> DataParallelSeconds:
-    """Estimate the communication of a rank with this traffic and these stages."""
+    """Estimate the communication of a pipeline rank, whose stages have these times."""
     layout = job.layout
     software = job.software
+    microbatches = build_schedule(layout, job.batch_size).microbatches
 
-    def estimate(part: StepTraffic) -> float:
-        return estimate_time(
-            part,
-            job.hardware.network,
-            shard_size=layout.shard_size,
-            copies=layout.copies,
-            inner_ranks=layout.tensor,
-        ).total
+    def estimate(select: Callable[[StepTraffic], StepTraffic]) -> float:
+        return estimate_data_parallel_time(job, stages, rank, select).total
 
     forward = sum(each.forward.total for each in passes)
     backward = sum(each.backward.total for each in passes)
     if layout.zero_stage == 3:
         # Weights are gathered for each pass of each microbatch, and gradients reduced after it.
         hidden = software.hidden_data * microbatches * (forward + backward)
-        return _hide(estimate(traffic), hidden, software)
+        return _hide(estimate(lambda each: each), hidden, software)
     nothing = Collectives()
-    gathered = estimate(StepTraffic(traffic.all_gather, nothing, nothing))
-    reduced = estimate(StepTraffic(nothing, traffic.reduce_scatter, traffic.all_reduce))
+    gathered = estimate(lambda each: StepTraffic(each.all_gather, nothing, nothing))
+    reduced = estimate(lambda each: replace(each, all_gather=nothing))
     # Stage 2 reduces after each microbatch, and the others after the last one.
     covered = microbatches if layout.zero_stage == 2 else 1
     parts = [

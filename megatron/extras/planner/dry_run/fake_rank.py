@@ -112,7 +112,7 @@ def run_rank(
             built = None
             # Engines are in reference cycles. The next rank would slow down with all their tensors.
             gc.collect()
-    return RankReport(rank, coordinate, microbatches, record)
+    return RankReport(rank, coordinate, microbatches, record, imbalance)
 
 
 def _assume_loads(imbalance: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,16 @@ def choose_fake_kernels(plan: Plan) -> Plan:
     return apply_kernel_choice(plan, choice)
 
 
-def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankReport]:
+def run_ranks(
+    plan: Plan, ranks: Sequence[int], microbatches: int, imbalance: float = 1.0
+) -> list[RankReport]:
     """Run a step of each rank, and return the reports in the order of `ranks`.
 
     Args:
         plan: A plan without errors.
         ranks: Ranks of the plan's world.
         microbatches: Number of microbatches of a step.
+        imbalance: Rows of a rank's experts, in multiples of the mean.
 
     Raises:
         ConfigError: There is no C++ compiler, a process ended, or torch is too old for the flags.
@@ -139,9 +143,8 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
     others = set(multiprocessing.active_children())
     with open_pool(workers) as pool:
         try:
-            return list(
-                pool.map(_run_one, [(plan, rank, microbatches) for rank in ranks], chunksize=1)
-            )
+            tasks = [(plan, rank, microbatches, imbalance) for rank in ranks]
+            return list(pool.map(_run_one, tasks, chunksize=1))
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"--dry-run: a process of it ended ({error}); the host may be out of memory, so "
@@ -155,13 +158,13 @@ def run_ranks(plan: Plan, ranks: Sequence[int], microbatches: int) -> list[RankR
             raise
 
 
-def _run_one(task: tuple[Plan, int, int]) -> RankReport:
+def _run_one(task: tuple[Plan, int, int, float]) -> RankReport:
     """Run a step of one rank in a process of the pool."""
-    plan, rank, microbatches = task
+    plan, rank, microbatches, imbalance = task
     # Not at the top, because this module must be importable before the guard is loaded.
     from megatron.extras.planner.dry_run.fake_rank import run_rank
 
-    return _call(run_rank, plan, rank, microbatches)
+    return _call(partial(run_rank, imbalance=imbalance), plan, rank, microbatches)
 
 
 def call_in_pool(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:

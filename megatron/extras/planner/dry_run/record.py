@@ -113,3 +113,5 @@ class RankReport:
     microbatches: int
     """Microbatches that were run."""
     step: StepTrace
+    imbalance: float = 1.0
+    """Rows of the rank's experts, in multiples of the mean."""
