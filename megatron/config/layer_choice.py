@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import groupby
 
 _FREQUENCY = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
@@ -40,6 +41,7 @@ def choose_layers(text: str, num_layers: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
+@lru_cache(maxsize=256)
 def find_expert_layers(text: str, num_layers: int) -> frozenset[int]:
     """Return the numbers of the layers with experts.
 

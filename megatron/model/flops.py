@@ -22,6 +22,7 @@ of the attention core, since flash kernels always do it.
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import assert_never
 
 from megatron.config.optimizer import OptimizerConfig
@@ -376,6 +377,7 @@ def compute_causal_share(shape: ModelShape, recompute: Fraction | float = 0) -> 
     return causal / count_hardware_flops_per_token(shape, recompute=recompute)
 
 
+@lru_cache(maxsize=65536)
 def count_recomputed_layers(layers: range, share: Fraction | float) -> int:
     """Return how many of `layers` (global numbers) are recomputed.
 

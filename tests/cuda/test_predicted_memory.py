@@ -31,6 +31,14 @@ GROUPED = (
     RUN + "--preset llama3-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 "
     "--vocab-size 32000 "
 )
+OLMOE = (
+    RUN + "--preset olmoe-1b-7b --num-layers 3 --seq-length 2048 --micro-batch-size 1 --bf16 "
+    "--moe-aux-loss-coeff 0.01 "
+)
+QWEN = (
+    RUN + "--preset qwen3-30b-a3b --num-layers 4 --micro-batch-size 1 --bf16 "
+    "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 8 "
+)
 BF16_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 KEPT = "--checkpoint-activations --checkpoint-keep-operators "
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
@@ -110,8 +118,53 @@ JOBS = {
     "float8 by rows, recomputed, fused gradients": Job(
         f"{LLAMA} --zero-stage 3 --micro-batch-size 4 --checkpoint-activations {FUSED} {ROWWISE}"
     ),
+    "experts, 64 GPUs": Job(f"{QWEN} --zero-stage 1 --global-batch-size 128", 64),
+    "experts, ZeRO 3": Job(f"{OLMOE} --zero-stage 3 --expert-model-parallel-size 4"),
+    "experts, dense layers, stages": Job(
+        f"{QWEN} --zero-stage 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+        "--sequence-parallel --num-layers 6 --moe-layer-freq ([0]*2+[1]*4)",
+        16,
+        (0, 1),
+    ),
 }
 MORE = {
+    "experts, one GPU": Job(f"{OLMOE} --num-layers 2", 1),
+    "experts, ZeRO 3, copies on each rank": Job(f"{OLMOE} --zero-stage 3 --micro-batch-size 2"),
+    "experts, HSDP": Job(
+        f"{OLMOE} --zero-stage 3 --hsdp-shard-size 4 --expert-model-parallel-size 4"
+    ),
+    "experts, recomputed": Job(
+        f"{OLMOE} --zero-stage 2 --checkpoint-activations --micro-batch-size 4 "
+        "--expert-model-parallel-size 2"
+    ),
+    "experts, tensor parallelism": Job(f"{QWEN} --zero-stage 1 --tensor-model-parallel-size 4", 64),
+    "experts of tensor ranks": Job(
+        f"{OLMOE} --tensor-model-parallel-size 4 --expert-model-parallel-size 2", 4
+    ),
+    "experts, fp32": Job(f"{QWEN.replace('--bf16', '')} --zero-stage 1", 16),
+    "experts, shared expert": Job(
+        f"{OLMOE} --zero-stage 1 --expert-model-parallel-size 4 --micro-batch-size 4 "
+        "--moe-shared-expert-intermediate-size 2048"
+    ),
+    "experts with biases, as in gpt-oss": Job(
+        f"{OLMOE} --zero-stage 1 --expert-model-parallel-size 8 --micro-batch-size 4 "
+        "--glu-activation clamped_swiglu --add-mlp-bias"
+    ),
+    "experts without gate": Job(
+        f"{OLMOE} --zero-stage 1 --expert-model-parallel-size 8 --glu-activation None "
+        "--micro-batch-size 4"
+    ),
+    "experts, interleaved": Job(
+        f"{OLMOE} --num-layers 4 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 4",
+        8,
+        (0, 1),
+    ),
+    "experts, shared sequences": Job(
+        f"{OLMOE} --seq-length 8192 --context-parallel-size 4 --expert-model-parallel-size 8 "
+        "--zero-stage 3"
+    ),
+    "experts, Muon": Job(f"{OLMOE} --expert-model-parallel-size 8 --optimizer muon"),
     "compiled": Job(f"{LLAMA} --use-torch-compile"),
     "compiled without kernels, norms of projections": Job(
         f"{LLAMA} --use-torch-compile --no-gradient-accumulation-fusion "
@@ -196,6 +249,9 @@ MORE = {
     ),
 }
 LARGE = {
+    "Qwen3-30B-A3B, 64 GPUs": Job(
+        f"{QWEN} --num-layers 48 --zero-stage 1 --global-batch-size 512", 64
+    ),
     "tr11-176B": Job(
         f"{RUN} --preset tr11-176b --bf16 --micro-batch-size 2 --checkpoint-activations "
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 "

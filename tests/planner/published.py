@@ -14,6 +14,8 @@ from typing import Any
 from planner.other_trainers import SOFTWARE, PaperMemory
 
 from megatron.config.model import ModelConfig
+from megatron.config.presets import read_preset
+from megatron.console.preset_table import build_preset_shape
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Recompute
 from megatron.extras.planner.cost.memory import BALANCED_ENDS
@@ -474,6 +476,77 @@ def _compare_float8(row: dict[str, Any]) -> Iterator[Compared]:
     yield Compared(table, name, "tokens/s", published, step.tokens_per_second, text)
     if titan:
         yield Compared(table, name, "GiB", row["memory_gib"], step.peak_bytes / 2**30, text)
+
+
+def make_gpt_oss(layers: int, experts: int) -> ModelShape:
+    """Return a gpt-oss without its attention sinks. Every second layer has a window."""
+    return make_gpt(
+        2880,
+        layers,
+        64,
+        4096,
+        201088,
+        num_query_groups=8,
+        kv_channels=64,
+        ffn_hidden_size=2880,
+        glu_activation="clamped_swiglu",
+        normalization="RMSNorm",
+        position_embedding_type="rotary",
+        untie_embeddings_and_output_weights=True,
+        sliding_window=128,
+        full_attention_layers="1::2",
+        num_experts=experts,
+        moe_router_topk=4,
+    )
+
+
+AUTOMODEL = (
+    # Model, GPUs, global batch, local batch, tokens/s of a GPU.
+    ("Qwen3 30B-A3B", 8, 512, 4, 12040),
+    ("gpt-oss 20B", 8, 256, 2, 13058),
+)
+"""NVIDIA-NeMo/Automodel docs/performance-summary.md of 2025-10-02: bf16, 4,096 tokens, balanced by
+force. The ranks of the experts and recomputation are those of its examples/benchmark/configs."""
+
+
+def compare_expert_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
+    """Compare the runs with experts in bf16. No constant is fitted on them."""
+    shapes = {
+        "Qwen3 30B-A3B": build_preset_shape(read_preset("qwen3-30b-a3b")),
+        "gpt-oss 20B": make_gpt_oss(24, 32),
+        "gpt-oss 120B": make_gpt_oss(36, 128),
+    }
+    found = []
+
+    def compare(
+        table: str, model: str, layout: RankLayout, batch: int, software: str, published: float
+    ) -> None:
+        step = predict(shapes[model], layout, batch, software, load_hardware("h100"))
+        row = f"{model}, {layout.ranks} GPUs, 4,096 tokens"
+        found.append(
+            Compared(table, row, "tokens/s", published, step.tokens_per_second, layout.describe())
+        )
+
+    for model, gpus, batch, local, published in AUTOMODEL:
+        layout = RankLayout(data=gpus, micro_batch=local, zero_stage=3, expert=8, recompute="full")
+        compare("AutoModel 2025-10", model, layout, batch, "fsdp-deepep", published)
+    for each in rows:
+        if each["ep"] > 1 and each["precision"] == "BF16":
+            layout = RankLayout(
+                pipeline=each["pp"],
+                data=each["gpus"] // each["pp"],
+                micro_batch=each["micro_batch"],
+                expert=each["ep"],
+            )
+            compare(
+                f"Megatron-Bridge {each['release']}",
+                each["model"],
+                layout,
+                each["global_batch"],
+                "megatron-core",
+                each["tokens_per_second_per_gpu"],
+            )
+    return found
 
 
 TITAN_RECOMPUTATION: dict[str | None, Recompute] = {

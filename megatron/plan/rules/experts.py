@@ -80,6 +80,12 @@ def _check_layer(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{settings.describe('parallel.tensor_model_parallel_size')} must divide "
             f"{settings.describe(_SHARED)}, which tensor-parallel ranks share."
         )
+    if settings.config.recompute.checkpoint_keep_operators:
+        yield error(
+            f"{settings.describe('recompute.checkpoint_keep_operators')} is not possible with "
+            f"{asked}: torch finds kept results by their order, and a recomputed router computes "
+            "less than the first pass; leave it out."
+        )
     if settings.config.precision.fp8_format is not None:
         yield error(
             f"{settings.describe('precision.fp8_format')} is not possible with {asked}: products "

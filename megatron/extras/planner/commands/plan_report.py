@@ -255,9 +255,16 @@ def _format_model(plan: Plan, hardware: Hardware) -> list[str]:
             f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, "
             f"{plan.num_query_groups} key/value groups",
         ),
-        _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
+        *_format_mlp(plan),
         *_format_experts(plan, hardware),
     ]
+
+
+def _format_mlp(plan: Plan) -> list[str]:
+    """Describe the layers with an MLP, if there are any."""
+    if len(plan.shape.expert_layers) == plan.config.model.num_layers:
+        return []
+    return [_format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide")]
 
 
 def _format_experts(plan: Plan, hardware: Hardware) -> list[str]:

@@ -3,12 +3,13 @@
 Ranks share experts in other groups than the rest of a block, so both are counted by themselves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.extras.planner.cost.layout import RankLayout
 from megatron.model import flops
+from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 
 
@@ -57,10 +58,15 @@ def count_block(shape: ModelShape, layout: RankLayout, layer: int) -> Block:
     return _count_block(shape, layout.tensor, layout.expert or 1)
 
 
-def sum_blocks(shape: ModelShape, layout: RankLayout, layers: Iterable[int]) -> Block:
+@lru_cache(maxsize=4096)
+def count_mixtures(shape: ModelShape, layers: range) -> int:
+    """Return how many of these layers have experts."""
+    return sum(layer in shape.expert_layers for layer in layers)
+
+
+def sum_blocks(shape: ModelShape, layout: RankLayout, layers: range) -> Block:
     """Return the parameters of several layers on one rank."""
-    layers = list(layers)
-    number = sum(layer in shape.expert_layers for layer in layers)
+    number = count_mixtures(shape, layers)
     dense = _count_block(shape, layout.tensor, None)
     mixture = dense if not number else _count_block(shape, layout.tensor, layout.expert or 1)
     plain = len(layers) - number
@@ -70,14 +76,20 @@ def sum_blocks(shape: ModelShape, layout: RankLayout, layers: Iterable[int]) -> 
     )
 
 
-def count_dense_matrices(shape: ModelShape, layout: RankLayout, layers: Sequence[int]) -> int:
+def sum_stages(shape: ModelShape, layout: RankLayout, stages: Sequence[Stage]) -> Block:
+    """Return the parameters of the layers of several stages on one rank."""
+    blocks = [sum_blocks(shape, layout, stage.layers) for stage in stages]
+    return Block(sum(each.dense for each in blocks), sum(each.experts for each in blocks))
+
+
+def count_dense_matrices(shape: ModelShape, layout: RankLayout, layers: range) -> int:
     """Return the elements of the matrices of linear layers, without those of experts and routers.
 
     Only their products can add to gradients in fp32.
     """
     w = flops.get_widths(shape)
     of_layer = flops.count_layer_matrix_parameters(shape, layout.tensor)
-    number = sum(layer in shape.expert_layers for layer in layers)
+    number = count_mixtures(shape, layers)
     shared = shape.config.moe_shared_expert_intermediate_size or 0
     # The MLP of these layers has the width of the shared expert.
     narrower = w.h * (w.mlp_in + w.f) // w.f * (w.f - shared) // layout.tensor

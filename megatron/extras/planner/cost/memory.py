@@ -11,7 +11,11 @@ from enum import StrEnum
 from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.extras.planner.cost.experts import count_dense_matrices, sum_blocks
+from megatron.extras.planner.cost.experts import (
+    count_dense_matrices,
+    count_mixtures,
+    sum_stages,
+)
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.peak import find_peak
@@ -182,9 +186,8 @@ def estimate_stage_memory(
         parameters: All parameters of the rank, before ranks with the same ones share them.
         half: The model computes in bf16 or fp16.
     """
-    layers = [layer for stage in stages for layer in stage.layers]
-    experts = sum_blocks(shape, layout, layers).experts
-    matrices = count_dense_matrices(shape, layout, layers)
+    experts = sum_stages(shape, layout, stages).experts
+    matrices = sum(count_dense_matrices(shape, layout, stage.layers) for stage in stages)
 
     def estimate(number: int, in_matrices: int, ranks: int, shard_size: int) -> ParameterMemory:
         return estimate_parameter_memory_per_rank(
@@ -293,7 +296,7 @@ def count_rank_parameters(
     """Return the parameters of each pipeline rank, before ranks with the same ones share them."""
     layers = count_layers_per_rank(stages, layout.pipeline)
     experts = tuple(
-        sum(layer in shape.expert_layers for stage in own for layer in stage.layers)
+        sum(count_mixtures(shape, stage.layers) for stage in own)
         for own in (stages[rank :: layout.pipeline] for rank in range(layout.pipeline))
     )
     return flops.count_stage_parameters(shape, layout.tensor, layers, experts, layout.expert or 1)
@@ -312,8 +315,7 @@ def count_own_parameters(
     """
     if layout.zero_stage < 1:
         return parameters
-    layers = [layer for stage in stages for layer in stage.layers]
-    experts = sum_blocks(shape, layout, layers).experts
+    experts = sum_stages(shape, layout, stages).experts
     return -(-(parameters - experts) // layout.shard_size) - (-experts // layout.expert_shards)
 
 

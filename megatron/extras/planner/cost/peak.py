@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from megatron.extras.planner.cost.experts import Held, count_block, share_block, sum_blocks
+from megatron.extras.planner.cost.experts import (
+    Held,
+    count_block,
+    share_block,
+    sum_blocks,
+    sum_stages,
+)
 from megatron.extras.planner.cost.float8 import list_float8_linears
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
 from megatron.extras.planner.cost.parameter_traffic import (
@@ -93,6 +99,16 @@ def _find_kinds(
     return frozenset(found.values())
 
 
+@lru_cache(maxsize=256)
+def _list_kinds(shape: ModelShape) -> tuple[tuple[bool, bool], ...]:
+    """Return whether each layer has a sliding window, and whether it has experts."""
+    length = shape.config.seq_length
+    described = map(shape.describe_layer, range(shape.config.num_layers))
+    return tuple(
+        (each.window is not None and each.window < length, each.experts) for each in described
+    )
+
+
 class _RankPeak:
     """The points of one pipeline rank."""
 
@@ -138,7 +154,6 @@ class _RankPeak:
 
     def _measure(self, software: Software) -> dict[tuple[bool, bool], TensorSizes]:
         """Return (with a sliding window, with experts) -> the tensors of such layers."""
-        layers = range(self._shape.config.num_layers)
         return {
             kind: measure_tensors(
                 self._shape,
@@ -149,19 +164,14 @@ class _RankPeak:
                 windowed=kind[0],
                 experts=kind[1],
             )
-            for kind in sorted({self._find_kind(layer) for layer in layers})
+            for kind in sorted(set(_list_kinds(self._shape)))
         }
-
-    def _find_kind(self, layer: int) -> tuple[bool, bool]:
-        described = self._shape.describe_layer(layer)
-        length = self._shape.config.seq_length
-        return described.window is not None and described.window < length, described.experts
 
     def _get_tensors(self, layer: int) -> TensorSizes:
         kinds = self._kinds
         if self._float8 is not None and not self._float8.covers(layer):
             kinds = self._plain
-        return kinds[self._find_kind(layer)]
+        return kinds[_list_kinds(self._shape)[layer]]
 
     def _is_recomputed(self, layer: int) -> bool:
         share = self._layout.layers_recomputed
@@ -201,7 +211,7 @@ class _RankPeak:
     def _count_outside(self) -> int:
         return sum(self._count_head(stage) + self._count_root(stage) for stage in self._stages)
 
-    def _hold_layers(self, layers: Sequence[int]) -> Held:
+    def _hold_layers(self, layers: range) -> Held:
         """Return the parameters of layers that this rank holds."""
         return share_block(sum_blocks(self._shape, self._layout, layers), self._layout)
 
@@ -212,8 +222,8 @@ class _RankPeak:
     @cached_property
     def _held(self) -> Held:
         """All parameters of the rank."""
-        layers = [layer for stage in self._stages for layer in stage.layers]
-        return self._hold_layers(layers) + self._hold(self._count_outside())
+        layers = sum_stages(self._shape, self._layout, self._stages)
+        return share_block(layers, self._layout) + self._hold(self._count_outside())
 
     def _sum_in_flight(self, number: int) -> float:
         """Return what is kept during backward pass `number`, from 1, apart from its own visit."""

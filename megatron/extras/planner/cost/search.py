@@ -237,8 +237,16 @@ def _iterate_experts(space: SearchSpace, base: RankLayout) -> Iterator[RankLayou
         stage = base.tensor * base.context * base.data
         copy = sharded.shard_size * base.tensor
         # The rules are those of `megatron.plan.rules.experts`.
-        for size in list_divisors(math.gcd(number, stage)):
-            if space.expert in (None, size) and (copy % size == 0 or size % copy == 0):
+        possible = [
+            size
+            for size in list_divisors(math.gcd(number, stage))
+            if copy % size == 0 or size % copy == 0
+        ]
+        # One, the largest number inside a node, and all that need several nodes. The sizes between
+        # have shorter messages than the second and less memory than the first, but not by much.
+        near = max(size for size in possible if size <= space.hardware.ranks_per_node)
+        for size in possible:
+            if space.expert == size or (space.expert is None and (size == 1 or size >= near)):
                 yield replace(sharded, expert=size, imbalance=space.hardware.expert_imbalance)
 
 

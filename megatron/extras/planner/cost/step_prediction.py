@@ -19,7 +19,7 @@ from megatron.extras.planner.cost.communication import (
     estimate_time,
 )
 from megatron.extras.planner.cost.expert_times import MixtureTimes
-from megatron.extras.planner.cost.experts import Block, count_block, sum_blocks
+from megatron.extras.planner.cost.experts import Block, count_block, count_mixtures, sum_blocks
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
     count_weight_scales,
@@ -144,7 +144,7 @@ class StepPrediction:
         return tuple(
             (
                 len(stage.layers),
-                sum(layer in self.job.shape.expert_layers for layer in stage.layers),
+                count_mixtures(self.job.shape, stage.layers),
                 # Shares of the layers are not the same in all stages.
                 flops.count_recomputed_layers(stage.layers, share),
                 stage.first,

@@ -311,12 +311,7 @@ class _Tensors:
             # The kernel writes all three, and the projection is not kept.
             return size
         grouped = self._shape.query_groups < self._config.num_attention_heads
-        # "full" is computed in fp32: the input in fp32, and the input times the reciprocal of its
-        # norm.
-        in_fp32 = {None: 0, "head": 0, "full": 2}[self._config.qk_norm]
-        if self._compiled:
-            in_fp32 = 0
-        size += in_fp32 * (self._q + self._k) * 4 / self.value
+        size += self._norms_in_fp32
         if copied:
             return size
         # The rotation and the norms of heads write queries and keys to a new tensor.
@@ -346,17 +341,25 @@ class _Tensors:
         Messages have copies of them, so the projection itself is not kept.
         """
         # The kernel keeps views of what was received.
+        size = self._received + self._norms_in_fp32
         if self._exchanges:
-            return self._received
+            return size
         if self._shape.query_groups < self._config.num_attention_heads:
-            return self._q + self._received
+            return self._q + size
         # The queries are a view of what the rotation wrote, or of the projection.
         others = 2
         if self._config.position_embedding_type == "rotary":
             others = 1
-        if self._fused_rotation:
+        if self._fused_rotation or self._norms_in_fp32:
             others = 0
-        return self._q + others * self._k + self._received
+        return self._q + others * self._k + size
+
+    @property
+    def _norms_in_fp32(self) -> float:
+        """What a norm over all heads keeps: its input in fp32, and that divided by its norm."""
+        if self._config.qk_norm != "full" or self._compiled:
+            return 0.0
+        return 2 * (self._q + self._k) * 4 / self.value
 
     @cached_property
     def _core(self) -> float:
