@@ -6,6 +6,8 @@ from functools import lru_cache
 from itertools import groupby
 
 _FREQUENCY = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
+_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
+"""The innermost parentheses of such a list, which may be repeated."""
 _PART = re.compile(r"(\d+)|(\d*):(\d*)(?::(\d+))?")
 
 
@@ -55,19 +57,37 @@ def find_expert_layers(text: str, num_layers: int) -> frozenset[int]:
     plain = re.sub(r"\s", "", text)
     if re.fullmatch(r"[1-9]\d*", plain):
         return frozenset(range(0, num_layers, int(plain)))
-    flags: list[str] = []
     # Its text is Python's, and is read without running it.
-    for term in plain.removeprefix("(").removesuffix(")").split("+"):
-        match = _FREQUENCY.fullmatch(term)
-        if match is None:
-            raise ValueError(
-                f"'{text}' is neither a number of at least 1 nor a list such as ([0]*1+[1]*15)"
-            )
-        repeated = min(int(match[2] or 1), num_layers + 1)
-        flags += match[1].split(",") * repeated
+    try:
+        while found := _GROUP.search(plain):
+            flags = _join_lists(found[1], num_layers) * min(int(found[2] or 1), num_layers + 1)
+            joined = ",".join(flags[: num_layers + 1])
+            plain = f"{plain[: found.start()]}[{joined}]{plain[found.end() :]}"
+        flags = _join_lists(plain, num_layers)
+    except ValueError:
+        raise ValueError(
+            f"'{text}' is neither a number of at least 1 nor a list such as ([0]*1+[1]*15)"
+        ) from None
     if len(flags) != num_layers:
         raise ValueError(f"'{text}' is not a list for {num_layers} layers")
     return frozenset(number for number, flag in enumerate(flags) if flag == "1")
+
+
+def _join_lists(text: str, num_layers: int) -> list[str]:
+    """Return the entries of a sum of lists, as in `[0]*1+[1]*15`.
+
+    A list that is longer than `num_layers` may be cut off, because it is wrong in any case.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    flags: list[str] = []
+    for term in text.split("+"):
+        match = _FREQUENCY.fullmatch(term)
+        if match is None:
+            raise ValueError(term)
+        flags += match[1].split(",") * min(int(match[2] or 1), num_layers + 1)
+    return flags
 
 
 def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:

@@ -72,14 +72,8 @@ class Saved:
     args: dict[str, Any]
 
 
-def read_saved(checkpoint: Checkpoint, **args: Any) -> Saved:
-    """Read a checkpoint of this trainer completely.
-
-    Args:
-        checkpoint: The checkpoint.
-        args: Further arguments of its run.
-    """
-    config = checkpoint.read_config()
+def read_tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
+    """Return all tensors of a checkpoint: (kind, our name) -> tensor."""
     index = checkpoint.read_index()
     tensors = {}
     with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
@@ -89,6 +83,18 @@ def read_saved(checkpoint: Checkpoint, **args: Any) -> Saved:
             reader.read_into(tensor, whole, entry, key)
             kind, _, name = key.partition("/")
             tensors[kind, name] = tensor
+    return tensors
+
+
+def read_saved(checkpoint: Checkpoint, **args: Any) -> Saved:
+    """Read a checkpoint of this trainer completely.
+
+    Args:
+        checkpoint: The checkpoint.
+        args: Further arguments of its run.
+    """
+    config = checkpoint.read_config()
+    tensors = read_tensors(checkpoint)
     vocab_size = len(tensors["weight", "embedding.word.weight"])
     assert checkpoint.optimizer is not None
     return Saved(

@@ -15,6 +15,7 @@ from megatron.extras.interop.convert.megatron_lm import open_megatron_lm
 from megatron.extras.interop.convert.megatron_names import (
     MegatronTensor,
     TensorLayout,
+    describe_key,
     list_megatron_tensors,
 )
 from megatron.extras.interop.convert.megatron_source import Key, MegatronSource
@@ -126,13 +127,13 @@ def _plan_tensor(
     layout: TensorLayout,
 ) -> TensorToWrite:
     """Return a tensor of the new checkpoint, which is read when it is written."""
-    key = (tensor.layer, tensor.name)
+    keys = tensor.keys
 
     def read() -> Tensor:
-        return tensor.merge(source.read(kind, key), shape, layout)
+        return tensor.merge([source.read(kind, key) for key in keys], shape, layout)
 
     return TensorToWrite(
-        kind, tensor.parameter, tensor.shape, f"{source.names[key]} ({kind})", read
+        kind, tensor.parameter, tensor.shape, f"{source.names[keys[0]]} ({kind})", read
     )
 
 
@@ -142,12 +143,8 @@ def _check_names(source: MegatronSource, tensors: Sequence[MegatronTensor], *, t
     Raises:
         CheckpointError: it does not. The message lists the first 12 problems.
     """
-    expected = {(tensor.layer, tensor.name): tensor for tensor in tensors}
-    problems = [
-        f"{tensor.describe()} is missing"
-        for key, tensor in expected.items()
-        if key not in source.names
-    ]
+    expected = dict.fromkeys(key for tensor in tensors for key in tensor.keys)
+    problems = [f"{describe_key(key)} is missing" for key in expected if key not in source.names]
     problems += [
         f"{name} has no part in the model that the arguments describe"
         for key, name in source.names.items()

@@ -113,6 +113,29 @@ _ON = (
     "calculate_per_token_loss",
 )
 """Arguments that are flags without a value, if they are true."""
+_OF_EXPERTS = (
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_expert_capacity_factor",
+    "moe_input_jitter_eps",
+)
+_EXPERT_SWITCHES = (
+    "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
+    "moe_apply_probs_on_input",
+)
+"""The same of experts. Megatron-LM also saves them for models without experts."""
 _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 """Arguments that are true unless this flag is given."""
 # 0 is their value of a flag that was not given. Here it may exclude another flag.
@@ -140,6 +163,8 @@ _READ_ELSEWHERE = {
     "make_vocab_size_divisible_by",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 }
 
 
@@ -167,6 +192,25 @@ class SavedRun:
     def pipeline_ranks(self) -> int:
         """Return the pipeline-parallel size."""
         return int(self.args.get("pipeline_model_parallel_size") or 1)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Return the ranks that divide the experts.
+
+        Raises:
+            CheckpointError: tensor-parallel ranks divide a single expert in another way than the
+                rest of the model.
+        """
+        if not self.args.get("num_experts"):
+            return 1
+        tensor = self.args.get("expert_tensor_parallel_size") or self.tensor_ranks
+        if tensor != self.tensor_ranks:
+            raise CheckpointError(
+                f"the checkpoint has --expert-tensor-parallel-size {tensor} and "
+                f"--tensor-model-parallel-size {self.tensor_ranks}, and can be read only if both "
+                "are equal; save it with equal sizes"
+            )
+        return int(self.args.get("expert_model_parallel_size") or 1)
 
 
 def read_saved_run(path: Path, state: Any) -> SavedRun:
@@ -242,14 +286,17 @@ def _write_words(args: Mapping[str, Any]) -> tuple[list[str], set[str]]:
     """Return the arguments as a command line, and the names of those that were written."""
     words: list[str] = []
     used = set(_OFF) | {"start_weight_decay", "end_weight_decay"}
-    for name in _VALUES:
+    experts = bool(args.get("num_experts"))
+    for name in (*_VALUES, *(_OF_EXPERTS if experts else ())):
         value = args.get(name)
+        if name == "moe_layer_freq" and isinstance(value, list):
+            value = "[" + ",".join(map(str, value)) + "]"
         by_samples = name in _BY_SAMPLES and bool(args.get("train_samples"))
         if value is None or by_samples or (name in _UNUSED_IF_ZERO and not value):
             continue
         used.add(name)
         words += [_make_flag(name), *_write_value(value)]
-    for name in _ON:
+    for name in (*_ON, *(_EXPERT_SWITCHES if experts else ())):
         if args.get(name) is True:
             used.add(name)
             words.append(_make_flag(name))

@@ -7,7 +7,7 @@ can also store them as buffers of its ranks (`dp_reshardable`), which is refused
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -43,16 +43,28 @@ class RankFiles:
             CheckpointError: a file is missing or damaged, or contains what is not allowed.
         """
         self._folder = folder
-        first = _find_rank_file(folder, 0, 0)
+        try:
+            first = _find_rank_file(folder, 0, 0)
+        except CheckpointError:
+            # Several ranks divide experts.
+            first = _find_rank_file(folder, 0, 0, 0)
         state = load_pickle_file(first)
         self.run = read_saved_run(first, state)
         self.slices = self.run.tensor_ranks
-        check_ranks(folder, "mp_rank_*", self.slices * self.run.pipeline_ranks)
+        ranks = self.slices * self.run.pipeline_ranks * self.run.expert_ranks
+        check_ranks(folder, "mp_rank_*", ranks)
         self._slices: dict[Key, list[dict[Kind, Tensor]]] = {}
+        self._names_in_files: dict[Key, str] = {}
+        """Key with the number of a layer within its file -> name there."""
         self.names: dict[Key, str] = {}
         self.unknown: list[str] = []
         # The distributed optimizer keeps its settings here, and its states in distrib_optim.pt.
         self._has_states = not weights_only and state.get("optimizer") is not None
+        if self._has_states and self.run.args.get("num_experts"):
+            raise CheckpointError(
+                f"{first} has states of the optimizer of a model with experts, which are not "
+                "imported yet; give --weights-only to import the weights without them"
+            )
         for rank in range(self.slices):
             self._read_rank(rank)
         self.steps: int | None = None
@@ -75,20 +87,48 @@ class RankFiles:
             CheckpointError: a file is missing or damaged.
         """
         # Every file counts its layers from 0, so their numbers follow from the files before.
-        stages = [self._read_file(rank, stage) for stage in range(self.run.pipeline_ranks)]
+        stages = [self._read_stage(rank, stage) for stage in range(self.run.pipeline_ranks)]
         before = 0
         # With virtual stages, each file has several parts, which are assigned to the ranks in turn.
         for part in stages[0]:
             for stage in stages:
                 before += self._add_part(stage.get(part) or {}, before)
 
-    def _read_file(self, rank: int, stage: int) -> dict[str, dict[str, dict[Kind, Tensor]]]:
+    def _read_stage(self, rank: int, stage: int) -> dict[str, dict[Key, dict[Kind, Tensor]]]:
+        """Return the tensors of one rank and stage: part of the model -> key -> kind -> tensor.
+
+        Layers are counted from 0, and experts over all ranks that divide them.
+        """
+        ranks = self.run.expert_ranks
+        local = int(self.run.args.get("num_experts") or 0) // ranks
+        found: dict[str, dict[Key, dict[Kind, Tensor]]] = {}
+        for expert in range(ranks):
+            number = None if ranks == 1 else expert
+            for part, tensors in self._read_file(rank, stage, number).items():
+                into = found.setdefault(part, {})
+                for name, kinds in tensors.items():
+                    if is_no_weight(name):
+                        continue
+                    key = rename(name)
+                    if key is None:
+                        self.unknown.append(name)
+                        continue
+                    for own, values in _divide_experts(key, kinds, expert * local, local):
+                        # All ranks have the rest of the model. The first one counts.
+                        if own not in into:
+                            into[own] = values
+                            self._names_in_files.setdefault(own, name)
+        return found
+
+    def _read_file(
+        self, rank: int, stage: int, expert: int | None
+    ) -> dict[str, dict[str, dict[Kind, Tensor]]]:
         """Return the tensors of one file: part of the model -> name -> kind -> tensor.
 
         Raises:
             CheckpointError: the file is missing or damaged, or its optimizer's states do not fit.
         """
-        path = _find_rank_file(self._folder, rank, stage)
+        path = _find_rank_file(self._folder, rank, stage, expert)
         state = load_pickle_file(path)
         parts = {
             part: {
@@ -116,17 +156,11 @@ class RankFiles:
             }
         return found
 
-    def _add_part(self, part: Mapping[str, dict[Kind, Tensor]], before: int) -> int:
+    def _add_part(self, part: Mapping[Key, dict[Kind, Tensor]], before: int) -> int:
         """Add the tensors of one part, and return its number of layers."""
         highest = -1
-        for name, tensors in part.items():
-            if is_no_weight(name):
-                continue
-            key = rename(name)
-            if key is None:
-                self.unknown.append(name)
-                continue
-            layer, inside = key
+        for (layer, inside), tensors in part.items():
+            name = self._names_in_files[layer, inside]
             if layer is not None:
                 highest = max(highest, layer)
                 layer += before
@@ -136,8 +170,38 @@ class RankFiles:
         return highest + 1
 
 
-def _find_rank_file(folder: Path, rank: int, stage: int) -> Path:
-    """Return the file of a rank.
+def _divide_experts(
+    key: Key, kinds: dict[Kind, Tensor], first: int, local: int
+) -> Iterator[tuple[Key, dict[Kind, Tensor]]]:
+    """Yield a tensor of a rank with its key in the complete model.
+
+    Args:
+        key: Layer and name of the tensor. Experts are numbered within the rank.
+        kinds: The tensor of each kind.
+        first: Number of the rank's first expert.
+        local: Number of its experts.
+    """
+    layer, inside = key
+    start, _, rest = inside.partition("mlp.experts.")
+    if start or not rest:
+        yield key, kinds
+        return
+    number, _, part = rest.rpartition(".")
+    if number:
+        yield (layer, f"mlp.experts.{first + int(number)}.{part}"), kinds
+        return
+    # One tensor has all experts, each transposed: [h, 2 f], or [f, h] for the second matrix.
+    for own in range(local):
+        matrices = {}
+        for kind, tensor in kinds.items():
+            rows, columns = tensor.shape
+            sizes = (local, rows, -1) if part == "in" else (local, -1, columns)
+            matrices[kind] = tensor.reshape(sizes)[own].t()
+        yield (layer, f"mlp.experts.{first + own}.{part}"), matrices
+
+
+def _find_rank_file(folder: Path, rank: int, stage: int, expert: int | None = None) -> Path:
+    """Return the file of a rank. `expert`: its number among the ranks that divide the experts.
 
     Raises:
         CheckpointError: there is none.
@@ -146,6 +210,8 @@ def _find_rank_file(folder: Path, rank: int, stage: int) -> Path:
     if stage == 0:
         # Without a pipeline, the name has no stage.
         names.insert(0, f"mp_rank_{rank:02d}")
+    if expert is not None:
+        names = [f"{name}_{expert:03d}" for name in names]
     for name in names:
         for file in ("model_optim_rng.pt", "model_rng.pt"):
             if (folder / name / file).is_file():

@@ -38,6 +38,21 @@ _IN_LAYER = {
     "mlp.linear_fc2": "mlp.down",
 }
 """Module in a layer of Megatron -> module here. Older and newer versions have different names."""
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))"
+)
+"""A matrix of one expert: the names of SequentialMLP and of TEGroupedMLP. Experts are numbered
+within their rank."""
+_OF_MIXTURE = {
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.expert_bias": "mlp.router.balance",
+    "mlp.shared_experts.linear_fc1.weight": "mlp.shared.in.weight",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared.down.weight",
+    "mlp.shared_experts.gate_weight": "mlp.shared_gate",
+    # GroupedMLP has all experts of a rank in one tensor, and both matrices transposed.
+    "mlp.experts.weight1": "mlp.experts.in",
+    "mlp.experts.weight2": "mlp.experts.down",
+}
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_norm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_norm.",
@@ -99,6 +114,12 @@ def rename_in_layer(name: str) -> str | None:
     for fused, norm in _FUSED_NORMS.items():
         if name.startswith(fused):
             return norm + name.removeprefix(fused)
+    if (found := _EXPERT.fullmatch(name)) is not None:
+        number = found[1] or found[4]
+        part = {"1": "in", "2": "down"}[found[2] or found[3]]
+        return f"mlp.experts.{number}.{part}"
+    if name in _OF_MIXTURE:
+        return _OF_MIXTURE[name]
     module, _, leaf = name.rpartition(".")
     if module not in _IN_LAYER or leaf not in ("weight", "bias"):
         return None
@@ -149,6 +170,12 @@ class TensorLayout:
     """The bias after a row-parallel matrix is the sum of those of the ranks, and not one copy."""
 
 
+def describe_key(key: tuple[int | None, str]) -> str:
+    """Return the name of a tensor for messages, from its layer and its name within it."""
+    layer, name = key
+    return name if layer is None else f"{name} of layer {layer}"
+
+
 @dataclass(frozen=True)
 class MegatronTensor:
     """A tensor of this package, and where Megatron stores its numbers."""
@@ -159,12 +186,24 @@ class MegatronTensor:
     layer: int | None
     name: str
     """Name within the layer, as `rename` returns it."""
+    experts: int = 0
+    """Number of experts, if it has the matrices of all. `name` is then that of each of them, with
+    `{}` in the place of the number."""
 
-    def merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: TensorLayout) -> Tensor:
+    @property
+    def keys(self) -> list[tuple[int | None, str]]:
+        """Layer and name of each tensor of Megatron with a part of the numbers."""
+        if not self.experts:
+            return [(self.layer, self.name)]
+        return [(self.layer, self.name.format(number)) for number in range(self.experts)]
+
+    def merge(
+        self, slices: Sequence[Sequence[Tensor]], shape: ModelShape, layout: TensorLayout
+    ) -> Tensor:
         """Return our tensor.
 
         Args:
-            slices: The slices of all tensor-parallel ranks, in their order.
+            slices: For each of `keys`, the slices of all tensor-parallel ranks, in their order.
             shape: Sizes of the model.
             layout: The layout of the stored tensors.
 
@@ -172,9 +211,9 @@ class MegatronTensor:
             CheckpointError: the slices do not fit the model.
         """
         try:
-            merged = self._merge(slices, shape, layout)
+            merged = torch.cat([self._merge(each, shape, layout) for each in slices])
         except RuntimeError as error:
-            shapes = ", ".join(str(tuple(each.shape)) for each in slices)
+            shapes = ", ".join(str(tuple(each.shape)) for each in slices[0])
             raise CheckpointError(
                 f"{self.describe()}: slices of the shapes {shapes} do not give {self.shape}"
             ) from error
@@ -189,21 +228,19 @@ class MegatronTensor:
 
     def describe(self) -> str:
         """Return the name for messages."""
-        if self.layer is None:
-            return self.name
-        return f"{self.name} of layer {self.layer}"
+        return describe_key((self.layer, self.name))
 
     def _merge(self, slices: Sequence[Tensor], shape: ModelShape, layout: TensorLayout) -> Tensor:
         if self.name.startswith("attention.qkv."):
             return torch.cat([_order_qkv(each, shape, layout) for each in slices])
-        if self.name.startswith(f"{_MLP_IN}."):
+        if self.name.startswith(f"{_MLP_IN}.") or self.name.endswith((".in", ".in.weight")):
             if shape.config.glu_activation is None:
                 return torch.cat(list(slices))
-            first = self.parameter.rpartition(".")[0].endswith(layout.first_half)
+            first = layout.first_half in self.parameter.split(".")
             return torch.cat([each.chunk(2)[0 if first else 1] for each in slices])
         if self.name in VOCABULARY_TENSORS:
             return torch.cat(list(slices))
-        if self.name in ("attention.out.weight", "mlp.down.weight"):
+        if self.name in _ROW_PARALLEL:
             return torch.cat(list(slices), dim=1)
         if layout.summed_biases and self.name in ("attention.out.bias", "mlp.down.bias"):
             return torch.stack([each.float() for each in slices]).sum(dim=0)
@@ -212,6 +249,13 @@ class MegatronTensor:
         if all(torch.equal(each, slices[0]) for each in slices):
             return slices[0]
         return torch.stack([each.float() for each in slices]).mean(dim=0)
+
+
+_ROW_PARALLEL = (
+    *("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight"),
+    "mlp.experts.{}.down",
+)
+"""Matrices whose slices are columns."""
 
 
 def list_megatron_tensors(shape: ModelShape) -> list[MegatronTensor]:
@@ -223,8 +267,23 @@ def list_megatron_tensors(shape: ModelShape) -> list[MegatronTensor]:
         if parameter.startswith("blocks."):
             _, number, inside = parameter.split(".", 2)
             layer = int(number)
-        name = re.sub(r"^mlp\.(up|gate)\.", f"{_MLP_IN}.", inside)
-        found.append(MegatronTensor(parameter, size, layer, name))
+        name = re.sub(r"^(mlp(?:\.shared)?)\.(up|gate)\.", r"\1.in.", inside)
+        experts = 0
+        if inside.startswith("mlp.experts."):
+            experts = shape.config.num_experts or 0
+            name = "mlp.experts.{}." + {"down": "down"}.get(inside.rpartition(".")[2], "in")
+        found.append(MegatronTensor(parameter, size, layer, name, experts))
+    if shape.config.moe_router_enable_expert_bias:
+        # It is no parameter, and has no states of the optimizer.
+        found += [
+            MegatronTensor(
+                f"blocks.{layer}.mlp.router.balance",
+                (shape.config.num_experts or 0,),
+                layer,
+                "mlp.router.balance",
+            )
+            for layer in sorted(shape.expert_layers)
+        ]
     return found
 
 
