@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
-from megatron.extras.interop.convert.expert_fields import ExpertNames, Experts, NoExperts
+from megatron.extras.interop.convert.expert_fields import ExpertFields, ExpertNames, NoExperts
 from megatron.extras.interop.convert.fields import (
     Biases,
     Cases,
@@ -176,7 +176,7 @@ def _make_llama_like(
     modules: Mapping[str, str] = _LLAMA_MODULES,
     constants: Mapping[str, float] | None = None,
     hf_fields: Mapping[str, Any] | None = None,
-    experts: tuple[Experts, ExpertNames] | None = None,
+    experts: tuple[ExpertFields, ExpertNames] | None = None,
 ) -> Architecture:
     """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
     mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), NoExperts())
@@ -310,7 +310,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         Biases(mlp=False),
         Needed(_INPUT_NORM | {"qk_norm": "full"} | _EVERY_TOKEN | _EVERY_ROPE),
         hf_fields={"clip_qkv": None},
-        experts=(Experts("num_experts", "num_local_experts"), ExpertNames()),
+        experts=(ExpertFields("num_experts", "num_local_experts"), ExpertNames()),
     ),
     _make_llama_like(
         "qwen3_moe",
@@ -321,7 +321,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         Biases(mlp=False),
         Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_TOKEN | _EVERY_ROPE),
         hf_fields={"use_sliding_window": False},
-        experts=(Experts("num_experts", "num_local_experts", with_mlp=True), ExpertNames()),
+        experts=(ExpertFields("num_experts", "num_local_experts", with_mlp=True), ExpertNames()),
     ),
     _make_llama_like(
         "mixtral",
@@ -334,7 +334,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE | {"full_attention_layers": None}),
         hf_fields={"router_jitter_noise": 0.0},
         experts=(
-            Experts("num_local_experts", "num_experts", normalised=True),
+            ExpertFields("num_local_experts", "num_experts", normalised=True),
             ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
         ),
     ),

@@ -313,6 +313,7 @@ def _select_layers(hf_config: Any, layers: Sequence[int]) -> Any:
         values = getattr(config, name, None)
         if values is not None:
             setattr(config, name, [values[layer] for layer in layers])
+    # Qwen 3 names the layers without experts, by a list and by a step.
     if getattr(config, "mlp_only_layers", None) is not None:
         step = config.decoder_sparse_step
         dense = {at for at in layers if at in config.mlp_only_layers or (at + 1) % step}

@@ -51,7 +51,7 @@ class NoExperts:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertFields:
     """The experts of a class of `transformers`, and the width of its MLP."""
 
     number: str
@@ -72,6 +72,7 @@ class Experts:
         """See `Pair`."""
         if model.num_experts is None:
             raise ConfigError("the class has experts, and this model has none")
+        # Groups, sigmoid and shared experts are parts of classes that are not converted.
         for name in _DEFAULTS.keys() - _READ:
             value = getattr(model, name)
             if value != _DEFAULTS[name]:
@@ -84,6 +85,7 @@ class Experts:
             found["norm_topk_prob"] = not model.moe_router_pre_softmax
         elif model.moe_router_pre_softmax:
             raise ConfigError("--moe-router-pre-softmax has no equivalent")
+        # `decoder_sparse_step` and --moe-layer-freq count from other layers, so these are named.
         shape = ModelShape(model, 0, 0)
         dense = sorted(set(range(model.num_layers)) - shape.expert_layers)
         if self.with_mlp:
@@ -110,6 +112,7 @@ class Experts:
                 f"num_experts_per_tok {chosen} of {number} experts is not supported here: there "
                 "must be at least 2 experts, and a token uses 1 to all of them"
             )
+        # A class without a list of layers has experts in all of them.
         with_experts = list(range(layers))
         if self.with_mlp:
             only = hf.get("mlp_only_layers") or []
@@ -174,9 +177,11 @@ class ExpertNames:
         """
         if match := re.fullmatch(r"(.*\.|)mlp\.experts\.(gate_up_proj|down_proj)", name):
             prefix, kind = match.groups()
+            # The names that are expected are then missing, which is reported.
             if len(shape) != 3:
                 return {}
             rows = shape[1]
+            # All rows of an expert's gate come before those of its other factor.
             parts = {"down": slice(0, rows)}
             if kind == "gate_up_proj":
                 parts = {"gate": slice(0, rows // 2), "up": slice(rows // 2, rows)}

@@ -288,6 +288,7 @@ def _format_experts(plan: Plan, hardware: Hardware) -> list[str]:
             "  used by a token", f"{flops.count_active_parameters(plan.shape):,} parameters"
         ),
     ]
+    # The ranks of a plan with errors may not divide the experts.
     if plan.errors:
         return rows
     layout = replace(describe_layout(plan), imbalance=hardware.expert_imbalance)

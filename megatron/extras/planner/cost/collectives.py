@@ -30,6 +30,7 @@ def estimate_all_to_all_seconds(size: float, ranks: int, hardware: Hardware) -> 
     if ranks == 1:
         return 0.0
     network = hardware.network
+    # Neighbours fill a node before the next one begins.
     near = min(ranks, max(1, network.ranks_per_node))
     inside = size * (near - 1) / ranks / network.node_bandwidth
     between = size * (ranks - near) / ranks / network.network_bandwidth

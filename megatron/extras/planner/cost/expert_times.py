@@ -87,11 +87,13 @@ class MixtureTimes(LayerTimes):
         own, sent, received = count_rows(self._shape, layout, self._length)
         experts = (config.num_experts or 0) // (layout.expert or 1)
         rows = math.ceil(received / experts)
+        # Each expert has rows of its own, so few rows are multiplied at a lower speed.
         entry = Gemm(rows, f, h, experts, self._value)
         entries = [entry, entry] if config.glu_activation else [entry]
         products = [*entries, Gemm(rows, h, f, experts, self._value)]
         gradients = [each for product in products for each in product.derive_backward()]
         exchanged = (layout.expert or 1) > 1
+        # The sums of the gradients of gate and up are of received rows.
         copied = _ROW_COPIES * sent * h + 4 * own * h + len(entries) * received * h
         copied += _RECEIVED_COPIES * exchanged * received * h + _GATE * received * f
         traffic = self._software.pointwise * (self._value * copied + _ROUTER_BYTES * own * h)

@@ -28,7 +28,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerParameters:
     """The parameters of a layer on one rank, before ranks with the same ones share them."""
 
     dense: int
@@ -42,20 +42,20 @@ class Block:
 
 
 @lru_cache(maxsize=4096)
-def _count_block(shape: ModelShape, tensor: int, expert: int | None) -> Block:
+def _count_layer(shape: ModelShape, tensor: int, expert: int | None) -> LayerParameters:
     """Return the parameters of a layer. `expert`: ranks that divide its experts, if it has any."""
     if expert is None:
-        return Block(flops.count_layer_parameters(shape, tensor))
+        return LayerParameters(flops.count_layer_parameters(shape, tensor))
     experts = flops.count_expert_parameters(shape, expert)
     every = flops.count_expert_layer_parameters(shape, tensor, expert)
-    return Block(every - experts, experts)
+    return LayerParameters(every - experts, experts)
 
 
-def count_block(shape: ModelShape, layout: RankLayout, layer: int) -> Block:
+def count_layer(shape: ModelShape, layout: RankLayout, layer: int) -> LayerParameters:
     """Return the parameters of the layer with this number on one rank."""
     if layer not in shape.expert_layers:
-        return _count_block(shape, layout.tensor, None)
-    return _count_block(shape, layout.tensor, layout.expert or 1)
+        return _count_layer(shape, layout.tensor, None)
+    return _count_layer(shape, layout.tensor, layout.expert or 1)
 
 
 @lru_cache(maxsize=4096)
@@ -64,22 +64,22 @@ def count_mixtures(shape: ModelShape, layers: range) -> int:
     return sum(layer in shape.expert_layers for layer in layers)
 
 
-def sum_blocks(shape: ModelShape, layout: RankLayout, layers: range) -> Block:
+def sum_layers(shape: ModelShape, layout: RankLayout, layers: range) -> LayerParameters:
     """Return the parameters of several layers on one rank."""
     number = count_mixtures(shape, layers)
-    dense = _count_block(shape, layout.tensor, None)
-    mixture = dense if not number else _count_block(shape, layout.tensor, layout.expert or 1)
+    dense = _count_layer(shape, layout.tensor, None)
+    mixture = dense if not number else _count_layer(shape, layout.tensor, layout.expert or 1)
     plain = len(layers) - number
-    return Block(
+    return LayerParameters(
         plain * dense.dense + number * mixture.dense,
         plain * dense.experts + number * mixture.experts,
     )
 
 
-def sum_stages(shape: ModelShape, layout: RankLayout, stages: Sequence[Stage]) -> Block:
+def sum_stages(shape: ModelShape, layout: RankLayout, stages: Sequence[Stage]) -> LayerParameters:
     """Return the parameters of the layers of several stages on one rank."""
-    blocks = [sum_blocks(shape, layout, stage.layers) for stage in stages]
-    return Block(sum(each.dense for each in blocks), sum(each.experts for each in blocks))
+    blocks = [sum_layers(shape, layout, stage.layers) for stage in stages]
+    return LayerParameters(sum(each.dense for each in blocks), sum(each.experts for each in blocks))
 
 
 def count_dense_matrices(shape: ModelShape, layout: RankLayout, layers: range) -> int:
@@ -96,7 +96,7 @@ def count_dense_matrices(shape: ModelShape, layout: RankLayout, layers: range) -
     return len(layers) * of_layer - number * narrower
 
 
-def share_block(block: Block, layout: RankLayout) -> Held:
+def share_parameters(block: LayerParameters, layout: RankLayout) -> Held:
     """Return what a rank holds of layers with these parameters."""
     return Held(block.whole, block.dense / layout.shard_size + block.experts / layout.expert_shards)
 

@@ -313,6 +313,7 @@ def count_own_parameters(
         parameters: All parameters of the rank.
         stages: The stages of the rank.
     """
+    # Stage 0 has complete masters on each rank.
     if layout.zero_stage < 1:
         return parameters
     experts = sum_stages(shape, layout, stages).experts

@@ -5,7 +5,7 @@ data-parallel ranks copied to the buffer that FSDP2 sends. FSDP2 also copies the
 gathered. What it does on streams of its own is left out, because it overlaps with computation.
 """
 
-from megatron.extras.planner.cost.experts import count_dense_matrices, sum_blocks
+from megatron.extras.planner.cost.experts import count_dense_matrices, sum_layers
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.model import flops
 from megatron.model.partition import Stage
@@ -85,7 +85,7 @@ def count_gather_bytes(
     """Return the bytes moved to copy the gathered weights of a stage in a step."""
     if max(layout.shard_size, layout.expert_shards) == 1:
         return 0
-    layers = sum_blocks(shape, layout, stage.layers).whole
+    layers = sum_layers(shape, layout, stage.layers).whole
     outside = count_outside_parameters(shape, layout.tensor, stage)
     # A read and a write of each weight.
     copied = 2 * (2 if software.half else 4)
@@ -100,7 +100,7 @@ def count_sum_bytes(
 ) -> float:
     """Return the bytes that the sums of a stage's gradients move in a step."""
     outside = count_outside_parameters(shape, layout.tensor, stage)
-    inside = sum_blocks(shape, layout, stage.layers).whole
+    inside = sum_layers(shape, layout, stage.layers).whole
     copied = _count_copied(layout, microbatches)
     if not software.half:
         # No product is rounded to 16 bits.

@@ -14,9 +14,9 @@ from functools import cached_property, lru_cache
 
 from megatron.extras.planner.cost.experts import (
     Held,
-    count_block,
-    share_block,
-    sum_blocks,
+    count_layer,
+    share_parameters,
+    sum_layers,
     sum_stages,
 )
 from megatron.extras.planner.cost.float8 import list_float8_linears
@@ -213,7 +213,7 @@ class _RankPeak:
 
     def _hold_layers(self, layers: range) -> Held:
         """Return the parameters of layers that this rank holds."""
-        return share_block(sum_blocks(self._shape, self._layout, layers), self._layout)
+        return share_parameters(sum_layers(self._shape, self._layout, layers), self._layout)
 
     def _hold(self, parameters: int) -> Held:
         """Return what the rank holds of parameters outside of layers."""
@@ -223,7 +223,7 @@ class _RankPeak:
     def _held(self) -> Held:
         """All parameters of the rank."""
         layers = sum_stages(self._shape, self._layout, self._stages)
-        return share_block(layers, self._layout) + self._hold(self._count_outside())
+        return share_parameters(layers, self._layout) + self._hold(self._count_outside())
 
     def _sum_in_flight(self, number: int) -> float:
         """Return what is kept during backward pass `number`, from 1, apart from its own visit."""
@@ -292,7 +292,7 @@ class _RankPeak:
             # FSDP2 frees what it gathered into when it gathers the next time.
             last = self._count_head(each.stage)
             if not last:
-                last = count_block(self._shape, self._layout, each.stage.layers[-1]).dense
+                last = count_layer(self._shape, self._layout, each.stage.layers[-1]).dense
             point = replace(point, buffers=point.buffers + self._value * last)
         if not (self._forwards_first and each.accumulated):
             yield replace(point, activations=kept, working=self._tensors.loss_forward)
@@ -304,10 +304,10 @@ class _RankPeak:
         point = self._start_point(each, done)
         layer = stage.layers[-1 - done]
         # FSDP2 gathers and sends experts by themselves, before the rest of a layer.
-        own = count_block(self._shape, self._layout, layer)
+        own = count_layer(self._shape, self._layout, layer)
         after = self._count_head(stage)
         if done:
-            after = count_block(self._shape, self._layout, layer + 1).dense
+            after = count_layer(self._shape, self._layout, layer + 1).dense
         gathered = self._value * own.dense if self._gathers else 0
         experts = self._value * own.experts if self._gathers else 0
         reduced = 4 * own.dense if self._reduces_each else 0
@@ -360,7 +360,7 @@ class _RankPeak:
             gradients += 4 * root
         if self._reduces_each:
             # Those of the last layer are still sent.
-            buffers += 4 * count_block(self._shape, self._layout, stage.layers[0]).dense
+            buffers += 4 * count_layer(self._shape, self._layout, stage.layers[0]).dense
         working = 2 * self._tensors.stream
         if stage.first:
             before += self._tensors.embedding

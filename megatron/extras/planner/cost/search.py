@@ -231,6 +231,7 @@ def _iterate_experts(space: SearchSpace, base: RankLayout) -> Iterator[RankLayou
     """Yield the ways to shard, each with the numbers of ranks that may divide the experts."""
     number = space.shape.config.num_experts
     for sharded in _iterate_sharding(space, base):
+        # A dense model has one way.
         if number is None:
             yield sharded
             continue

@@ -19,7 +19,12 @@ from megatron.extras.planner.cost.communication import (
     estimate_time,
 )
 from megatron.extras.planner.cost.expert_times import MixtureTimes
-from megatron.extras.planner.cost.experts import Block, count_block, count_mixtures, sum_blocks
+from megatron.extras.planner.cost.experts import (
+    LayerParameters,
+    count_layer,
+    count_mixtures,
+    sum_layers,
+)
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
     count_weight_scales,
@@ -413,8 +418,8 @@ def _estimate_stages(
     if not job.software.counts_tensors:
         return passes
 
-    def describe(stage: Stage) -> tuple[Block, bool, bool]:
-        return sum_blocks(job.shape, layout, stage.layers), stage.first, stage.last
+    def describe(stage: Stage) -> tuple[LayerParameters, bool, bool]:
+        return sum_layers(job.shape, layout, stage.layers), stage.first, stage.last
 
     # A search has many stages of few kinds.
     kinds = {describe(stage): stage for stage in stages}
@@ -507,7 +512,7 @@ def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> Step
         for count in (count_root_parameters, count_head_parameters)
     )
     return count_traffic(
-        [count_block(job.shape, layout, layer).dense for layer in layers],
+        [count_layer(job.shape, layout, layer).dense for layer in layers],
         [size for size in outside if size],
         shard_size=layout.shard_size,
         copies=layout.copies,
@@ -522,7 +527,7 @@ def count_expert_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> St
     """Count what pipeline rank `rank` sends in a step to the ranks with the same experts."""
     layout = job.layout
     own = select_stages_of_rank(stages, rank, layout.pipeline)
-    blocks = [count_block(job.shape, layout, layer) for stage in own for layer in stage.layers]
+    blocks = [count_layer(job.shape, layout, layer) for stage in own for layer in stage.layers]
     return count_traffic(
         [block.experts for block in blocks if block.experts],
         (),

@@ -125,6 +125,7 @@ def _assume_loads(imbalance: float) -> None:
         def assume(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
             # The host waits, whatever it reads.
             read(sent, received)
+            # What cannot be divided goes to the first ranks.
             parts = [
                 rows // ranks.size + (other < rows % ranks.size) for other in range(ranks.size)
             ]
