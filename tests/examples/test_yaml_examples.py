@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
 GPUS = {
     "laptop": 1,
+    "laptop-experts": 1,
+    "olmoe-1b-7b": 64,
     "llama3-160m": 1,
     "llama3-1b": 8,
     "llama3-8b": 64,
@@ -31,6 +33,7 @@ MEMORY_GIB = {"llama3-160m": 23.5}
 """Memory of the GPUs that a file is for, if it is not that of an A100 of 80 GB."""
 PARAMETERS = {
     "llama3-160m": 159_861_504,
+    "olmoe-1b-7b": 6_919_161_856,
     # The published sizes of Llama 3. The 70B is padded to 129,024 ids for 8 tensor-parallel ranks.
     "llama3-1b": 1_235_814_400,
     "llama3-8b": 8_030_261_248,
@@ -121,13 +124,19 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_smallest_file_is_planned_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([str(FOLDER / "laptop.yaml"), "--world-size", "1"]) == 0
+@pytest.mark.parametrize("name", ["laptop", "laptop-experts"])
+def test_the_smallest_file_is_planned_for_a_cpu(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([str(FOLDER / f"{name}.yaml"), "--world-size", "1"]) == 0
     assert "devices             CPUs. The run has no GPU" in capsys.readouterr().out
 
 
-def test_the_smallest_file_trains_without_a_launcher(clone: Path) -> None:
-    words = "pretrain_gpt.py --config examples/laptop.yaml --train-iters 20 --log-interval 1"
+@pytest.mark.parametrize(
+    ("name", "saved"), [("laptop", "laptop-llama"), ("laptop-experts", "laptop-experts")]
+)
+def test_the_smallest_file_trains_without_a_launcher(name: str, saved: str, clone: Path) -> None:
+    words = f"pretrain_gpt.py --config examples/{name}.yaml --train-iters 20 --log-interval 1"
     process = tiny_corpus.command(*words.split(), "--lr-warmup-iters", "2", folder=clone)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, printed + errors
@@ -135,12 +144,12 @@ def test_the_smallest_file_trains_without_a_launcher(clone: Path) -> None:
     # Values of the flags win, and the file gives the rest.
     losses = [
         entry["lm_loss"]
-        for entry in read_metrics(clone / "runs" / "laptop-llama" / "metrics.jsonl")
+        for entry in read_metrics(clone / "runs" / saved / "metrics.jsonl")
         if "lm_loss" in entry
     ]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.3
-    assert (clone / "runs" / "laptop-llama" / "global_step20").is_dir()
+    assert (clone / "runs" / saved / "global_step20").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -194,14 +194,15 @@ def plan_dispatch(choice: Tensor, experts: int, ranks: ExpertParallel) -> Dispat
         experts: Number of experts of the model.
         ranks: The ranks that divide the experts.
     """
-    order = choice.flatten().argsort(stable=True)
+    chosen, order = choice.flatten().sort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    counts = count_choices(choice, experts)
+    every = torch.arange(experts, device=order.device)
     k = choice.shape[1]
     if ranks.size == 1:
-        ends = counts.cumsum(0).int()
+        ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
         return Dispatch(k, order, places, ends, ranks)
+    counts = torch.searchsorted(chosen, every, right=True).diff(prepend=every[:1])
     local = experts // ranks.size
     everyone = all_gather(counts, ranks).view(ranks.size, ranks.size, local)  # [source, rank, ..]
     own = everyone[:, ranks.rank]  # [source, local experts]

@@ -147,7 +147,8 @@ def warn_about_shape(context: PlanContext) -> Iterator[Finding]:
             "that is left from another model changes the size of the network (a 104B run was 58B): "
             "check the number of parameters."
         )
-    if model.ffn_hidden_size is None and model.glu_activation is not None:
+    given = model.ffn_hidden_size or (model.num_experts and model.moe_ffn_hidden_size)
+    if given is None and model.glu_activation is not None:
         yield warning(
             f"{context.describe('model.glu_activation')} without --ffn-hidden-size uses 4 x hidden "
             "size in each of three matrices, 1.5 times the parameters of an MLP without a gate; "
