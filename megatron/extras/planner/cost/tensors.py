@@ -357,9 +357,10 @@ class _Tensors:
     @property
     def _norms_in_fp32(self) -> float:
         """What a norm over all heads keeps: its input in fp32, and that divided by its norm."""
-        if self._config.qk_norm != "full" or self._compiled:
+        tensors = {None: 0, "head": 0, "full": 2}[self._config.qk_norm]
+        if self._compiled:
             return 0.0
-        return 2 * (self._q + self._k) * 4 / self.value
+        return tensors * (self._q + self._k) * 4 / self.value
 
     @cached_property
     def _core(self) -> float:
