@@ -88,7 +88,7 @@ def generate_on_rank(folder: str, size: int, options: GenerationOptions) -> list
         return list_ids(generate(model, Words(), PROMPTS, options))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "olmo3"])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "olmo3", "olmoe", "mixtral"])
 def test_greedy_ids_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     theirs = import_family(family, tmp_path)
@@ -106,7 +106,9 @@ def test_greedy_ids_are_those_of_transformers(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "bloom", "qwen3-multi-query", pytest.param("olmo2", marks=pytest.mark.full)]
+    "family",
+    ["llama", "bloom", "qwen3-multi-query", "olmoe"]
+    + [pytest.param(name, marks=pytest.mark.full) for name in ("olmo2", "qwen3-moe", "mixtral")],
 )
 def test_two_tensor_parallel_ranks_give_the_same_ids(
     family: str, tmp_path: Path, pool: ProcessPool

@@ -33,10 +33,13 @@ SAMPLED = GenerationOptions(
 )
 OTHER_LAYOUTS = [
     (family, tensor, pipeline)
-    for family in ("gpt2", "bloom", "llama", "olmo3", "qwen3-multi-query", "apertus")
+    for family in (
+        *("gpt2", "bloom", "llama", "olmo3", "qwen3-multi-query", "apertus", "qwen3-moe"),
+        *("olmoe", "mixtral"),
+    )
     for tensor, pipeline in ((1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (4, 2))
     # Its norm of queries and keys needs a query group for each tensor-parallel rank.
-    if (family, tensor) != ("olmo3", 4)
+    if (family, tensor) not in (("olmo3", 4), ("olmoe", 4))
 ]
 
 
@@ -113,6 +116,7 @@ def compute_on_rank(folder: str, tensor: int, pipeline: int, dtype: torch.dtype)
         ("bloom", 2, 2),
         ("llama", 1, 4),
         ("olmo3", 2, 3),
+        ("qwen3-moe", 2, 2),
         *(pytest.param(*each, marks=FULL) for each in OTHER_LAYOUTS),
     ],
 )
