@@ -29,6 +29,7 @@ SHORT = {
     "qwen3": "grouped queries, a norm of queries and keys, an untied head",
     "gpt-neox": "rotation of half of the channels, two branches beside each other",
     "olmo3": "norms after each branch and over all heads, windows on some layers",
+    "qwen3-moe": "experts in one layer, and wide heads",
     "apertus": "trained numbers in the activation",
 }
 """Families of the short suite, and what makes each irregular."""

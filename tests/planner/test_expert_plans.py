@@ -138,6 +138,7 @@ def test_the_search_proposes_ranks_for_experts() -> None:
         assert layout.describe() == describe_layout(resolve(proposed, 16)).describe()
 
 
+@pytest.mark.full
 def test_explain_takes_the_ranks_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--world-size", "16", "--hardware", "h100", "--explain", "ep=16", *shlex.split(OLMOE)]
     plan_tool.main(words)
