@@ -24,7 +24,8 @@ class Collective:
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive or barrier."""
     group: str
-    """tensor, context, data, shards, replicas, pipeline, ends, world or control."""
+    """tensor, context, data, shards, replicas, pipeline, ends, world or control. With experts also
+    experts, equal experts, copies of experts and stage."""
     ranks: int
     """Size of the group."""
     dtype: str
