@@ -97,6 +97,14 @@ def measure_peaks(flags: str, world_size: int, stages: Sequence[int]) -> list[in
     ]
 
 
+def run_loads(flags: str, world_size: int, imbalance: float) -> RankReport:
+    """Run a step of the first rank with a load of its experts, in multiples of the mean."""
+    from megatron.extras.planner.dry_run.fake_rank import run_rank
+
+    plan = resolve(load_config(shlex.split(flags)).config, world_size)
+    return run_rank(plan, 0, choose_microbatches(plan), imbalance=imbalance)
+
+
 @dataclass
 class ParameterBytes:
     """Bytes that kernels of the computing stream move in a step for weights and gradients."""
