@@ -276,7 +276,9 @@ def test_every_family_of_presets_is_compiled() -> None:
     # tr1 is a GPT-2, tr8 a GPT-2 with the norm of tr11, and Pythia a GPT-NeoX. The hackathon's
     # model is a Llama 2.
     without = families - {name.split("-")[0] for name in PRESETS}
-    assert without == {"tr1", "tr8", "pythia", "lauzhack"}
+    # Of a layer with experts, only the first half is compiled, and that is one of the others.
+    of_experts = {"mixtral", "olmoe"}
+    assert without == {"tr1", "tr8", "pythia", "lauzhack"} | of_experts
 
 
 @pytest.mark.usefixtures("tracing")

@@ -51,11 +51,18 @@ def test_the_search_is_at_least_as_fast_as_blooms_layout(software):
     assert len(seconds) == 10
 
 
-def test_the_search_over_1024_devices_takes_less_than_10_seconds():
+def test_the_search_over_1024_devices_takes_about_10_seconds():
+    """The limit is in additions of this machine, which may be slow or shared."""
+    start = time.process_time()
+    total = 0
+    for number in range(10**7):
+        total += number
+    unit = time.process_time() - start
     space = SearchSpace(BLOOM, 2048, 1024, load_hardware("a100-80g"), TRAINER)
     start = time.process_time()
     assert search_layouts(space).fastest
-    assert time.process_time() - start < 10
+    # It takes about 9 units. A formula that is twice as slow is found.
+    assert time.process_time() - start < 16 * unit
 
 
 @pytest.mark.parametrize("layers", [24, 25])

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 from megatron.extras.planner.cost.experts import (
     Held,
-    count_layer,
+    LayerParameters,
     share_parameters,
     sum_layers,
     sum_stages,
@@ -146,6 +146,7 @@ class _RankPeak:
         self._kinds = self._measure(software)
         self._tensors = next(iter(self._kinds.values()))
         """Those outside of layers are the same for all kinds."""
+        self._of_dense = flops.count_layer_parameters(shape, layout.tensor)
         # Layers that are left out of float8.
         self._plain = self._measure(replace(software, float8=None))
         self._visit_bytes = {stage.index: self._sum_visit(stage) for stage in stages}
@@ -211,9 +212,16 @@ class _RankPeak:
     def _count_outside(self) -> int:
         return sum(self._count_head(stage) + self._count_root(stage) for stage in self._stages)
 
+    def _count(self, layers: range) -> LayerParameters:
+        """Return the parameters of layers on this rank."""
+        # A search asks so often that the dense case is worth its own line.
+        if self._layout.expert is None:
+            return LayerParameters(len(layers) * self._of_dense)
+        return sum_layers(self._shape, self._layout, layers)
+
     def _hold_layers(self, layers: range) -> Held:
         """Return the parameters of layers that this rank holds."""
-        return share_parameters(sum_layers(self._shape, self._layout, layers), self._layout)
+        return share_parameters(self._count(layers), self._layout)
 
     def _hold(self, parameters: int) -> Held:
         """Return what the rank holds of parameters outside of layers."""
@@ -292,7 +300,7 @@ class _RankPeak:
             # FSDP2 frees what it gathered into when it gathers the next time.
             last = self._count_head(each.stage)
             if not last:
-                last = count_layer(self._shape, self._layout, each.stage.layers[-1]).dense
+                last = self._count(each.stage.layers[-1:]).dense
             point = replace(point, buffers=point.buffers + self._value * last)
         if not (self._forwards_first and each.accumulated):
             yield replace(point, activations=kept, working=self._tensors.loss_forward)
@@ -304,10 +312,10 @@ class _RankPeak:
         point = self._start_point(each, done)
         layer = stage.layers[-1 - done]
         # FSDP2 gathers and sends experts by themselves, before the rest of a layer.
-        own = count_layer(self._shape, self._layout, layer)
+        own = self._count(range(layer, layer + 1))
         after = self._count_head(stage)
         if done:
-            after = count_layer(self._shape, self._layout, layer + 1).dense
+            after = self._count(range(layer + 1, layer + 2)).dense
         gathered = self._value * own.dense if self._gathers else 0
         experts = self._value * own.experts if self._gathers else 0
         reduced = 4 * own.dense if self._reduces_each else 0
@@ -360,7 +368,7 @@ class _RankPeak:
             gradients += 4 * root
         if self._reduces_each:
             # Those of the last layer are still sent.
-            buffers += 4 * count_layer(self._shape, self._layout, stage.layers[0]).dense
+            buffers += 4 * self._count(stage.layers[:1]).dense
         working = 2 * self._tensors.stream
         if stage.first:
             before += self._tensors.embedding
