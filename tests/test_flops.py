@@ -110,6 +110,33 @@ def test_counts_equal_those_of_the_built_model():
         )
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"glu_activation": "swiglu", "num_query_groups": 2},
+        {"num_experts": 6, "moe_layer_freq": "2", "moe_ffn_hidden_size": 20},
+        {
+            "num_experts": 6,
+            "glu_activation": "swiglu",
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_shared_expert_gate": True,
+            "add_bias_linear": False,
+        },
+    ],
+)
+def test_matrices_of_layers_are_those_that_muon_updates(more: dict[str, Any]) -> None:
+    shape = shaped(dataclasses.replace(GPT2, **more))
+    with torch.device("meta"):
+        model = GPT(shape, TensorParallel(), RandomStreams(0, torch.device("cpu")))
+    matrices = [
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if name.startswith("blocks.") and parameter.dim() == 2
+    ]
+    assert flops.count_matrix_parameters(shape) == sum(matrices)
+
+
 def test_counts_of_each_part_equal_those_of_the_built_model():
     """The parts that are not in the product above, each alone and with what it depends on."""
     parts: list[dict[str, Any]] = [

@@ -151,8 +151,8 @@ class PlanArguments:
     memory, and where each loses time to the first one. Faster ones that may fit come last."""
     explain: str | None = None
     """Print why a layout is slower than the fastest one, as in
-    tp=8,pp=6,micro-batch=2,recompute=full. The keys are tp, pp, micro-batch, virtual, zero and
-    recompute. What is not given is as in the training command. Also searches."""
+    tp=8,pp=6,micro-batch=2,recompute=full. The keys are tp, pp, cp, ep, micro-batch, virtual,
+    zero and recompute. What is not given is as in the training command. Also searches."""
     allow_fp8: bool = False
     """Let the search propose float8 as well, on hardware with such products. It changes the numbers
     of a run. Also searches."""

@@ -120,6 +120,15 @@ def _divide_attention_columns(shape: ModelShape, tensor_parallel_size: int) -> t
     return w.q + 2 * w.k, 0
 
 
+def count_matrix_parameters(shape: ModelShape) -> int:
+    """Return the elements of the matrices of all layers, with those of every expert."""
+    w = get_widths(shape)
+    of_layer = count_layer_matrix_parameters(shape)
+    mixture = _count_mixture_matrices(shape, shape.config.num_experts or 0)
+    others = mixture - w.h * (w.mlp_in + w.f)
+    return shape.config.num_layers * of_layer + len(shape.expert_layers) * others
+
+
 def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
     """Return the parameters of one transformer layer with an MLP on one tensor-parallel rank.
 
@@ -307,13 +316,14 @@ def count_forward_flops_per_token(
     if causal:
         pairs = sum(_count_causal_pairs(s, window) for window in windows)
     all_layers = shape.config.num_layers * matrices + 4 * pairs * w.q // s
-    with_experts = attention + 2 * _count_active_matrices(shape)
+    used = _count_mixture_matrices(shape, shape.config.moe_router_topk)
+    with_experts = attention + 2 * used
     all_layers += len(shape.expert_layers) * (with_experts - matrices)
     return all_layers, 2 * w.h * shape.padded_vocab_size
 
 
-def _count_active_matrices(shape: ModelShape) -> int:
-    """Return the elements of the matrices that a token uses in router, experts, shared expert."""
+def _count_mixture_matrices(shape: ModelShape, experts: int) -> int:
+    """Return the elements of the matrices of router, shared expert and this many experts."""
     config = shape.config
     h = config.hidden_size
 
@@ -323,7 +333,7 @@ def _count_active_matrices(shape: ModelShape) -> int:
     shared = config.moe_shared_expert_intermediate_size
     return (
         h * (config.num_experts or 0)
-        + config.moe_router_topk * count(shape.expert_width)
+        + experts * count(shape.expert_width)
         + (0 if shared is None else count(shared) + h * config.moe_shared_expert_gate)
     )
 

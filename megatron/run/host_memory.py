@@ -54,6 +54,6 @@ def count_checkpoint_bytes(plan: Plan) -> int:
 
 def _count_state_bytes(plan: Plan) -> int:
     """Return the bytes of the fp32 weights and of the optimizer's states, each of them once."""
-    matrices = plan.config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape)
+    matrices = flops.count_matrix_parameters(plan.shape)
     states = flops.count_state_bytes(plan.config.optimizer, plan.parameters, matrices)
     return _MASTER_BYTES * plan.parameters + states

@@ -379,6 +379,14 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"num_experts": 4, "moe_layer_freq": "0*"}, "--moe-layer-freq 0*: '0*' is neither a number"),
     ({"num_experts": 4, "moe_layer_freq": "[0]*2"}, "leaves no layer with experts"),
+    (
+        {
+            "num_experts": 4,
+            "checkpoint_activations": True,
+            "checkpoint_keep_operators": ("matmul",),
+        },
+        "--checkpoint-keep-operators matmul is not possible with --num-experts 4",
+    ),
     ({"num_experts": 6, "expert_model_parallel_size": 4}, "use 1, 2, 3 or 6."),
     ({"num_experts": 4, "moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
     (

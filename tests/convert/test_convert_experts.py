@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
+from megatron.extras.interop.convert import compare
 from megatron.extras.interop.convert.architectures import choose_architecture
+from megatron.extras.interop.convert.compare import HfModel
 from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
 from megatron.extras.interop.convert.importing import import_model
 
@@ -279,3 +281,42 @@ def test_every_name_of_an_expert_is_another() -> None:
             )
         ]
         assert len(set(names)) == len(names) == 18
+
+
+TIES = [
+    ("olmoe", 0, True),
+    ("olmoe", 2, True),
+    ("olmoe", 4, False),
+    ("llama", 1, False),
+]
+"""Family, inputs that differ, and whether it is accepted."""
+
+# ---- Two experts that are nearly equally good ----
+
+
+@pytest.mark.parametrize(("family", "failures", "accepted"), TIES)
+def test_a_tie_that_rounding_decides_is_no_mistake(
+    family: str,
+    failures: int,
+    accepted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other inputs are tried. A difference for all of them, or without experts, is a mistake."""
+    folder = save_theirs(family, tmp_path / "theirs")
+    measure = compare._compare_logits
+    attempts = []
+
+    def differ(hf: HfModel, layers: int, attempt: int = 0) -> tuple[float, float, float]:
+        attempts.append(attempt)
+        found = measure(hf, layers, attempt)
+        return (0.03, *found[1:]) if attempt < failures else found
+
+    monkeypatch.setattr(compare, "_compare_logits", differ)
+    if accepted:
+        import_model(folder, tmp_path / "ours")
+        assert attempts == list(range(failures + 1))
+        return
+    with pytest.raises(CheckpointError, match="the logits of the complete model"):
+        import_model(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

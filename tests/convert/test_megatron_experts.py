@@ -32,6 +32,7 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.extras.interop.convert.fields import normalise_model
+from megatron.extras.interop.convert.megatron_names import rename
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 
@@ -253,6 +254,19 @@ def test_a_missing_expert_is_named(
     out = tmp_path / "imported"
     assert run_import("megatron-lm", tmp_path / "theirs", out, "--vocab-size", size) == 2
     assert "mlp.experts.3.down of layer 2 is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # torch_dist has all experts of all layers in one tensor, under names of its own.
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.bias",
+        "decoder.layers.0.mlp.router.bias",
+    ],
+)
+def test_other_tensors_of_experts_are_not_known(name: str) -> None:
+    assert rename(name) is None
 
 
 def test_states_of_the_optimizer_need_weights_only(

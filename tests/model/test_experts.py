@@ -186,6 +186,22 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("width", [16, 18, 20])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+def test_products_without_gradients_have_the_same_bits(dtype: torch.dtype, width: int) -> None:
+    """Some widths and types have one call for all experts, and some do not."""
+    for counts in ((3, 0, 1, 5), (0, 0, 0, 0), (0, 0, 9, 0), (1, 1, 1, 1)):
+        x = some_rows(sum(counts), width).to(dtype)
+        weight = some_rows(4 * 24, width, seed=1).to(dtype).requires_grad_()
+        ends = torch.tensor(counts).cumsum(0).int()
+        expected = multiply_by_expert(x, weight, ends)
+        with torch.no_grad():
+            found = multiply_by_expert(x, weight, ends)
+        assert torch.equal(found, expected.detach())
+
+
 # ---- Choices ----
 
 

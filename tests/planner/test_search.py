@@ -51,18 +51,11 @@ def test_the_search_is_at_least_as_fast_as_blooms_layout(software):
     assert len(seconds) == 10
 
 
-def test_the_search_over_1024_devices_takes_about_10_seconds():
-    """The limit is in additions of this machine, which may be slow or shared."""
-    start = time.process_time()
-    total = 0
-    for number in range(10**7):
-        total += number
-    unit = time.process_time() - start
+def test_the_search_over_1024_devices_takes_less_than_10_seconds():
     space = SearchSpace(BLOOM, 2048, 1024, load_hardware("a100-80g"), TRAINER)
     start = time.process_time()
     assert search_layouts(space).fastest
-    # It takes 9 to 11 units on an idle machine, and up to 20 beside other work.
-    assert time.process_time() - start < 30 * unit
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("layers", [24, 25])

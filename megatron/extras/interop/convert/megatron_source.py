@@ -52,8 +52,8 @@ def check_ranks(folder: Path, pattern: str, expected: int) -> None:
     found = sorted(path.name for path in folder.glob(pattern))
     if len(found) != expected:
         raise CheckpointError(
-            f"{folder} has {len(found)} of {pattern}, and the saved arguments (tensor and pipeline "
-            f"parallel size) need {expected}: {', '.join(found)}"
+            f"{folder} has {len(found)} of {pattern}, and the saved arguments (tensor, pipeline "
+            f"and expert parallel size) need {expected}: {', '.join(found)}"
         )
 
 

@@ -46,7 +46,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
         state_bytes=flops.count_state_bytes(
             config.optimizer,
             plan.parameters,
-            config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape),
+            flops.count_matrix_parameters(plan.shape),
         ),
     )
     memory = {

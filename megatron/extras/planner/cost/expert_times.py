@@ -8,15 +8,12 @@ import math
 
 from megatron.extras.planner.cost.collectives import estimate_all_to_all_seconds
 from megatron.extras.planner.cost.experts import count_message_bytes, count_rows
-from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import (
     Gemm,
     estimate_gemm_seconds,
     estimate_memory_seconds,
 )
 from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds
-from megatron.extras.planner.cost.layout import RankLayout, Software
-from megatron.model.shape import ModelShape
 
 _ROUTER_KERNELS = 40
 """Small kernels of a forward pass of router and dispatch, counted in `megatron.model.experts`."""
@@ -35,23 +32,10 @@ _GATE = 8
 class MixtureTimes(LayerTimes):
     """The times of layers with experts."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: RankLayout,
-        software: Software,
-        hardware: Hardware,
-        seq_length: int | None = None,
-        gradient_bytes: float | None = None,
-        microbatches: int = 1,
-    ) -> None:
-        """See `LayerTimes`."""
-        super().__init__(
-            shape, layout, software, hardware, seq_length, gradient_bytes, microbatches
-        )
-        # The MLP is the shared expert.
-        self._f = (shape.config.moe_shared_expert_intermediate_size or 0) // layout.tensor
-        self._mlp_in = self._f * (2 if shape.config.glu_activation else 1)
+    @property
+    def _mlp_width(self) -> int:
+        """Width of the shared expert, which is an MLP. 0 without one."""
+        return self._shape.config.moe_shared_expert_intermediate_size or 0
 
     def estimate_layer(self, window: int | None = None) -> Passes:
         """See `LayerTimes`."""

@@ -58,9 +58,16 @@ def count_layer(shape: ModelShape, layout: RankLayout, layer: int) -> LayerParam
     return _count_layer(shape, layout.tensor, layout.expert or 1)
 
 
-@lru_cache(maxsize=4096)
 def count_mixtures(shape: ModelShape, layers: range) -> int:
     """Return how many of these layers have experts."""
+    # A search asks so often that the key of a cache takes longer than this answer.
+    if shape.config.num_experts is None:
+        return 0
+    return _count_mixtures(shape, layers)
+
+
+@lru_cache(maxsize=4096)
+def _count_mixtures(shape: ModelShape, layers: range) -> int:
     return sum(layer in shape.expert_layers for layer in layers)
 
 

@@ -156,13 +156,18 @@ class LayerTimes:
         self._q = config.num_attention_heads * shape.head_dim // layout.tensor
         # With fewer groups than ranks, each rank has one group.
         self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
-        self._f = shape.ffn_hidden_size // layout.tensor
+        self._f = self._mlp_width // layout.tensor
         self._mlp_in = self._f * (2 if config.glu_activation else 1)
         self._microbatches = microbatches
         self._in_float8: list[Linear] = []
         """The linear layers with products in float8."""
         if software.float8 is not None:
             self._in_float8 = list_float8_linears(shape, layout.tensor)
+
+    @property
+    def _mlp_width(self) -> int:
+        """Inner width of the MLP of a layer."""
+        return self._shape.ffn_hidden_size
 
     def estimate_layer(self, window: int | None = None) -> Passes:
         """Estimate one layer without recomputation. `window` is that of its attention."""

@@ -20,10 +20,8 @@ from megatron.extras.planner.cost.communication import (
 )
 from megatron.extras.planner.cost.expert_times import MixtureTimes
 from megatron.extras.planner.cost.experts import (
-    LayerParameters,
     count_layer,
     count_mixtures,
-    sum_layers,
 )
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
@@ -409,7 +407,7 @@ def _estimate_stages(
 
     parts = estimate(job.software)
     if float8 is None or float8.layers is None:
-        passes = tuple(_sum_stage(job.shape, layout, stage, parts) for stage in stages)
+        passes = _sum_stages(job.shape, layout, stages, parts)
     else:
         others = estimate(replace(job.software, float8=None))
         passes = tuple(
@@ -418,17 +416,16 @@ def _estimate_stages(
     if not job.software.counts_tensors:
         return passes
 
-    def describe(stage: Stage) -> tuple[LayerParameters, bool, bool]:
-        return sum_layers(job.shape, layout, stage.layers), stage.first, stage.last
-
     # A search has many stages of few kinds.
-    kinds = {describe(stage): stage for stage in stages}
+    kinds = [
+        (len(stage.layers), count_mixtures(job.shape, stage.layers), stage.first, stage.last)
+        for stage in stages
+    ]
     traffic = {
-        kind: _estimate_parameter_traffic(job, stage, microbatches) for kind, stage in kinds.items()
+        kind: _estimate_parameter_traffic(job, stage, microbatches)
+        for kind, stage in dict(zip(kinds, stages, strict=True)).items()
     }
-    return tuple(
-        each + traffic[describe(stage)] for each, stage in zip(passes, stages, strict=True)
-    )
+    return tuple(each + traffic[kind] for each, kind in zip(passes, kinds, strict=True))
 
 
 def _estimate_parameter_traffic(job: StepJob, stage: Stage, microbatches: int) -> Passes:
@@ -443,11 +440,27 @@ def _estimate_parameter_traffic(job: StepJob, stage: Stage, microbatches: int) -
     )
 
 
-def _sum_stage(shape: ModelShape, layout: RankLayout, stage: Stage, parts: _Parts) -> Passes:
-    """Return the time of one stage for one microbatch."""
-    recomputed = len(stage.layers)
-    if layout.recompute == "full":
-        recomputed = flops.count_recomputed_layers(stage.layers, layout.layers_recomputed)
+def _sum_stages(
+    shape: ModelShape, layout: RankLayout, stages: Sequence[Stage], parts: _Parts
+) -> tuple[Passes, ...]:
+    """Return the time of each stage for one microbatch."""
+    found: dict[tuple[int | range, int, bool, bool], Passes] = {}
+    sums = []
+    for stage in stages:
+        recomputed = len(stage.layers)
+        if layout.recompute == "full":
+            recomputed = flops.count_recomputed_layers(stage.layers, layout.layers_recomputed)
+        # If layers differ, their numbers matter too.
+        layers = len(stage.layers) if len(parts.plain) == 1 else stage.layers
+        key = (layers, recomputed, stage.first, stage.last)
+        if key not in found:
+            found[key] = _sum_stage(shape, stage, recomputed, parts)
+        sums.append(found[key])
+    return tuple(sums)
+
+
+def _sum_stage(shape: ModelShape, stage: Stage, recomputed: int, parts: _Parts) -> Passes:
+    """Return the time of one stage for one microbatch, with this number of recomputed layers."""
     passes = Passes(Seconds(), Seconds())
     if len(parts.plain) == 1:
         (kind,) = parts.plain
@@ -511,15 +524,12 @@ def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> Step
         for stage in own
         for count in (count_root_parameters, count_head_parameters)
     )
-    return count_traffic(
+    return _count_traffic(
+        job,
         [count_layer(job.shape, layout, layer).dense for layer in layers],
         [size for size in outside if size],
-        shard_size=layout.shard_size,
-        copies=layout.copies,
-        zero_stage=layout.zero_stage,
-        microbatches=build_schedule(layout, job.batch_size).microbatches,
-        weight_bytes=2 if job.software.half else 4,
-        gradient_bytes=job.software.gradient_bytes,
+        layout.shard_size,
+        layout.copies,
     )
 
 
@@ -528,13 +538,21 @@ def count_expert_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> St
     layout = job.layout
     own = select_stages_of_rank(stages, rank, layout.pipeline)
     blocks = [count_layer(job.shape, layout, layer) for stage in own for layer in stage.layers]
+    experts = [block.experts for block in blocks if block.experts]
+    return _count_traffic(job, experts, (), layout.expert_shards, layout.expert_copies)
+
+
+def _count_traffic(
+    job: StepJob, blocks: Sequence[int], outside: Sequence[int], shard_size: int, copies: int
+) -> StepTraffic:
+    """Return what `count_traffic` counts for these parameters in a step."""
     return count_traffic(
-        [block.experts for block in blocks if block.experts],
-        (),
-        shard_size=layout.expert_shards,
-        copies=layout.expert_copies,
-        zero_stage=layout.zero_stage,
-        microbatches=build_schedule(layout, job.batch_size).microbatches,
+        blocks,
+        outside,
+        shard_size=shard_size,
+        copies=copies,
+        zero_stage=job.layout.zero_stage,
+        microbatches=build_schedule(job.layout, job.batch_size).microbatches,
         weight_bytes=2 if job.software.half else 4,
         gradient_bytes=job.software.gradient_bytes,
     )

@@ -68,8 +68,8 @@ class TensorSizes:
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
     in_first_half: float
-    """The same for attention, after the experts of the layer have given back their gradients. It is
-    `in_backward` without experts."""
+    """The same for the attention of a layer with experts, when their gradients are accumulated or
+    sent. Without experts it is `in_backward`."""
     unread_result: float
     """What also exists in the backward pass of a recomputed layer: a result that it keeps and
     does not read again."""
@@ -247,6 +247,7 @@ class _Tensors:
         self._q = per_value * self._heads * shape.head_dim
         self._k = per_value * groups * shape.head_dim
         self._f = per_value * shape.ffn_hidden_size // layout.tensor
+        self._layout = layout
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
         share = layout.tensor if layout.sequence_parallel else 1
@@ -738,36 +739,47 @@ class _MixtureTensors(_Tensors):
     n tokens are routed by this rank, N = n k rows are sent and m are received.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: RankLayout,
-        software: Software,
-        holds: bool,
-        holds_outside: bool,
-        windowed: bool,
-    ) -> None:
-        super().__init__(shape, layout, software, holds, holds_outside, windowed)
-        n, sent, received = count_rows(shape, layout)
-        h = self._config.hidden_size
-        self._exchanged = (layout.expert or 1) > 1
-        self._divided = layout.tensor > 1 and not layout.sequence_parallel
-        self._routed = self.value * n * h
-        self._sent = self.value * sent * h
-        self._received_rows = self.value * received * h
-        self._inner = self.value * received * shape.expert_width
+    @cached_property
+    def _rows(self) -> tuple[float, float, float]:
+        """Bytes of the hidden states of n, N and m rows."""
+        n, sent, received = count_rows(self._shape, self._layout)
+        h = self.value * self._config.hidden_size
+        return h * n, h * sent, h * received
+
+    @property
+    def _inner(self) -> float:
+        """Bytes of the inner activations of m rows."""
+        return self._rows[2] / self._config.hidden_size * self._shape.expert_width
+
+    @property
+    def _travels(self) -> bool:
+        """Whether rows travel to other ranks."""
+        return (self._layout.expert or 1) > 1
+
+    @property
+    def _router(self) -> float:
+        """What router and dispatch keep.
+
+        In fp32 these are the router's input and weight, and about two tensors of scores. Places of
+        rows are int64.
+        """
+        n, sent, received = count_rows(self._shape, self._layout)
         number = self._config.num_experts or 0
-        # In fp32: the router's input and weight, and about two tensors of scores.
-        self._router = 4 * (n * h * self._half + number * h * self._half + 2 * n * number)
-        # Places of rows as int64.
-        self._indices = 8 * (3 * sent + 2 * received * self._exchanged)
-        matrix = h * shape.expert_width * number // (layout.expert or 1)
-        self._matrix = self.value * matrix
-        """Gradient of one of the matrices of all experts of the rank."""
-        shared = self._config.moe_shared_expert_intermediate_size
-        self._shared_inner = 0.0
-        if shared is not None:
-            self._shared_inner = self.value * self._tokens * shared / layout.tensor
+        h = self._config.hidden_size * self._half
+        places = 3 * sent + 2 * received * self._travels
+        return 4 * (n * h + number * h + 2 * n * number) + 8 * places
+
+    @property
+    def _matrix(self) -> float:
+        """Bytes of the gradient of one of the matrices of all experts of the rank."""
+        experts = (self._config.num_experts or 0) // (self._layout.expert or 1)
+        return self.value * self._config.hidden_size * self._shape.expert_width * experts
+
+    @property
+    def _shared_inner(self) -> float:
+        """Bytes of the inner activations of the shared expert. 0 without one."""
+        width = self._config.moe_shared_expert_intermediate_size or 0
+        return self.value * self._tokens * width / self._t
 
     @property
     def _kept_inner(self) -> int:
@@ -777,7 +789,8 @@ class _MixtureTensors(_Tensors):
     @cached_property
     def _feed_forward(self) -> float:
         """See `_Tensors`. The input of the half is kept for the shared expert only."""
-        size = self._router + self._indices + self._received_rows + self._sent
+        _, sent, received = self._rows
+        size = self._router + received + sent
         size += self._kept_inner * self._inner
         if self._shared_inner:
             size += self._entered + self._kept_inner * self._shared_inner
@@ -816,20 +829,21 @@ class _MixtureTensors(_Tensors):
     def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
         """See `_Tensors`."""
         if self._shared_inner:
-            # The shared expert is computed last.
+            # The shared expert is computed last, so its backward pass comes first.
             more = self._kept_inner * self._shared_inner
             yield 3 * self._shared_inner, 3 * self._shared_inner + more
             yield self.whole, 0.0
         dropped = self._dropped
         yield dropped, self._mask
+        routed, sent, rows = self._rows
         # Each row's gradient, in two orders, and from the ranks of the experts.
-        yield self._sent, self._sent
-        yield self._sent, self._sent
-        if self._exchanged:
-            yield self._received_rows, self._sent
-            yield self._received_rows, self._received_rows
+        yield sent, sent
+        yield sent, sent
+        if self._travels:
+            yield rows, sent
+            yield rows, rows
         allocated, freed = self._compute_experts()
-        rows, inner = self._received_rows, self._inner
+        inner = self._inner
         yield inner + allocated, rows + freed + inner
         left = self._kept_inner - 1
         if self._halves == 2:
@@ -841,15 +855,15 @@ class _MixtureTensors(_Tensors):
             yield rows + allocated, freed + inner
         # The rows that the experts read are not needed any more.
         yield rows, 2 * rows
-        if self._exchanged:
-            yield self._sent, rows
-        yield self._sent, self._sent
-        yield self._routed, self._sent
+        if self._travels:
+            yield sent, rows
+        yield sent, sent
+        yield routed, sent
         # The router's gradient is in fp32, and is converted before it is added.
-        routed = self._routed * 4 / self.value
-        yield routed + self._routed, routed + self._routed + self._router + self._indices
-        if self._divided:
-            yield self.whole, self._routed
+        both = routed * 4 / self.value + routed
+        yield both, both + self._router
+        if self._t > 1 and not self._sequence_parallel:
+            yield self.whole, routed
         if self._shared_inner:
             yield 0.0, self.whole + self._entered
         yield 0.0, dropped
