@@ -119,7 +119,10 @@ JOBS = {
         f"{LLAMA} --zero-stage 3 --micro-batch-size 4 --checkpoint-activations {FUSED} {ROWWISE}"
     ),
     "experts, 64 GPUs": Job(f"{QWEN} --zero-stage 1 --global-batch-size 128", 64),
-    "experts, ZeRO 3": Job(f"{OLMOE} --zero-stage 3 --expert-model-parallel-size 4"),
+    "experts, recomputed": Job(
+        f"{OLMOE} --zero-stage 2 --checkpoint-activations --micro-batch-size 4 "
+        "--expert-model-parallel-size 2"
+    ),
     "experts, dense layers, stages": Job(
         f"{QWEN} --zero-stage 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
         "--sequence-parallel --num-layers 6 --moe-layer-freq ([0]*2+[1]*4)",
@@ -133,10 +136,7 @@ MORE = {
     "experts, HSDP": Job(
         f"{OLMOE} --zero-stage 3 --hsdp-shard-size 4 --expert-model-parallel-size 4"
     ),
-    "experts, recomputed": Job(
-        f"{OLMOE} --zero-stage 2 --checkpoint-activations --micro-batch-size 4 "
-        "--expert-model-parallel-size 2"
-    ),
+    "experts, ZeRO 3": Job(f"{OLMOE} --zero-stage 3 --expert-model-parallel-size 4"),
     "experts, tensor parallelism": Job(f"{QWEN} --zero-stage 1 --tensor-model-parallel-size 4", 64),
     "experts of tensor ranks": Job(
         f"{OLMOE} --tensor-model-parallel-size 4 --expert-model-parallel-size 2", 4
