@@ -1,9 +1,8 @@
 """Choices of layers as text: numbers and slices from 0, as in `0,3::4`, or Megatron-LM's lists."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 
 _FREQUENCY = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 _GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
@@ -88,19 +87,6 @@ def _join_lists(text: str, num_layers: int) -> list[str]:
             raise ValueError(term)
         flags += match[1].split(",") * min(int(match[2] or 1), num_layers + 1)
     return flags
-
-
-def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:
-    """Return a text for which `find_expert_layers` returns these layers, as in ([0]*1+[1]*15).
-
-    Args:
-        chosen: Numbers of the layers with experts.
-        num_layers: Layers of the model.
-    """
-    flags = [int(number in chosen) for number in range(num_layers)]
-    if all(flags):
-        return "1"
-    return "(" + "+".join(f"[{flag}]*{len(list(run))}" for flag, run in groupby(flags)) + ")"
 
 
 def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:

@@ -175,15 +175,14 @@ class Dispatch:
         return _Reorder.apply(rows, self.places, self.order).unflatten(0, (-1, self.k))
 
 
-def read_sizes(sent: Tensor, received: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the sizes of messages, which must be known on the host. It waits for the GPU.
+def read_sizes(sent: Tensor, received: Tensor) -> Sequence[Sequence[int]]:
+    """Return both sizes of messages, which must be known on the host. It waits for the GPU.
 
     Args:
         sent: Rows for each rank, int64[ranks].
         received: Rows from each rank, int64[ranks].
     """
-    both = torch.stack((sent, received)).tolist()
-    return both[0], both[1]
+    return torch.stack((sent, received)).tolist()
 
 
 def plan_dispatch(choice: Tensor, experts: int, ranks: ExpertParallel) -> Dispatch:

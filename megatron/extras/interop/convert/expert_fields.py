@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.base.errors import ConfigError
-from megatron.config.layer_choice import describe_expert_layers
 from megatron.config.model import ModelConfig
-from megatron.extras.interop.convert.fields import describe_setting
+from megatron.extras.interop.convert.fields import describe_expert_layers, describe_setting
 from megatron.model.shape import ModelShape
 
 _DEFAULTS = {

@@ -6,13 +6,14 @@ cannot disagree.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
-from megatron.config.layer_choice import describe_expert_layers, describe_layers
+from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig, RopeScaling
 from megatron.model.shape import ModelShape
 
@@ -462,6 +463,19 @@ class LayersWithoutRope:
 def describe_setting(name: str, value: Any) -> str:
     """Return a field of `ModelConfig` as a flag."""
     return all_fields()[f"model.{name}"].spell(value)
+
+
+def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:
+    """Return a text for which `find_expert_layers` returns these layers, as in ([0]*1+[1]*15).
+
+    Args:
+        chosen: Numbers of the layers with experts.
+        num_layers: Layers of the model.
+    """
+    flags = [int(number in chosen) for number in range(num_layers)]
+    if all(flags):
+        return "1"
+    return "(" + "+".join(f"[{flag}]*{len(list(run))}" for flag, run in groupby(flags)) + ")"
 
 
 def normalise_model(model: ModelConfig) -> ModelConfig:

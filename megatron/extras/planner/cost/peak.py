@@ -335,16 +335,6 @@ class _RankPeak:
             # the layer or the head before as they are sent.
             buffers=point.buffers + 2 * gathered + experts + reduced_before,
         )
-        if own.experts:
-            sums = 0 if self._reduces_each or each.accumulated else 4 * own.experts
-            sent = 4 * own.experts if self._reduces_each else 0
-            yield replace(
-                point,
-                gradients=point.gradients + sums,
-                activations=left,
-                working=tensors.in_first_half + unread,
-                buffers=point.buffers + 2 * gathered + sent,
-            )
         # What is dropped after the backward pass is dropped before the gradients are sent.
         yield replace(
             point,

@@ -67,9 +67,6 @@ class TensorSizes:
     in_backward: float
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
-    in_first_half: float
-    """The same for the attention of a layer with experts, when their gradients are accumulated or
-    sent. Without experts it is `in_backward`."""
     unread_result: float
     """What also exists in the backward pass of a recomputed layer: a result that it keeps and
     does not read again."""
@@ -153,7 +150,6 @@ def _measure(
         layer=tensors.layer,
         recomputed_layer=_choose_input(tensors.x, layout) + tensors.kept_results,
         in_backward=_find_highest(tensors.list_backward_steps()),
-        in_first_half=tensors.in_first_half,
         unread_result=tensors.unread_result,
         after_backward=2 * tensors.x + tensors.pending_gradients,
         embedding=tensors.embedding,
@@ -485,11 +481,6 @@ class _Tensors:
 
     # -- the backward pass of a layer -------------------------------------------------------------
 
-    @property
-    def in_first_half(self) -> float:
-        """See `TensorSizes`."""
-        return _find_highest(self.list_backward_steps())
-
     @cached_property
     def _weights(self) -> tuple[float, float, float, float]:
         """Gradients of the matrices: qkv, output, MLP input and output, in this order."""
@@ -532,10 +523,6 @@ class _Tensors:
         """
         yield self.layer + self.x, 0.0
         yield from self._list_feed_forward_steps()
-        yield from self._list_first_half_steps()
-
-    def _list_first_half_steps(self) -> Iterable[tuple[float, float]]:
-        """Yield the steps of the first half of a layer, and of the norm between the halves."""
         yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
         yield from self._list_output_steps()
         yield from self._list_core_steps()
@@ -808,15 +795,6 @@ class _MixtureTensors(_Tensors):
         if not self.holds:
             return 0.0
         return sum(self._weights[:2]) * self.gradient_value / self.value
-
-    @property
-    def in_first_half(self) -> float:
-        """See `TensorSizes`."""
-        start = [(self.layer + self.x, 0.0), *self._list_feed_forward_steps()]
-        left = sum(allocated - freed for allocated, freed in start)
-        if self._holds_outside:
-            left -= sum(self._weights[2:])
-        return left + _find_highest(self._list_first_half_steps())
 
     def _compute_experts(self) -> tuple[float, float]:
         """Return what the gradient of one matrix of all experts allocates, and what is freed."""
