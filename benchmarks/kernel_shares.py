@@ -5,7 +5,8 @@
     python benchmarks/kernel_shares.py --trace FILE.pt.trace.json.gz     a trace that exists
 
 The trace is that of --profile-iterations of pretrain_gpt.py. Kernels of all streams are counted.
-Idle is the share of the time between the first and the last kernel in which no kernel runs. The
+Idle is the share of the time between the first and the last kernel in which no kernel runs. It is
+listed by the kernel that came next. The
 profiler makes launches slower, so a small model is idle for longer than without it. A trace
 of a CPU has only operators. An operator that calls others is counted in addition to them.
 """
@@ -41,6 +42,10 @@ _KINDS = (
     ("reduction", ("reduce", "aten::sum")),
 )
 """Kind -> parts of the names of its kernels, in lower case. The first kind that matches counts."""
+
+
+_GAP_ROWS = 8
+"""Kernels that are printed with the idle time before them."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,21 @@ def compute_busy(kernels: Iterable[Kernel]) -> tuple[float, float]:
     return busy, end - begin
 
 
+def find_gaps(kernels: Iterable[Kernel]) -> Counter[str]:
+    """Return the microseconds without a kernel, by the name of the kernel that came next.
+
+    A GPU that waits for the host has many short gaps. One long gap is a wait of the host.
+    """
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    gaps: Counter[str] = Counter()
+    end = ordered[0].start
+    for kernel in ordered:
+        if kernel.start > end:
+            gaps[kernel.name] += kernel.start - end  # type: ignore[assignment]
+        end = max(end, kernel.start + kernel.duration)
+    return gaps
+
+
 def report_kernels(kernels: Sequence[Kernel], described: dict[str, Any], rows: int) -> None:
     """Print and record the table of kernels, of their kinds, and the idle share.
 
@@ -140,6 +160,10 @@ def report_kernels(kernels: Sequence[Kernel], described: dict[str, Any], rows: i
     idle = 1 - busy / span
     print(f"span {span / 1e3:.2f} ms, idle {idle:.3f}")
     add_row("idle", **described, ms=span / 1e3, idle=idle)
+    for name, gap in find_gaps(kernels).most_common(_GAP_ROWS):
+        print(f"{gap / span:7.3f}  {gap / 1e3:10.3f} ms  idle before {name[:120]}")
+        add_row("gaps", **described, name=name[:200], ms=gap / 1e3, share=gap / span)
+    print()
     total = sum(kernel.duration for kernel in kernels)
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()

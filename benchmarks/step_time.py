@@ -55,6 +55,8 @@ from megatron.config.config_with_origin import LoadedConfig
 from megatron.data.source import TrainSource
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_estimates import estimate_memory
+from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.prediction import predict_plan
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
@@ -402,15 +404,17 @@ def build_step(
         return bare_step(batches, device)
     plan = batches.plan
     model: torch.nn.Module
-    if kind == "hf":
-        model = HuggingFaceLoss(plan, shape)
-    elif kind == "plain":
-        model = build_plain_model(plan, PlainGPT)
-    else:
-        model = build_plain_model(plan, PlainModernGPT)
-        if plan.config.precision.bf16:
-            # As in nanochat, so that the residual stream is in bf16.
-            model.tokens.to(torch.bfloat16)
+    # A CPU needs minutes to draw the weights of a model with experts.
+    with device:
+        if kind == "hf":
+            model = HuggingFaceLoss(plan, shape)
+        elif kind == "plain":
+            model = build_plain_model(plan, PlainGPT)
+        else:
+            model = build_plain_model(plan, PlainModernGPT)
+    if kind == "nanochat" and plan.config.precision.bf16:
+        # As in nanochat, so that the residual stream is in bf16.
+        model.tokens.to(torch.bfloat16)
     return loop_step(
         batches, device, model, compiled=name.endswith(COMPILED), clip=kind != "nanochat"
     )
@@ -426,18 +430,19 @@ def choose_fitting(names: list[Contestant], plan: Plan, memory_bytes: int) -> li
 
     All of them hold their weights and optimizer from the start. Their activations take turns.
     """
-    needed = estimate_memory(plan)
-    one = needed["rank"]["total"]
+    # The bytes of a model's tensors do not depend on the hardware.
+    peak = predict_plan(plan, load_hardware("h100")).peak_bytes
+    one = estimate_memory(plan)["rank"]["total"]
     fitting: list[Contestant] = []
     for name in names:
         more = len(fitting) + 1
-        if more * one + needed["activations"] <= _USABLE * memory_bytes:
+        needed = peak + (more - 1) * one
+        if needed <= _USABLE * memory_bytes:
             fitting.append(name)
             continue
         print(
             f"SKIPPED: {name}: {more} models of this size need "
-            f"{(more * one + needed['activations']) / 1e9:.1f} GB, and the device has "
-            f"{memory_bytes / 1e9:.1f} GB"
+            f"{needed / 1e9:.1f} GB, and the device has {memory_bytes / 1e9:.1f} GB"
         )
     return fitting
 

@@ -144,6 +144,7 @@ class Rank:
         # The memory of Python and the libraries is not the run's, so `MemoryRank` subtracts it.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
         self._run = run = start_run(launch, job, mesh, timers, None)
+        run.step_clock.start()
         self._seen: list[StepRecord] = []
         report = run.reporter.report_step
 

@@ -244,6 +244,7 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
     ),
     "large model": make_large_model,
     "idle": make_columns("size", "shape", "ms", "idle"),
+    "gaps": make_columns("size", "shape", "name", "ms", "share"),
     "kinds": make_columns("size", "shape", "kind", "ms", "share"),
     "kernels": make_kernels,
     "hardware": make_columns(
@@ -283,6 +284,7 @@ TITLES = {
     "peer": "Other trainers' programs",
     "large model": "Large models on one GPU",
     "idle": "Idle share of the GPU",
+    "gaps": "Idle time by the next kernel",
     "kinds": "Kinds of kernels",
     "kernels": "Kernels of a step",
     "hardware": "Hardware file",
@@ -299,8 +301,8 @@ TITLES = {
     "one gpu": "Runs on the GPU against the CPU: largest relative differences",
     "losses": "Several ranks against one process: largest relative difference of a loss",
 }
-ONLY_PRINTED = ("kernels", "outcomes")
-"""Tables that only explain a report: names of kernels, and the time of each step."""
+ONLY_PRINTED = ("gaps", "kernels", "outcomes")
+"""Tables that only explain a report: names of kernels, idle time, and the time of each step."""
 PAGE_TABLES = tuple(table for table in MAKERS if table not in ONLY_PRINTED)
 PAGE = "gpu_results.md"
 """The page that has the tables between its two lines `gpu results`."""

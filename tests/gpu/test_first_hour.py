@@ -284,7 +284,7 @@ def test_limits_are_within_the_time_of_a_command(
     budget = first_hour.BUDGETS[part]
     assert sum(step.seconds for step in steps) <= budget
     # A step needs some time to end, and the report is copied.
-    assert budget <= {1: 9 * 60, 2: 4 * 60}.get(part, SECONDS_OF_A_COMMAND - 25)
+    assert budget <= {1: 9 * 60, 2: 285}.get(part, SECONDS_OF_A_COMMAND - 25)
     titles = [step.title for step in steps]
     assert len({*titles}) == len(titles)
 
@@ -436,25 +436,24 @@ def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: P
     assert (docs / "gpu_results.md").read_text() == page
 
 
-RECORDED = ROOT / "tests/fixtures/gpu/2026-11-27-h200"
+RECORDED = ROOT / "tests/fixtures/gpu/2026-11-28-h200"
 
 
 def test_the_pages_show_the_recorded_run(modules: dict[str, Any]) -> None:
     tables = modules["tables"]
     parts = [tables.read_part(path) for path in sorted(RECORDED.glob("*.json"))]
-    assert [part.name for part in parts] == ["main", "shake", "trace"]
+    assert [part.name for part in parts] == ["part1", "part2"]
     text = tables.make_page(parts, tables.PAGE_TABLES)
     assert text
     assert text in (ROOT / "docs" / tables.PAGE).read_text()
     # A few numbers of the programs' own output.
     text = tables.make_page(parts, [*tables.MAKERS])
     for cells in (
-        "| llama2-7b | eager | 8 | 10998 | 0.512 |",
-        "| main | 125m | gpt2 | bf16 | 4 | plain-compiled | 496053 | 132.0 / 132.1 / 132.7 |",
-        "| llama | 2.32e-07 | 1.43e-04 |",
-        "| 32 | 32 | 128 | 4096 | 1 | cudnn | 531 | 454 | 1 |",
-        "| float8 e4m3 rowwise False | 8.80e-04 |",
-        "| rotary kernel, torch.bfloat16 | 2.81e+32 units of rounding |",
+        "| llama2-7b | defaults | 8 | 12468 | 0.581 |",
+        "| part1 | 125m | gpt2 | bf16 | 4 | plain-compiled | 490671 | 133.3 / 133.6 / 134.3 |",
+        "| experts | 1.14e-07 | 9.22e-07 |",
+        "| 32 | 32 | 128 | 4096 | 1 | cudnn | 533 | 455 | 1 |",
+        "| float8 e4m3 rowwise False | 8.70e-04 |",
         "cuDNN first: yes. It is faster than flash at 7 of 7 shapes",
     ):
         assert cells in text

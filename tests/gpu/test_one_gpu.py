@@ -1,7 +1,7 @@
 """Tests of the CUDA path on one GPU. They compare runs with the same runs on the CPU.
 
 Each run is a launch of `pretrain_gpt.py`. The runs of all selected tests start in the background,
-eight at a time, because a launch takes most of its time for imports. A test waits for its own runs
+twelve at a time, because a launch takes most of its time for imports. A test waits for its own runs
 only, so tests that have finished have a result if the others are killed. `-m gpu_core` selects the
 most important tests.
 
@@ -260,12 +260,15 @@ class Runs:
         return launch(self._corpus, folder, flags, gpu=variant not in ("cpu", "reordered"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def runs(
     corpus: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Runs]:
-    """Yield the runs, after those of all selected tests were queued in the tests' order."""
-    with ThreadPoolExecutor(8 if torch.cuda.is_available() else 2) as pool:
+    """Yield the runs, after those of all selected tests were queued in the tests' order.
+
+    The first test begins them, so that they train while kernels are compared.
+    """
+    with ThreadPoolExecutor(12 if torch.cuda.is_available() else 2) as pool:
         found = Runs(corpus, tmp_path_factory.mktemp("runs"), pool)
         for item in request.session.items:
             name = getattr(item, "originalname", None)
@@ -337,8 +340,10 @@ class OperatorRecorder(TorchDispatchMode):
 def test_attention_takes_the_first_kernel_of_the_order(
     names: tuple[str, ...], operator: str
 ) -> None:
-    from megatron.model.attention_kernels import use_attention_kernels
+    from megatron.model.attention_kernels import install_torch_order, use_attention_kernels
 
+    # As an engine does at its start. On an H200, the first call of a process took cuDNN otherwise.
+    install_torch_order(torch.device("cuda"))
     query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with OperatorRecorder() as recorder, use_attention_kernels(names):
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)

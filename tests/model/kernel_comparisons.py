@@ -21,6 +21,12 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
+def find_power(x: Tensor) -> Tensor:
+    """Return the largest power of two that is at most x, for each positive x on the CPU."""
+    # The mantissa is in [0.5, 1), so the quotient is exactly a power of two.
+    return x / (2 * torch.frexp(x).mantissa)
+
+
 FP32_ERROR = 1e-6
 """Error of a computation in fp32, relative to the numbers from which it is computed."""
 
@@ -52,8 +58,7 @@ def count_units(found: Tensor, expected: Tensor, operands: Tensor | None = None)
         assert found.dtype == expected.dtype
         limits = torch.finfo(found.dtype)
         normal = largest.clamp(min=limits.smallest_normal)
-        # The mantissa is in [0.5, 1), so the quotient is exactly a power of two.
-        unit += limits.eps * (normal / (2 * torch.frexp(normal).mantissa))
+        unit += limits.eps * find_power(normal)
     difference = (one - two).abs()
     return float(torch.where(difference == 0, 0.0, difference / unit).max())
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from model.kernel_comparisons import find_power
 from torch import Tensor
 
 from megatron.extras.training.kernels.residual_norm import add_and_normalise
@@ -43,13 +44,16 @@ def count_units(found: Tensor, expected: Tensor, *operands: Tensor) -> float:
         operands: The summands of a sum. A small sum has the unit of its largest summand.
     """
     assert found.shape == expected.shape
-    size = torch.stack([each.double().abs().expand_as(found) for each in (expected, *operands)])
+    # The powers of two of a GPU are not exact.
+    found, *others = (each.detach().cpu() for each in (found, expected, *operands))
+    expected = others[0]
+    size = torch.stack([each.double().abs().expand_as(found) for each in others])
     size = size.amax(0)
     if found.dtype == torch.float32:
         unit = 1e-6 * size.clamp(min=float(size.mean()))
     else:
         limits = torch.finfo(found.dtype)
-        unit = limits.eps * 2 ** size.clamp(min=limits.smallest_normal).log2().floor()
+        unit = limits.eps * find_power(size.clamp(min=limits.smallest_normal))
     return float(((found.double() - expected.double()).abs() / unit).max())
 
 
