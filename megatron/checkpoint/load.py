@@ -5,11 +5,13 @@ the run is refused before anything is written into the shards.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron.base.errors import CheckpointError, ConfigError, DamagedError
 from megatron.checkpoint.folder import find_stored_folder
@@ -29,6 +31,7 @@ from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.compare import load_yaml
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
+from megatron.model.gpt import INPUT_AND_OUTPUT
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import TensorShard
 
@@ -46,6 +49,8 @@ _FREE_IN_NEW_RUNS = ("rotary_base",)
 the rotary positions, so all fields of their scaling may change too."""
 
 
+_ROWS_AT_ONCE = 4096
+"""Rows of a matrix that are in memory while their mean is computed."""
 _SHOWN_TENSORS = 3
 """Number of tensors that a message lists."""
 
@@ -80,7 +85,7 @@ class Checkpoint:
         model: ModelConfig | None = None,
         *,
         finetune: bool = False,
-    ) -> None:
+    ) -> int:
         """Fill the shards of this rank, whatever layout wrote the checkpoint.
 
         Only the blocks that hold these shards are read.
@@ -88,7 +93,11 @@ class Checkpoint:
         Args:
             shards: The shards of this rank. Their tensors are overwritten.
             model: Architecture of the run. If given, it must fit the checkpoint's.
-            finetune: Whether a new run takes the weights. Its rotary positions may differ.
+            finetune: Whether a new run takes the weights. Its rotary positions may differ, and its
+                vocabulary may have more tokens. Their rows are the mean of the checkpoint's.
+
+        Returns:
+            The number of tokens that the checkpoint does not have.
 
         Raises:
             CheckpointError: If the checkpoint does not fit. The message has all differences of the
@@ -99,11 +108,20 @@ class Checkpoint:
         index = self.read_index()
         # First, because a partly loaded model must not be trained by accident.
         self._check_fit(shards, index, model, finetune)
+        added = 0
         with TensorReader(self.folder, collect_digests(self.manifest, index)) as reader:
             for shard in shards:
-                tensor = f"{shard.kind}/{shard.name}"
-                needed = (shard.offset, tuple(shard.tensor.shape))
-                reader.read_into(shard.tensor, needed, index.tensors[tensor], tensor)
+                stored = index.tensors[f"{shard.kind}/{shard.name}"]
+                if tuple(stored["shape"]) == shard.global_shape:
+                    _read_shard(reader, shard, stored, len(shard.tensor))
+                    continue
+                added = shard.global_shape[0] - stored["shape"][0]
+                kept = max(0, min(stored["shape"][0] - shard.offset[0], len(shard.tensor)))
+                if kept:
+                    _read_shard(reader, shard, stored, kept)
+                if kept < len(shard.tensor):
+                    shard.tensor[kept:] = _compute_mean_row(reader, shard, stored)
+        return added
 
     def read_index(self) -> TensorIndex:
         """Return the positions of the stored tensors.
@@ -174,7 +192,7 @@ class Checkpoint:
         settings = []
         if model is not None:
             settings = compare_models(self.read_config().model, model, finetune)
-        tensors = _compare_tensors(shards, index)
+        tensors = _compare_tensors(shards, index, finetune)
         if not settings and not tensors:
             return
         shown = tensors[:_SHOWN_TENSORS]
@@ -185,7 +203,33 @@ class Checkpoint:
         )
 
 
-def _compare_tensors(shards: Sequence[TensorShard], index: TensorIndex) -> list[str]:
+def _read_shard(
+    reader: TensorReader, shard: TensorShard, stored: Mapping[str, Any], rows: int
+) -> None:
+    """Fill the first rows of a shard."""
+    target = shard.tensor[:rows]
+    name = f"{shard.kind}/{shard.name}"
+    reader.read_into(target, (shard.offset, tuple(target.shape)), stored, name)
+
+
+def _compute_mean_row(
+    reader: TensorReader, shard: TensorShard, stored: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the mean of all rows of a stored matrix, for the columns of a shard."""
+    rows = stored["shape"][0]
+    columns = tuple(shard.tensor.shape[1:])
+    total = torch.zeros(columns, dtype=torch.float64)
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        part = torch.empty((min(_ROWS_AT_ONCE, rows - first), *columns))
+        needed = ((first, *shard.offset[1:]), tuple(part.shape))
+        reader.read_into(part, needed, stored, f"{shard.kind}/{shard.name}")
+        total += part.double().sum(0)
+    return (total / rows).to(shard.tensor)
+
+
+def _compare_tensors(
+    shards: Sequence[TensorShard], index: TensorIndex, finetune: bool
+) -> list[str]:
     """Return a line for each tensor that is missing or has another shape.
 
     A weight and its states have one line together.
@@ -200,6 +244,10 @@ def _compare_tensors(shards: Sequence[TensorShard], index: TensorIndex) -> list[
                 kinds.append(shard.kind)
             differing[shard.name] = f"{', '.join(kinds)} of {shard.name} is not in the checkpoint"
         elif tuple(stored["shape"]) != shard.global_shape:
+            rows, *columns = stored["shape"]
+            has_new_rows = rows < shard.global_shape[0] and tuple(columns) == shard.global_shape[1:]
+            if finetune and shard.name in INPUT_AND_OUTPUT and has_new_rows:
+                continue
             differing[shard.name] = (
                 f"{shard.name} is {tuple(stored['shape'])} in the checkpoint, and "
                 f"{shard.global_shape} in this run"

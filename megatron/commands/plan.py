@@ -489,6 +489,7 @@ def find_training_data(plan: Plan) -> list[DatasetUse]:
             open_indexed,
             phases=plan.data_phases,
             samples=plan.train_samples,
+            seq_length=plan.config.model.seq_length,
         )
     except (MegatronError, OSError):
         # The plan warns of data that are missing here. Training reports those that are damaged.

@@ -7,6 +7,7 @@ from megatron.base.errors import DataError
 from megatron.base.plain_text import format_count, format_some
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
+from megatron.data.conversations import count_packed
 from megatron.data.gpt_dataset import count_tokens
 from megatron.data.indexed import IndexedDataset
 from megatron.data.phases import find_phase_mixture
@@ -29,11 +30,13 @@ class DatasetUse:
     """Tokens of the documents for training."""
     asked: float
     """Tokens that the run reads of this data set. Repeated tokens count each time."""
+    filled: float = 1.0
+    """Share of these that the data fill. Samples of conversations have padding at their ends."""
 
     @property
     def epochs(self) -> float:
         """How often each token is read."""
-        return self.asked / self.tokens
+        return self.asked * self.filled / self.tokens
 
 
 def measure_training_data(
@@ -42,6 +45,7 @@ def measure_training_data(
     open_dataset: Callable[[str], IndexedDataset] = IndexedDataset,
     phases: Sequence[PlannedPhase] = (),
     samples: int = 0,
+    seq_length: int = 0,
 ) -> list[DatasetUse]:
     """Return the training data sets of a run that reads `tokens` tokens.
 
@@ -54,6 +58,7 @@ def measure_training_data(
         open_dataset: Opens the data set with a prefix.
         phases: The phases of --data-phases. The data of phases that are over may be missing.
         samples: Samples of the run. It is needed only with phases.
+        seq_length: Tokens of a sample. It is needed only for conversations.
 
     Raises:
         ConfigError: The values of the flags cannot be parsed.
@@ -63,11 +68,11 @@ def measure_training_data(
     if data.mock_data or data.dataset_format is not None:
         return []
     if phases:
-        return _measure_phases(data, tokens, open_dataset, phases, samples)
+        return _measure_phases(data, tokens, open_dataset, phases, samples, seq_length)
     mixture = find_train_mixture(data)
     if mixture is None:
         return []
-    return _measure_mixture(mixture, tokens, open_dataset)
+    return _measure_mixture(mixture, tokens, open_dataset, seq_length)
 
 
 def _measure_phases(
@@ -76,6 +81,7 @@ def _measure_phases(
     open_dataset: Callable[[str], IndexedDataset],
     phases: Sequence[PlannedPhase],
     samples: int,
+    seq_length: int,
 ) -> list[DatasetUse]:
     """Return the data sets of all phases. See `measure_training_data`."""
     found: dict[tuple[str, int], DatasetUse] = {}
@@ -88,7 +94,7 @@ def _measure_phases(
             continue
         try:
             uses = _measure_mixture(
-                find_phase_mixture(data, planned.phase), share * tokens, open_dataset
+                find_phase_mixture(data, planned.phase), share * tokens, open_dataset, seq_length
             )
         except DataError:
             if number < present:
@@ -103,21 +109,28 @@ def _measure_phases(
 
 
 def _measure_mixture(
-    mixture: NamedMixture, tokens: float, open_dataset: Callable[[str], IndexedDataset]
+    mixture: NamedMixture,
+    tokens: float,
+    open_dataset: Callable[[str], IndexedDataset],
+    seq_length: int,
 ) -> list[DatasetUse]:
     """Return the data sets of a mixture that gives `tokens` tokens."""
     found = []
     for part in mixture.parts:
         indexed = open_dataset(part.prefix)
-        there = count_tokens(indexed, part.select_documents(len(indexed)))
+        documents = part.select_documents(len(indexed))
+        there = count_tokens(indexed, documents)
+        filled = 1.0
+        if seq_length and indexed.has_conversations:
+            filled = min(1.0, there / (count_packed(indexed, documents, seq_length) * seq_length))
         if there:
-            found.append((part, there))
+            found.append((part, there, filled))
     if not found:
         return []
-    shares = normalise([part.weight for part, _ in found])
+    shares = normalise([part.weight for part, *_ in found])
     return [
-        DatasetUse(part.prefix, there, share * tokens)
-        for (part, there), share in zip(found, shares, strict=True)
+        DatasetUse(part.prefix, there, share * tokens, filled)
+        for (part, there, filled), share in zip(found, shares, strict=True)
     ]
 
 
@@ -131,7 +144,9 @@ def describe_epochs(uses: Sequence[DatasetUse]) -> str:
         lowest = min(use.epochs for use in uses)
         highest = max(use.epochs for use in uses)
         epochs = f"{lowest:.3g} to {highest:.3g} epochs of {len(uses)} data sets"
-    return f"{epochs}: {asked:,.0f} tokens asked for, {there:,} available"
+    padding = 1 - sum(use.asked * use.filled for use in uses) / max(1.0, asked)
+    packed = f", {padding:.1%} of them padding" if padding > 0 else ""
+    return f"{epochs}: {asked:,.0f} tokens asked for{packed}, {there:,} available"
 
 
 def warn_about_many_epochs(uses: Sequence[DatasetUse]) -> list[str]:

@@ -151,6 +151,11 @@ class IndexedDataset:
         """The number of documents."""
         return len(self.document_offsets) - 1
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the sequences are conversations. See `megatron.data.conversations`."""
+        return len(self.tokens) > 0 and int(self.tokens[0]) < 0
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
         """Return tokens [offset, offset + length) of a sequence.
 

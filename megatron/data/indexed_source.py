@@ -23,6 +23,7 @@ class IndexedSource(PositionSource):
     """Source of training samples. Each sample is read once, in the order of the segments."""
 
     kind = "indexed"
+    has_marks = True
 
     def __init__(
         self,
@@ -201,6 +202,8 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int | None) -> None:
         DataError: an id is outside the vocabulary. The message names id and document.
     """
     tokens = indexed.tokens[:_SCANNED_TOKENS]
+    if indexed.has_conversations:
+        tokens = np.maximum(tokens, ~tokens)
     if (
         vocab_size is None
         or tokens.size == 0

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
+from megatron.data.conversations import apply_marks, take_marks
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice, LeftOut
 
@@ -36,6 +37,9 @@ class PositionSource(abc.ABC):
     kind: str
     """Name of the kind of data in checkpoints, as in --dataset-format. A checkpoint of another kind
     is refused."""
+
+    has_marks = False
+    """Whether `fill` may write marks of conversations. Otherwise a negative id is an error."""
 
     def __init__(self, name: str, seq_length: int, batch_slice: BatchSlice, threads: int) -> None:
         """Start at the first sample. Nothing is read yet.
@@ -207,12 +211,19 @@ class PositionSource(abc.ABC):
         positions = positions.reshape(-1)
         samples = np.empty((len(positions), request.seq_length + 1), np.int64)
         self.fill(positions, samples)
+        marks = take_marks(samples) if self.has_marks else None
         if batch_slice.vocab_size is not None:
             self._check_vocabulary(samples, positions, batch_slice.vocab_size)
         microbatches = split_microbatches(samples, batch_slice.micro_batch_size)
         if batch_slice.document_rules is not None:
             microbatches = [
                 batch_slice.document_rules.apply(microbatch) for microbatch in microbatches
+            ]
+        if marks is not None:
+            size = batch_slice.micro_batch_size
+            microbatches = [
+                apply_marks(microbatch, marks.select(number * size, (number + 1) * size))
+                for number, microbatch in enumerate(microbatches)
             ]
         return microbatches
 

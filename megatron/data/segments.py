@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data import blend, order
+from megatron.data.conversations import PackedDataset, count_packed
 from megatron.data.gpt_dataset import GPTDataset, check_large_enough, count_tokens
 from megatron.data.registry import DatasetRegistry
 from megatron.data.splits import NamedMixture
@@ -148,9 +149,8 @@ class OpenSegment:
             cache = self._registry.cache(part.prefix)
 
             def open_index(seed: int, num_samples: int) -> GPTDataset:
-                return GPTDataset(
-                    data, part.documents, self.segment.seq_length, seed, num_samples, cache
-                )
+                kind = PackedDataset if data.has_conversations else GPTDataset
+                return kind(data, part.documents, self.segment.seq_length, seed, num_samples, cache)
 
             self._streams[number] = order.build_order(part.order, open_index, cache)
         return self._streams[number]
@@ -218,9 +218,12 @@ def open_mixture(
         first, last = part.select_documents(len(data))
         # A split of a few percent may contain no document of a small data set.
         if first < last:
-            tokens = count_tokens(data, (first, last))
-            check_large_enough(part.prefix, (first, last), tokens, seq_length)
-            samples += (tokens - 1) // seq_length
+            if data.has_conversations:
+                samples += count_packed(data, (first, last), seq_length)
+            else:
+                tokens = count_tokens(data, (first, last))
+                check_large_enough(part.prefix, (first, last), tokens, seq_length)
+                samples += (tokens - 1) // seq_length
             found.append((part, (first, last), data.compute_fingerprint()))
         # Many runs need no test set, so a share of 0 is not noted for it.
         elif mixture.name != "test" or not part.is_unused:

@@ -24,6 +24,7 @@ def report_forecast(run: Run) -> None:
         run.sources.registry.open,
         plan.data_phases,
         round(tokens / plan.config.model.seq_length),
+        plan.config.model.seq_length,
     )
     if uses:
         lines.append(f"training data: {describe_epochs(uses)}")

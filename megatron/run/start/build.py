@@ -110,9 +110,12 @@ def load_engine(
         )
     shards = engine.shards(optimizer=with_optimizer)
 
+    added = 0
+
     def read() -> DamagedError | None:
+        nonlocal added
         try:
-            checkpoint.load_into(shards, config.model, finetune=config.checkpoint.finetune)
+            added = checkpoint.load_into(shards, config.model, finetune=config.checkpoint.finetune)
         except DamagedError as damage:
             return damage
         return None
@@ -126,6 +129,11 @@ def load_engine(
         # not finite in a valid file cannot be trained further.
         refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
         engine.finish_load(checkpoint.optimizer if with_optimizer else None)
+        if added:
+            log(
+                f"the vocabulary has {added} tokens more than {checkpoint.folder}; their rows of "
+                "the embedding and of the output matrix are the mean of its rows"
+            )
     return damaged
 
 
@@ -323,6 +331,7 @@ def build_run(
             sources.registry.open,
             plan.data_phases,
             plan.train_samples,
+            config.model.seq_length,
         )
     print_start(job, mesh, engine, sources, uses, reporter, saver)
     # This comes after the comparison with the checkpoint's records, which it overwrites.

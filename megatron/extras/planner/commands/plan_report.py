@@ -83,7 +83,13 @@ def build_json(
         "padded_vocab_size": plan.padded_vocab_size,
         **build_length_json(plan),
         "training_data": [
-            {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
+            {
+                "prefix": use.prefix,
+                "tokens": use.tokens,
+                "epochs": use.epochs,
+                "filled": use.filled,
+            }
+            for use in uses
         ],
         "last_lr": compute_last_rate(plan),
         "data_phases": [build_phase_json(planned) for planned in plan.data_phases],

@@ -6,6 +6,7 @@ r"""Report what a data set holds and what is suspicious in it.
     python tools/inspect_dataset.py corpus/web --dataset-format parquet --col-name tokens
 
 Suspicious are missing and doubled separators, empty documents and ids outside of the vocabulary.
+Of a data set of conversations, --show N shows which tokens count in the loss.
 With --dataset-format, damaged files are named. They give the exit code 1.
 """
 
@@ -22,6 +23,12 @@ from megatron.base.plain_text import print_line
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.console.tokenizer_flags import TokenizerFlags
+from megatron.data.indexed import IndexedDataset
+from megatron.extras.preparation.conversations.show import (
+    format_conversations,
+    inspect_conversations,
+    to_json,
+)
 from megatron.extras.preparation.corpus.manifest import expand_manifests
 from megatron.extras.preparation.preprocess.inspection import inspect_dataset, plot_lengths, report
 from megatron.extras.preparation.preprocess.row_inspection import format_rows_report, inspect_rows
@@ -44,6 +51,11 @@ class InspectDatasetArguments:
     tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
         default_factory=TokenizerFlags
     )
+    show: int = 0
+    """Show the first N conversations. Tokens that count in the loss are green, or between « and
+    »."""
+    seq_length: int | None = None
+    """With conversations: report how well they fill samples of this length."""
     strict: bool = False
     """Exit with 1 if problems are found."""
     json: bool = False
@@ -68,9 +80,26 @@ def _inspect(given: InspectDatasetArguments) -> int:
     if given.dataset_format is not None:
         return _inspect_rows(given, given.dataset_format, tokenizer)
     prefixes = expand_manifests([given.prefix])
+    if given.show or given.seq_length is not None or IndexedDataset(prefixes[0]).has_conversations:
+        return _inspect_conversations(given, prefixes, tokenizer)
     if given.plot is not None and len(prefixes) > 1:
         raise ConfigError("--plot needs one data set. Give the path of a shard, or merge them.")
     return max(_inspect_indexed(given, prefix, tokenizer) for prefix in prefixes)
+
+
+def _inspect_conversations(
+    given: InspectDatasetArguments, prefixes: list[str], tokenizer: Tokenizer | None
+) -> int:
+    if given.plot is not None:
+        raise ConfigError("--plot is for documents. Leave it out.")
+    for prefix in prefixes:
+        found = inspect_conversations(prefix, given.show, given.seq_length, tokenizer)
+        text = json.dumps(to_json(found), indent=1)
+        if not given.json:
+            text = format_conversations(found, tokenizer, colour=sys.stdout.isatty())
+        # `print_line` would remove the colours. All foreign text was made plain.
+        print(text, flush=True)
+    return 0
 
 
 def _inspect_indexed(

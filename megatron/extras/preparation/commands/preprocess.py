@@ -8,6 +8,9 @@ Inputs are JSON records (one in each line, or one array), .parquet, .arrow, and 
 a folder, the files with known suffixes are read. A folder of Hugging Face's save_to_disk is read as
 one data set.
 
+With --conversations, each record is a conversation, and PREFIX_conversations.bin and .idx say which
+tokens count in the loss (docs/instruct.md).
+
 With --engine, each input file gives a data set of its own (a shard), and PREFIX.json lists them.
 Training reads PREFIX.json as one data set. Inputs may be URLs then, such as s3:// and hf://.
 
@@ -29,6 +32,11 @@ from megatron.config.data import TokenizerConfig
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.console.tokenizer_flags import TokenizerFlags
+from megatron.extras.preparation.conversations.build import (
+    ConversationJob,
+    prepare_conversations,
+)
+from megatron.extras.preparation.conversations.marks import LossOn
 from megatron.extras.preparation.corpus.engines import EngineName
 from megatron.extras.preparation.corpus.prepare import prepare_corpus
 from megatron.extras.preparation.corpus.shards import CorpusJob
@@ -71,6 +79,19 @@ class PreprocessArguments:
     """Make one shard for each input file: with processes of this machine (local), as a job array of
     Slurm, or on Ray (the cluster of RAY_ADDRESS, or this machine). All machines must see the same
     folders. --workers is the number of tasks. Exit code 1 means that a file failed."""
+    conversations: bool = False
+    """Read conversations: records with messages, or with prompt and completion. See
+    docs/instruct.md."""
+    chat_template: str | None = None
+    """With --conversations: file of a chat template. Default: that of the tokenizer."""
+    loss_on: LossOn = "assistant"
+    """With --conversations: what counts in the loss. assistant: the answers, with the token that
+    ends each. last: the last answer. all: everything."""
+    longest: int | None = None
+    """With --conversations: tokens of the longest conversation, --seq-length + 1 of the
+    training."""
+    on_long: Literal["refuse", "drop", "cut"] = "refuse"
+    """With --longest: what to do with longer conversations. drop and cut report their number."""
     slurm_args: str = ""
     """Further arguments of sbatch, as in --slurm-args="--partition=cpu --time=4:00:00 --mem=8G"."""
 
@@ -79,12 +100,18 @@ def main(argv: list[str] | None = None) -> int:
     """Tokenize the files that `argv` names and return the exit code."""
     given = parse_arguments(PreprocessArguments, args=argv, description=__doc__)
     engine = given.engine
+    if given.conversations:
+        return run_tool(lambda: _prepare_conversations(given))
     if engine is not None:
         return run_tool(lambda: _prepare_corpus(given, engine))
     return run_tool(lambda: _preprocess(given))
 
 
 def _make_tokenizer_config(given: PreprocessArguments) -> TokenizerConfig:
+    for name in ("chat_template", "loss_on", "longest", "on_long"):
+        if getattr(given, name) != getattr(PreprocessArguments, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {getattr(given, name)} needs --conversations. Give it too.")
     return replace(
         given.tokenizer.make_config(), special_tokens_in_text=given.special_tokens_in_text
     )
@@ -124,6 +151,37 @@ def _preprocess(given: PreprocessArguments) -> int:
         f"{megabytes:.1f} MB of text, {format_count(done.bad_lines, 'bad line')}, "
         f"{done.seconds:.1f} s "
         f"({speed:.1f} MB/s, encoder {done.encoder})"
+    )
+    return 0
+
+
+def _prepare_conversations(given: PreprocessArguments) -> int:
+    for flag, wrong, reason in (
+        ("--engine", given.engine is not None, "conversations are prepared on one machine"),
+        ("--append-eod", given.append_eod, "a template ends turns, and a completion always ends"),
+        ("--json-keys", given.json_keys != ("text",), "conversations have keys of their own"),
+    ):
+        if wrong:
+            raise ConfigError(f"{flag} has no effect with --conversations: {reason}. Leave it out.")
+    job = ConversationJob(
+        input=given.input,
+        output_prefix=given.output_prefix,
+        tokenizer=given.tokenizer.make_config(),
+        chat_template=given.chat_template,
+        loss_on=given.loss_on,
+        longest=given.longest,
+        on_long=given.on_long,
+        workers=given.workers,
+        on_bad_line=given.on_bad_line,
+        special_tokens_in_text=given.special_tokens_in_text,
+        overwrite=given.overwrite,
+    )
+    done = prepare_conversations(job, print_to_stderr)
+    print_line(
+        f"{job.prefix}: {format_count(done.conversations, 'conversation')}, "
+        f"{format_count(done.tokens, 'token')}, of which {done.counted / done.tokens:.1%} count; "
+        f"the longest had {format_count(done.longest, 'token')}; {done.dropped} dropped, "
+        f"{done.cut} cut, {format_count(done.bad_lines, 'bad line')}"
     )
     return 0
 

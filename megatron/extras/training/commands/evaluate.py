@@ -176,7 +176,7 @@ def evaluate(
         CheckpointError: There is no checkpoint to load.
         ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
-    model, tokenizer, iteration = load(arguments, mesh)
+    model, tokenizer, iteration, _ = load(arguments, mesh)
     found = Evaluation(iteration)
     scorer = Scorer(model, arguments.batch_size)
     for path, text in texts.items():
@@ -191,7 +191,7 @@ def evaluate(
         for folder in filter(None, (arguments.load, arguments.compare_with)):
             if folder == arguments.compare_with:
                 other = replace(arguments, load=folder, iteration=None)
-                model, tokenizer, _ = load(other, mesh)
+                model, tokenizer, *_ = load(other, mesh)
                 scorer = Scorer(model, arguments.batch_size)
             if scorer.context < length and model.shape.position_table_size:
                 raise ConfigError(

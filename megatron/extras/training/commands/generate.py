@@ -3,6 +3,7 @@
     python tools/generate.py --load DIR --prompt "Once upon a time"
     python tools/generate.py --load DIR --prompt-file prompts.txt --json > texts.jsonl
     python tools/generate.py --load DIR --interactive
+    python tools/generate.py --load DIR --interactive --chat
     torchrun --nproc-per-node 4 tools/generate.py --load DIR --prompt "Once upon a time"
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
@@ -13,13 +14,14 @@ can be loaded in each form.
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.console.parse import parse_arguments
 from megatron.console.run_on_ranks import run_on_ranks
+from megatron.extras.training.chat.session import ChatSession
 from megatron.extras.training.commands.loaded_model import ModelArguments, load
 from megatron.extras.training.generate.generation import (
     CONTEXT_LENGTH,
@@ -73,6 +75,11 @@ class GenerateArguments(ModelArguments):
     """Seed of the sampling. With the same seed, a prompt gives the same text in any batch."""
     batch_size: int = 8
     """Prompts of --prompt-file that are continued together."""
+    chat: bool = False
+    """Put each prompt into the chat template, as a question of a user. The end of a turn ends the
+    answer. With --interactive, later questions follow earlier ones."""
+    chat_template: str | None = None
+    """With --chat: file of the template. Default: that of the tokenizer."""
     json: bool = False
     """Print an object for each prompt, on one line: prompt, text, tokens, and reason of the end."""
 
@@ -94,6 +101,8 @@ def check_arguments(arguments: GenerateArguments) -> Iterator[Finding]:
     ):
         if value < least:
             yield error(f"{flag} {value} must be at least {least}.")
+    if arguments.chat_template is not None and not arguments.chat:
+        yield error(f"--chat-template {arguments.chat_template} needs --chat. Give it too.")
     if "" in arguments.stop:
         yield error("--stop '' is empty; it would end each text before it starts")
 
@@ -123,7 +132,13 @@ class TextGenerator:
         self._options = options
         self._mesh = mesh
         self._prints = mesh.rank == 0
-        self._model, self._tokenizer, _ = load(arguments, mesh)
+        self._model, self._tokenizer, _, config = load(arguments, mesh)
+        self._chat: ChatSession | None = None
+        if arguments.chat:
+            self._chat = ChatSession(
+                config, self._tokenizer, arguments.chat_template, history=arguments.interactive
+            )
+            self._options = replace(options, stop_strings=(*options.stop_strings, *self._chat.stop))
 
     def continue_prompts(self, prompts: Sequence[str]) -> None:
         """Print the continuation of each prompt.
@@ -133,7 +148,8 @@ class TextGenerator:
         """
         for number, text in enumerate(prompts, 1):
             check_text(text, self._name_prompt(number))
-        ids = self._tokenizer.encode_batch(list(prompts))
+        texts = prompts if self._chat is None else self._chat.make_prompts(prompts)
+        ids = self._tokenizer.encode_batch(list(texts))
         for number, prompt in enumerate(ids, 1):
             check_prompt(prompt, self._model, self._name_prompt(number))
         if len(prompts) == 1 and not self._arguments.json:
@@ -204,9 +220,12 @@ class TextGenerator:
             if self._prints:
                 print(text, end="", flush=True)
 
-        show(0, prompt)
+        # The answer alone is a turn of a conversation.
+        show(0, prompt if self._chat is None else "")
         (result,) = generate(self._model, self._tokenizer, [ids], self._options, show)
         show(0, "\n")
+        if self._chat is not None:
+            self._chat.keep(prompt, result.text)
         self._warn_about_context(1, result)
 
     def _print_result(self, number: int, prompt: str, result: Continuation) -> None:
@@ -222,7 +241,7 @@ class TextGenerator:
         elif self._prints:
             if number > 1:
                 print_line(_BETWEEN_TEXTS)
-            print(prompt + result.text, flush=True)
+            print((prompt if self._chat is None else "") + result.text, flush=True)
         self._warn_about_context(number, result)
 
     def _warn_about_context(self, number: int, result: Continuation) -> None:

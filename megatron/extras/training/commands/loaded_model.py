@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
+from megatron.config.data import TokenizerConfig
 from megatron.console.tokenizer_flags import (
     TokenizerPath,
     TokenizerTypeName,
@@ -63,8 +64,10 @@ class ModelArguments:
             yield mesh
 
 
-def load(arguments: ModelArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer, int]:
-    """Return this rank's part of the model, the tokenizer, and the checkpoint's iteration.
+def load(
+    arguments: ModelArguments, mesh: Mesh
+) -> tuple[StagedModel, Tokenizer, int, TokenizerConfig]:
+    """Return this rank's part of the model, the tokenizer, the iteration, and its settings.
 
     Raises:
         CheckpointError: There is no checkpoint to load.
@@ -96,4 +99,4 @@ def load(arguments: ModelArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer,
     state = TrainState.from_json(checkpoint.state)
     context = TokenizerContext(tokenizer_config, state.iteration, state.tokenizer)
     refuse_errors(check_tokenizer(context))
-    return model, tokenizer, iteration
+    return model, tokenizer, iteration, tokenizer_config

@@ -1,0 +1,296 @@
+"""A chat template of Jinja, rendered as transformers renders it, in a sandbox.
+
+Source: the chat templates of transformers (https://huggingface.co/docs/transformers/chat_templating).
+Text between `{% generation %}` and `{% endgeneration %}` is what the model writes.
+"""
+
+import contextlib
+import datetime
+import itertools
+import json
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import SETTINGS_BYTES, load_json, load_text
+from megatron.config.data import TokenizerConfig
+from megatron.tokenizer import HFTokenizer, Tokenizer
+from megatron.tokenizer.build import read_special_token
+from megatron.tokenizer.hub import find_tokenizer_folder
+
+Message = Mapping[str, Any]
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""What surrounds the text of a generation block. No text has these two, which are no characters."""
+SECONDS = 5.0
+"""Longest time to render one conversation."""
+_CHARACTERS = 1 << 24
+"""Longest text of one conversation."""
+_BITS = 1 << 12
+"""Largest number that a template may compute."""
+_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class _Generation(Extension):
+    """The tag of what the model writes."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the block, with a call of `_mark` around it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox of Jinja, without operators whose result may be of any size."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Return the result of an operator.
+
+        Raises:
+            SecurityError: The result may be too large.
+        """
+        is_product = all(isinstance(each, (int, float)) for each in (left, right))
+        if operator == "**" or (operator == "*" and not is_product):
+            raise SecurityError(f"the operator {operator} is not allowed for such values")
+        if operator == "%" and isinstance(left, str):
+            raise SecurityError("the operator % is not allowed for texts")
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, int) and result.bit_length() > _BITS:
+            raise SecurityError(f"a number of {result.bit_length()} bits is not allowed")
+        return result
+
+
+class ChatTemplate:
+    """A template, and the special tokens that it may name."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
+        """Compile a template.
+
+        Args:
+            source: The template.
+            tokens: Its variables, such as eos_token.
+            origin: Where it is from, for messages.
+
+        Raises:
+            ConfigError: It is no template.
+        """
+        self.origin = origin
+        self.is_tagged = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        now = datetime.datetime.now()
+        environment.globals["strftime_now"] = now.strftime
+        self._tokens = dict(tokens)
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise ConfigError(f"{origin} is no chat template: {error}") from error
+
+    def render(
+        self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation, with `OPEN` and `CLOSE` around generation blocks.
+
+        Args:
+            messages: The conversation.
+            tools: Descriptions of functions.
+            prompt: Whether the beginning of an answer follows the last message.
+
+        Raises:
+            DataError: The template refuses the conversation, fails, or exceeds a limit.
+        """
+        pieces = []
+        size = 0
+        try:
+            with _limit_seconds():
+                for piece in self._template.generate(
+                    messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens
+                ):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _CHARACTERS:
+                        raise DataError(
+                            f"{self.origin} writes more than {_CHARACTERS:,} characters"
+                        )
+        except DataError:
+            raise
+        except MemoryError as error:
+            raise DataError(f"{self.origin} needs too much memory") from error
+        # A template may raise any error.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise DataError(f"{self.origin} cannot render it: {reason}") from error
+        return "".join(pieces)
+
+    @cached_property
+    def probe(self) -> "Probe":
+        """The text of a question and an answer."""
+        question, answer = "PROBEQUESTION", "PROBEANSWER"
+        asked = {"role": "user", "content": question}
+        texts = []
+        for messages, prompt in (
+            ([asked, {"role": "assistant", "content": answer}], False),
+            ([asked], False),
+            ([asked], True),
+        ):
+            text = ""
+            # Some templates refuse such a short conversation.
+            with contextlib.suppress(DataError):
+                text = remove_tags(self.render(messages, prompt=prompt))
+            texts.append(text)
+        before, _, after = texts[0].partition(answer)
+        return Probe(before, after, before.partition(question)[2], texts[1], texts[2])
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What surrounds an answer. A text is empty if the template refuses the conversation."""
+
+    before: str
+    """Everything before the answer."""
+    after: str
+    """Everything after it."""
+    between: str
+    """Everything between the question and the answer."""
+    asked: str
+    """The question alone."""
+    prompted: str
+    """The question, and the beginning of an answer."""
+
+    def find_prompt(self, special: re.Pattern[str]) -> str:
+        """Return what asks for an answer. Empty if the template writes nothing of that kind.
+
+        Args:
+            special: Matches special tokens.
+        """
+        if self.asked and self.prompted.startswith(self.asked):
+            return self.prompted.removeprefix(self.asked)
+        # A template may write the end of the text where no answer is asked for.
+        pairs = zip(self.before, self.prompted, strict=False)
+        same = "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        starts = [found.start() for found in special.finditer(same)]
+        return same[starts[-1] :] if starts and self.asked else ""
+
+
+def remove_tags(text: str) -> str:
+    """Return a rendered text without the marks of generation blocks."""
+    return text.replace(OPEN, "").replace(CLOSE, "")
+
+
+def load_chat_template(config: TokenizerConfig, file: str | None = None) -> ChatTemplate:
+    """Return the template in a file, or that of the tokenizer.
+
+    Raises:
+        ConfigError: There is none, or it is damaged.
+    """
+    folder = find_tokenizer_folder(config.tokenizer_name_or_path)
+    tokens = {}
+    if folder is not None:
+        read = {name: read_special_token(folder, name) for name in _NAMES}
+        tokens = {name: token for name, token in read.items() if token is not None}
+    if file is not None:
+        try:
+            return ChatTemplate(load_text(file, SETTINGS_BYTES), tokens, f"--chat-template {file}")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
+    found = None if folder is None else _find_template(folder)
+    if found is None:
+        raise ConfigError(
+            f"the tokenizer {config.tokenizer_name_or_path} has no chat template. Give "
+            "--chat-template FILE, or a folder with chat_template.jinja."
+        )
+    return ChatTemplate(found[0], tokens, str(found[1]))
+
+
+def _find_template(folder: Path) -> tuple[str, Path] | None:
+    """Return the template of a tokenizer's folder, and its file."""
+    path = folder / "chat_template.jinja"
+    config = folder / "tokenizer_config.json"
+    try:
+        if path.is_file():
+            return load_text(str(path), SETTINGS_BYTES), path
+        if not config.is_file():
+            return None
+        found = load_json(str(config)).get("chat_template")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the chat template in {folder} cannot be read: {error}") from error
+    # A tokenizer may have several templates, each with a name.
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return (found, config) if isinstance(found, str) else None
+
+
+def read_special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the texts of a tokenizer's special tokens, and let texts have them.
+
+    Raises:
+        ConfigError: The tokenizer has no places of tokens in a text.
+    """
+    if not isinstance(tokenizer, HFTokenizer) or not tokenizer.backend.get_added_tokens_decoder():
+        raise ConfigError(
+            "conversations need a tokenizer with special tokens in a tokenizer.json. Give "
+            "--tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
+        )
+    tokenizer.backend.encode_special_tokens = False
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    return tuple(token.content for token in added if token.special)
+
+
+@contextlib.contextmanager
+def _limit_seconds() -> Iterator[None]:
+    """Raise a DataError in the block after `SECONDS`. Only a main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise DataError(f"the chat template needs more than {SECONDS:g} s for one conversation")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _raise(message: str) -> None:
+    """Let a template refuse a conversation."""
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON. Jinja's own filter would escape characters of HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
