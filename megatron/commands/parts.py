@@ -82,11 +82,16 @@ def open_indexed(prefix: str) -> IndexedDataset:
     """
     from megatron.data.indexed import IndexedDataset, is_manifest
 
-    if not is_manifest(prefix):
-        return IndexedDataset(prefix)
-    from megatron.extras.preparation.corpus.joined import JoinedDataset
+    if is_manifest(prefix):
+        from megatron.extras.preparation.corpus.joined import JoinedDataset
 
-    return JoinedDataset(prefix)
+        return JoinedDataset(prefix)
+    found = IndexedDataset(prefix)
+    if found.is_packed:
+        from megatron.extras.training.chat.packed import ConversationPacking
+
+        found.packing = ConversationPacking()
+    return found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import DataConfig
 from megatron.data.building import Log
 from megatron.data.cache import WAIT_SECONDS
-from megatron.data.conversations import check_conversations
 from megatron.data.documents import check_documents_end
 from megatron.data.indexed_source import EvaluationSource, IndexedSource, check_vocabulary
 from megatron.data.phases import find_phase_mixture, select_phases, use_phase
@@ -201,8 +200,13 @@ class _Opener:
             # A wrong tokenizer is found here, before any index is built.
             indexed = self.registry.open(part.prefix)
             check_vocabulary(indexed, self.batch_slice.vocab_size)
-            if indexed.has_conversations:
-                check_conversations(indexed, self.seq_length, self.batch_slice.document_rules)
+            if indexed.is_packed:
+                if indexed.packing is None:
+                    raise DataError(
+                        f"{part.prefix} holds conversations, and the part that packs them is not "
+                        "there. Start with pretrain_gpt.py."
+                    )
+                indexed.packing.check(indexed, self.seq_length, self.batch_slice.document_rules)
             elif self.batch_slice.document_rules is not None:
                 check_documents_end(indexed, self.batch_slice.document_rules.eod)
         return requested

@@ -7,7 +7,6 @@ from megatron.base.errors import DataError
 from megatron.base.plain_text import format_count, format_some
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
-from megatron.data.conversations import count_packed
 from megatron.data.gpt_dataset import count_tokens
 from megatron.data.indexed import IndexedDataset
 from megatron.data.phases import find_phase_mixture
@@ -121,8 +120,9 @@ def _measure_mixture(
         documents = part.select_documents(len(indexed))
         there = count_tokens(indexed, documents)
         filled = 1.0
-        if seq_length and indexed.has_conversations:
-            filled = min(1.0, there / (count_packed(indexed, documents, seq_length) * seq_length))
+        if seq_length and indexed.packing is not None:
+            count = indexed.packing.count_samples(indexed, documents, seq_length)
+            filled = min(1.0, there / (count * seq_length))
         if there:
             found.append((part, there, filled))
     if not found:

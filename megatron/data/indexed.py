@@ -25,7 +25,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,6 +33,9 @@ from numpy.typing import ArrayLike, NDArray
 from megatron.base.durable import sync_folder
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import open_regular
+
+if TYPE_CHECKING:
+    from megatron.data.packing import Packing
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -105,6 +108,9 @@ class IndexedDataset:
         tokens: dtype[total], all tokens end to end.
     """
 
+    packing: "Packing | None" = None
+    """How the sequences become samples, if `is_packed`. Who opens the data set may set it."""
+
     def __init__(self, prefix: str | os.PathLike) -> None:
         """Open both files and check them.
 
@@ -152,8 +158,8 @@ class IndexedDataset:
         return len(self.document_offsets) - 1
 
     @property
-    def has_conversations(self) -> bool:
-        """Whether the sequences are conversations. See `megatron.data.conversations`."""
+    def is_packed(self) -> bool:
+        """Whether the sequences are packed, and say which tokens count. See `packing`."""
         return len(self.tokens) > 0 and int(self.tokens[0]) < 0
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:

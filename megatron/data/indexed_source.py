@@ -202,7 +202,7 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int | None) -> None:
         DataError: an id is outside the vocabulary. The message names id and document.
     """
     tokens = indexed.tokens[:_SCANNED_TOKENS]
-    if indexed.has_conversations:
+    if indexed.is_packed:
         tokens = np.maximum(tokens, ~tokens)
     if (
         vocab_size is None

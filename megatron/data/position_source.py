@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
-from megatron.data.conversations import apply_marks, take_marks
+from megatron.data.packing import apply_marks, take_marks
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice, LeftOut
 
@@ -39,7 +39,7 @@ class PositionSource(abc.ABC):
     is refused."""
 
     has_marks = False
-    """Whether `fill` may write marks of conversations. Otherwise a negative id is an error."""
+    """Whether `fill` may write marks. Otherwise a negative id is an error. See `packing`."""
 
     def __init__(self, name: str, seq_length: int, batch_slice: BatchSlice, threads: int) -> None:
         """Start at the first sample. Nothing is read yet.

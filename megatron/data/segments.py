@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data import blend, order
-from megatron.data.conversations import PackedDataset, count_packed
 from megatron.data.gpt_dataset import GPTDataset, check_large_enough, count_tokens
 from megatron.data.registry import DatasetRegistry
 from megatron.data.splits import NamedMixture
@@ -149,8 +148,10 @@ class OpenSegment:
             cache = self._registry.cache(part.prefix)
 
             def open_index(seed: int, num_samples: int) -> GPTDataset:
-                kind = PackedDataset if data.has_conversations else GPTDataset
-                return kind(data, part.documents, self.segment.seq_length, seed, num_samples, cache)
+                open_samples = GPTDataset if data.packing is None else data.packing.open
+                return open_samples(
+                    data, part.documents, self.segment.seq_length, seed, num_samples, cache
+                )
 
             self._streams[number] = order.build_order(part.order, open_index, cache)
         return self._streams[number]
@@ -218,8 +219,8 @@ def open_mixture(
         first, last = part.select_documents(len(data))
         # A split of a few percent may contain no document of a small data set.
         if first < last:
-            if data.has_conversations:
-                samples += count_packed(data, (first, last), seq_length)
+            if data.packing is not None:
+                samples += data.packing.count_samples(data, (first, last), seq_length)
             else:
                 tokens = count_tokens(data, (first, last))
                 check_large_enough(part.prefix, (first, last), tokens, seq_length)

@@ -1,4 +1,4 @@
-"""Which characters and tokens of a conversation count, for ten public templates and others."""
+"""The characters and tokens that count, for ten public templates and others."""
 
 import random
 import time

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import DataError
+from megatron.commands.parts import open_indexed
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
-from megatron.data.conversations import PackedDataset, count_packed, pack, take_marks
 from megatron.data.documents import DocumentRules
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.packing import take_marks
 from megatron.data.registry import DatasetRegistry
 from megatron.data.source import BatchSlice
+from megatron.extras.training.chat.packed import ConversationPacking, PackedDataset, pack
 
 EOD = 7
 RULES = DocumentRules(EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
@@ -96,7 +98,8 @@ def test_each_conversation_is_whole_and_once_in_each_epoch(tmp_path: Path) -> No
         assert sorted(numbers) == list(range(3, len(sizes)))
         found.append(numbers)
     assert found[0] != found[1]
-    assert count_packed(data, (3, len(sizes)), LENGTH) == packed.per_epoch
+    counted = ConversationPacking().count_samples(data, (3, len(sizes)), LENGTH)
+    assert counted == packed.per_epoch
 
 
 def build(tmp_path: Path, *paths: str, rules: DocumentRules | None = RULES, **changes: Any) -> Any:
@@ -106,6 +109,7 @@ def build(tmp_path: Path, *paths: str, rules: DocumentRules | None = RULES, **ch
         DataConfig(data_path=paths, split="1", num_workers=0),
         seq_length=LENGTH,
         train_samples=changes.pop("samples", 48),
+        open_indexed=changes.pop("open_indexed", open_indexed),
         batch_slice=BatchSlice(micro, ranks[0], ranks[1], 1000, rules),
     )
     return build_sources(request).train
@@ -214,3 +218,9 @@ def test_endless_data_begin_again(tmp_path: Path) -> None:
             source.extend(2)
         source.read_batch(2)
     assert source.consumed_samples == 10
+
+
+def test_the_core_alone_names_what_is_missing(tmp_path: Path) -> None:
+    write(tmp_path / "data", [20, 22])
+    with pytest.raises(DataError, match="the part that packs them is not there"):
+        build(tmp_path, str(tmp_path / "data"), open_indexed=IndexedDataset)

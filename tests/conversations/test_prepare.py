@@ -22,8 +22,8 @@ from megatron.extras.preparation.commands import inspect_dataset
 from megatron.extras.preparation.commands import preprocess as preprocess_command
 from megatron.extras.preparation.conversations.build import (
     ConversationJob,
+    ConversationSummary,
     RowEncoder,
-    Summary,
     prepare_conversations,
 )
 from megatron.extras.preparation.conversations.rows import parse_row
@@ -40,10 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def prepare(folder: Path, tmp_path: Path) -> Callable[..., tuple[Summary, IndexedDataset]]:
+def prepare(
+    folder: Path, tmp_path: Path
+) -> Callable[..., tuple[ConversationSummary, IndexedDataset]]:
     """Return a function that prepares rows, given as objects or as the bytes of a file."""
 
-    def run(rows: Any, **settings: Any) -> tuple[Summary, IndexedDataset]:
+    def run(rows: Any, **settings: Any) -> tuple[ConversationSummary, IndexedDataset]:
         source = tmp_path / settings.pop("name", "rows.jsonl")
         if isinstance(rows, list):
             rows = "\n".join(map(json.dumps, rows)).encode()
@@ -78,8 +80,10 @@ def test_rows_of_both_kinds_and_of_all_formats(prepare: Any, folder: Path, tmp_p
     turn = "<|im_start|>user\nthe city<|im_end|>\n<|im_start|>assistant\n[of light<|im_end|>]\n"
     expected = [turn * 2, "the city of[ light<|endoftext|>]"]
     assert read(data, folder) == expected
-    assert data.has_conversations
-    assert summary == Summary(2, len(data.tokens), int((data.tokens >= 0).sum()), data.sizes.max())
+    assert data.is_packed
+    assert summary == ConversationSummary(
+        2, len(data.tokens), int((data.tokens >= 0).sum()), data.sizes.max()
+    )
     # ChatML's template adds texts, so a list as the content is refused by it.
     with pytest.raises(DataError, match=r"rows.jsonl:3: .*chat_template.jinja cannot render it"):
         prepare(rows)

@@ -80,7 +80,7 @@ def _inspect(given: InspectDatasetArguments) -> int:
     if given.dataset_format is not None:
         return _inspect_rows(given, given.dataset_format, tokenizer)
     prefixes = expand_manifests([given.prefix])
-    if given.show or given.seq_length is not None or IndexedDataset(prefixes[0]).has_conversations:
+    if given.show or given.seq_length is not None or IndexedDataset(prefixes[0]).is_packed:
         return _inspect_conversations(given, prefixes, tokenizer)
     if given.plot is not None and len(prefixes) > 1:
         raise ConfigError("--plot needs one data set. Give the path of a shard, or merge them.")

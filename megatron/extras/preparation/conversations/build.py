@@ -67,7 +67,7 @@ class ConversationJob:
 
 
 @dataclass
-class Summary:
+class ConversationSummary:
     """What was done, in numbers."""
 
     conversations: int = 0
@@ -87,7 +87,7 @@ class _Encoded:
 
     ids: list[np.ndarray] = field(default_factory=list)
     bad: list[BadLine] = field(default_factory=list)
-    summary: Summary = field(default_factory=Summary)
+    summary: ConversationSummary = field(default_factory=ConversationSummary)
 
 
 class RowEncoder:
@@ -212,7 +212,7 @@ def _encode(rows: Rows) -> _Encoded:
     return _encoder.encode_rows(rows)
 
 
-def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> Summary:
+def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> ConversationSummary:
     """Write the data set of a job.
 
     Raises:
@@ -228,7 +228,7 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> S
     encoder = RowEncoder(job)
     if job.chat_template is not None:
         encoder.load_template()
-    total = Summary()
+    total = ConversationSummary()
     with lock_output(job.output_prefix):
         with (
             IndexedDatasetWriter(job.prefix, np.int32) as writer,
@@ -236,7 +236,7 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> S
         ):
             for done in _run(job, read_rows(paths)):
                 _report_bad(job, total, done.bad, log)
-                for value in fields(Summary):
+                for value in fields(ConversationSummary):
                     combine = max if value.name == "longest" else sum
                     pair = [getattr(each, value.name) for each in (total, done.summary)]
                     setattr(total, value.name, combine(pair))
@@ -282,7 +282,7 @@ def _wait(rows: Rows, future: "Future[_Encoded]") -> _Encoded:
 
 
 def _report_bad(
-    job: ConversationJob, total: Summary, bad: list[BadLine], log: Callable[[str], None]
+    job: ConversationJob, total: ConversationSummary, bad: list[BadLine], log: Callable[[str], None]
 ) -> None:
     """Log bad lines, or end the run at the first.
 

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation count in the loss.
+"""The tokens of a conversation that count in the loss.
 
 An answer is what the model writes: everything after the text that asks for an answer, up to the
 special token that ends the turn, which is included. A template with generation blocks says itself

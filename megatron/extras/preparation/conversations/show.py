@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import make_plain
-from megatron.data.conversations import count_packed
 from megatron.data.indexed import IndexedDataset
+from megatron.extras.training.chat.packed import ConversationPacking
 from megatron.tokenizer import Tokenizer, list_special_token_ids
 
 _COLOUR = "\x1b[32m{}\x1b[0m"
@@ -56,7 +56,7 @@ def inspect_conversations(
         DataError: The data set is damaged.
     """
     data = IndexedDataset(prefix)
-    if not data.has_conversations:
+    if not data.is_packed:
         raise ConfigError(
             f"{prefix} holds documents, whose tokens all count. --show is for data that "
             "preprocess_data.py --conversations has made."
@@ -65,7 +65,7 @@ def inspect_conversations(
         raise ConfigError(f"--show {show} needs the tokenizer. Give its flags.")
     samples = efficiency = None
     if seq_length is not None:
-        samples = count_packed(data, (0, len(data)), seq_length)
+        samples = ConversationPacking().count_samples(data, (0, len(data)), seq_length)
         fitting = data.sizes[data.sizes <= seq_length + 1]
         efficiency = float(fitting.sum(dtype=np.int64) / (samples * (seq_length + 1)))
     shown = []

@@ -1,4 +1,6 @@
-"""Chat templates: text of a conversation, as a model reads it.
+"""Conversations: their text as a model reads it, and how they share samples.
+
+`template` renders chat templates, `session` asks a model, and `packed` makes samples.
 
 Invariant: a template is foreign code. It is rendered in a sandbox, within limits of time and size.
 """

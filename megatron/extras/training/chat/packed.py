@@ -1,35 +1,22 @@
-"""Data sets of conversations, which are packed into samples and not cut.
-
-A data set of conversations is indexed data whose sequences are conversations. A token that does not
-count in the loss is stored as the complement of its id, which is negative. The first token of a
-conversation never counts, because nothing predicts it. So the sign of the first token tells
-conversations from documents, and no other program trains on the file by mistake.
+"""Packed conversations: which conversations share a sample, and the checks of such data.
 
 Invariant: which conversations share a sample is a function of their sizes, the sequence length and
 the seed. Each conversation is read once before any is read twice.
 
-In the tokens of a sample, `_START` is subtracted from the first token of each conversation, and
-from the first one of the padding.
-
 Legend: s sequence length, k samples that are read at once, n conversations.
 """
 
-import dataclasses
-from collections.abc import Iterator
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.data.batches import Microbatch
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.documents import DocumentRules
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_numpy import check_range
 from megatron.data.indexed import IndexedDataset
+from megatron.data.packing import START
 
-_START = 1 << 40
 _SHOWN = 5
 """Conversations that a message names."""
 
@@ -68,52 +55,6 @@ def pack(sizes: NDArray[np.int64], capacity: int, seed: int) -> NDArray[np.int32
         with_room[room - size].append(sample)
         rooms |= 1 << (room - size)
     return found
-
-
-def count_packed(indexed: IndexedDataset, documents: tuple[int, int], seq_length: int) -> int:
-    """Return the samples of the conversations [first, last), at least 1.
-
-    Conversations that are too long are left out. A run is refused for them.
-    """
-    sizes = indexed.sizes[slice(*documents)].astype(np.int64)
-    packed = pack(sizes[sizes <= seq_length + 1], seq_length + 1, 0)
-    return 1 + int(packed.max(initial=0))
-
-
-def check_conversations(
-    indexed: IndexedDataset, seq_length: int, rules: DocumentRules | None
-) -> None:
-    """Check a data set of conversations, before an index is built.
-
-    Raises:
-        DataError: A flag is missing, a conversation is too long, or documents are among them.
-    """
-    flags = {"--reset-position-ids": False, "--reset-attention-mask": False}
-    flags["--eod-mask-loss"] = False
-    if rules is not None:
-        given = (rules.reset_position_ids, rules.reset_attention_mask, rules.eod_mask_loss)
-        flags = dict(zip(flags, given, strict=True))
-    missing = [flag for flag, value in flags.items() if not value]
-    if missing:
-        raise DataError(
-            f"{indexed.prefix} holds conversations, which several share a sample without attention "
-            f"between them. Give {' '.join(missing)} too."
-        )
-    firsts = indexed.tokens[indexed.pointers[indexed.sizes > 0] // indexed.dtype.itemsize]
-    documents = np.flatnonzero(firsts >= 0)
-    if len(documents):
-        raise DataError(
-            f"{indexed.prefix} mixes conversations with documents, as sequence {documents[0]}. "
-            "Keep them in two data sets, and give both with weights."
-        )
-    long = np.flatnonzero(indexed.sizes > seq_length + 1)
-    if len(long):
-        raise DataError(
-            f"{indexed.prefix}: {len(long)} of {len(indexed)} conversations have more than "
-            f"{seq_length + 1} tokens, the longest {indexed.sizes.max()} (the first are "
-            f"{', '.join(map(str, long[:_SHOWN]))}). None is cut by a run. Raise --seq-length, or "
-            f"make the data again with --longest {seq_length + 1} --on-long drop, or cut."
-        )
 
 
 class PackedDataset(GPTDataset):
@@ -174,11 +115,11 @@ class PackedDataset(GPTDataset):
             for document in self._list_documents(sample):
                 ids = self.indexed.get(document)
                 line[at : at + len(ids)] = ids
-                line[at : at + min(1, len(ids))] -= _START
+                line[at : at + min(1, len(ids))] -= START
                 at += len(ids)
             # Padding is a text of its own. It attends to itself, and none of it counts.
             line[at:] = -1
-            line[at : at + 1] -= _START
+            line[at : at + 1] -= START
 
     def locate(self, sample: int, column: int) -> tuple[int, int]:
         """Return the conversation that holds a token of a sample, and the token's offset in it."""
@@ -212,54 +153,61 @@ class PackedDataset(GPTDataset):
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Marks:
-    """Where conversations begin in samples, and which tokens count."""
+class ConversationPacking:
+    """Conversations as samples. See `Packing`."""
 
-    starts: torch.Tensor
-    """bool[k, s + 1]: whether a conversation or the padding begins."""
-    counted: torch.Tensor
-    """bool[k, s + 1]: whether a token counts when it is a label."""
+    def check(self, indexed: IndexedDataset, seq_length: int, rules: DocumentRules | None) -> None:
+        """Check a data set of conversations, before an index is built.
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield starts and counted of each sample."""
-        return zip(self.starts, self.counted, strict=True)
+        Raises:
+            DataError: A flag is missing, a conversation is too long, or documents are among them.
+        """
+        flags = {"--reset-position-ids": False, "--reset-attention-mask": False}
+        flags["--eod-mask-loss"] = False
+        if rules is not None:
+            given = (rules.reset_position_ids, rules.reset_attention_mask, rules.eod_mask_loss)
+            flags = dict(zip(flags, given, strict=True))
+        missing = [flag for flag, value in flags.items() if not value]
+        if missing:
+            raise DataError(
+                f"{indexed.prefix} holds conversations, of which several share a sample without "
+                f"attention between them. Give {' '.join(missing)} too."
+            )
+        firsts = indexed.tokens[indexed.pointers[indexed.sizes > 0] // indexed.dtype.itemsize]
+        documents = np.flatnonzero(firsts >= 0)
+        if len(documents):
+            raise DataError(
+                f"{indexed.prefix} mixes conversations with documents, as sequence {documents[0]}. "
+                "Keep them in two data sets, and give both with weights."
+            )
+        long = np.flatnonzero(indexed.sizes > seq_length + 1)
+        if len(long):
+            raise DataError(
+                f"{indexed.prefix}: {len(long)} of {len(indexed)} conversations have more than "
+                f"{seq_length + 1} tokens, the longest {indexed.sizes.max()} (the first are "
+                f"{', '.join(map(str, long[:_SHOWN]))}). None is cut by a run. Raise --seq-length, "
+                f"or make the data again with --longest {seq_length + 1} --on-long drop, or cut."
+            )
 
-    def select(self, first: int, last: int) -> "Marks":
-        """Return the marks of some samples."""
-        return Marks(self.starts[first:last], self.counted[first:last])
+    def count_samples(
+        self, indexed: IndexedDataset, documents: tuple[int, int], seq_length: int
+    ) -> int:
+        """Return the samples of the conversations [first, last), at least 1.
 
+        Conversations that are too long are left out. A run is refused for them.
+        """
+        sizes = indexed.sizes[slice(*documents)].astype(np.int64)
+        packed = pack(sizes[sizes <= seq_length + 1], seq_length + 1, 0)
+        return 1 + int(packed.max(initial=0))
 
-def take_marks(samples: NDArray[np.int64]) -> Marks | None:
-    """Return the marks of samples [k, s + 1], and leave the ids in `samples`.
-
-    None if no sample has conversations.
-    """
-    if samples.size == 0 or int(samples.min()) >= 0:
-        return None
-    starts = samples < -(_START >> 1)
-    samples[starts] += _START
-    counted = samples >= 0
-    np.copyto(samples, ~samples, where=~counted)
-    return Marks(torch.from_numpy(starts), torch.from_numpy(counted & ~starts))
-
-
-def apply_marks(microbatch: Microbatch, marks: Marks) -> Microbatch:
-    """Return the microbatch with masks, positions and bounds of its conversations.
-
-    Samples of documents keep what `DocumentRules` gave them.
-    """
-    assert microbatch.loss_mask is not None, "check_conversations demands all three flags"
-    assert microbatch.position_ids is not None
-    assert microbatch.documents is not None
-    length = microbatch.tokens.shape[1]
-    documents = list(microbatch.documents)
-    for sample, (starts, counted) in enumerate(marks):
-        if not starts[0]:
-            continue
-        microbatch.loss_mask[sample] = counted[1:].float()
-        begins = starts[:length].nonzero().squeeze(1).tolist()
-        documents[sample] = (*begins, length)
-        for begin in begins:
-            microbatch.position_ids[sample, begin:] = torch.arange(length - begin)
-    return dataclasses.replace(microbatch, documents=tuple(documents))
+    def open(
+        self,
+        indexed: IndexedDataset,
+        documents: tuple[int, int],
+        seq_length: int,
+        seed: int,
+        num_samples: int,
+        cache: IndexCache,
+    ) -> GPTDataset:
+        """Return the samples. The packing is built if the cache does not have it."""
+        return PackedDataset(indexed, documents, seq_length, seed, num_samples, cache)
