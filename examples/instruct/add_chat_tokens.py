@@ -23,7 +23,11 @@ TEMPLATE = """\
 
 def main() -> None:
     """Write the folder of the new tokenizer."""
+    if len(sys.argv) != 3:
+        sys.exit("error: give the folder of a tokenizer.json, and a folder for the new one")
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
+    if not (source / "tokenizer.json").is_file():
+        sys.exit(f"error: {source} has no tokenizer.json. tools/train_tokenizer.py writes one")
     tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     tokenizer.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in names])

@@ -27,6 +27,8 @@ def ask(words: list[str], rng: random.Random) -> tuple[str, str]:
 
 def main() -> None:
     """Write the file."""
+    if len(sys.argv) != 3:
+        sys.exit("error: give a folder of .txt files, and a file for the conversations")
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     rng = random.Random(1)
     text = " ".join(path.read_text() for path in sorted(folder.glob("*.txt")))

@@ -218,6 +218,7 @@ def _compute_mean_row(
     """Return the mean of all rows of a stored matrix, for the columns of a shard."""
     rows = stored["shape"][0]
     columns = tuple(shard.tensor.shape[1:])
+    # All ranks add up the same rows in the same order, so their means are equal.
     total = torch.zeros(columns, dtype=torch.float64)
     for first in range(0, rows, _ROWS_AT_ONCE):
         part = torch.empty((min(_ROWS_AT_ONCE, rows - first), *columns))

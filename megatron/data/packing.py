@@ -80,6 +80,7 @@ def take_marks(samples: NDArray[np.int64]) -> SampleMarks | None:
     packed = samples[:, 0] < limit
     if not packed.any():
         return None
+    # An id has at most 26 bits, so both marks can be told apart.
     starts = samples < limit
     samples[starts] += START
     counted = samples >= 0

@@ -148,6 +148,7 @@ class OpenSegment:
             cache = self._registry.cache(part.prefix)
 
             def open_index(seed: int, num_samples: int) -> GPTDataset:
+                # Data that must not be cut say themselves how they become samples.
                 open_samples = GPTDataset if data.packing is None else data.packing.open
                 return open_samples(
                     data, part.documents, self.segment.seq_length, seed, num_samples, cache

@@ -185,7 +185,7 @@ def test_the_flags_of_documents_are_needed(
 def test_conversations_that_would_be_cut_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "data", [9, 33, 12, 40])
     with pytest.raises(
-        DataError, match=r"2 of 4 conversations have more than 32 tokens, the longest 40 .*1, 3"
+        DataError, match=r"2 of 4 conversations have more than 32 tokens, the longest 40 .*2, 4"
     ):
         build(tmp_path, str(tmp_path / "data"))
     write(tmp_path / "short", [9, 12])
@@ -198,7 +198,7 @@ def test_documents_among_conversations_are_refused(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
         writer.add_document([-3, 4, 5])
         writer.add_document([3, 4, 5])
-    with pytest.raises(DataError, match="mixes conversations with documents, as sequence 1"):
+    with pytest.raises(DataError, match="mixes conversations with documents, as number 2"):
         build(tmp_path, str(tmp_path / "data"))
 
 

@@ -117,11 +117,11 @@ def test_the_output_does_not_depend_on_the_workers(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [{"content": "x"}, ANSWERED]}, "message 0 has the role None"),
+        ({"messages": [{"content": "x"}, ANSWERED]}, "message 1 has the role None"),
         ({"messages": [{"role": "human", "content": "x"}]}, "the role 'human'"),
         ({"messages": [{"role": "user", "content": 7}, ANSWERED]}, "a content is int"),
         ({"messages": [{"role": "user", "content": None}, ANSWERED]}, "a content is NoneType"),
-        ({"messages": ["hello"]}, "message 0 is str"),
+        ({"messages": ["hello"]}, "message 1 is str"),
         ({"messages": []}, "must be a list that is not empty"),
         ({"messages": {"role": "user"}}, "must be a list"),
         ({"messages": [ASKED]}, "no message is of the assistant"),
@@ -129,12 +129,17 @@ def test_the_output_does_not_depend_on_the_workers(folder: Path, tmp_path: Path)
         ({"messages": [ASKED, {"role": "system", "content": "a"}, ANSWERED]}, "late one"),
         ({"messages": [{**ANSWERED, "tool_calls": [{"x": 1}]}]}, "tool_calls must be"),
         ({"messages": [{**ANSWERED, "tool_calls": "f"}]}, "tool_calls must be"),
+        (
+            {"messages": [ASKED, {**ANSWERED, "tool_calls": [{"function": {"name": "look"}}]}]},
+            "does not write the call or the description of the tool 'look'",
+        ),
+        ({"messages": [ASKED, ANSWERED], "tools": [{"name": "find"}]}, "of the tool 'find'"),
         ({"messages": [{**ANSWERED, "reasoning_content": [1]}]}, "a content is list"),
         ({"messages": [{"role": "assistant", "content": [{"image": 1}]}]}, "is NoneType"),
-        ({"prompt": "x"}, "completion is missing"),
+        ({"prompt": "x"}, "has the keys 'prompt', and must have messages"),
         ({"prompt": "x", "completion": ""}, "completion is empty"),
         ({"prompt": ["x"], "completion": "y"}, "prompt is list"),
-        ({"text": "x"}, "prompt is missing"),
+        ({"text": "x"}, "has the keys 'text'"),
         ([1], "must be an object"),
         ({"messages": [{"role": "user", "content": "a<|im_end|>"}, ANSWERED]}, "spells"),
         ({"messages": [{"role": "user", "content": "a\ufdd0"}, ANSWERED]}, "U\\+FDD0"),
@@ -170,6 +175,8 @@ def test_long_conversations(prepare: Any, folder: Path) -> None:
     assert (summary.dropped, summary.cut, data.sizes.tolist()[2]) == (0, 1, size)
     with pytest.raises(DataError, match="no conversation is left"):
         prepare(rows, longest=4, on_long="cut")
+    with pytest.raises(ConfigError, match="--on-long cut needs --longest"):
+        prepare(rows, on_long="cut")
     with pytest.raises(ConfigError, match="--longest 1 must be at least 2"):
         prepare(rows, longest=1)
 

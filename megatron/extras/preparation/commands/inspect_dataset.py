@@ -24,6 +24,7 @@ from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.console.tokenizer_flags import TokenizerFlags
 from megatron.data.indexed import IndexedDataset
+from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.extras.preparation.conversations.show import (
     format_conversations,
     inspect_conversations,
@@ -92,6 +93,9 @@ def _inspect_conversations(
 ) -> int:
     if given.plot is not None:
         raise ConfigError("--plot is for documents. Leave it out.")
+    if tokenizer is not None:
+        # Another tokenizer would show other texts.
+        check_tokenizers_of_data(given.tokenizer.make_config(), prefixes)
     for prefix in prefixes:
         found = inspect_conversations(prefix, given.show, given.seq_length, tokenizer)
         text = json.dumps(to_json(found), indent=1)

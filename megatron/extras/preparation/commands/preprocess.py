@@ -156,6 +156,7 @@ def _preprocess(given: PreprocessArguments) -> int:
 
 
 def _prepare_conversations(given: PreprocessArguments) -> int:
+    # Nothing that was given is ignored.
     for flag, wrong, reason in (
         ("--engine", given.engine is not None, "conversations are prepared on one machine"),
         ("--append-eod", given.append_eod, "a template ends turns, and a completion always ends"),
@@ -176,11 +177,12 @@ def _prepare_conversations(given: PreprocessArguments) -> int:
         special_tokens_in_text=given.special_tokens_in_text,
         overwrite=given.overwrite,
     )
+    # Notes and bad lines go to standard error, and the result to standard output.
     done = prepare_conversations(job, print_to_stderr)
     print_line(
         f"{job.prefix}: {format_count(done.conversations, 'conversation')}, "
         f"{format_count(done.tokens, 'token')}, of which {done.counted / done.tokens:.1%} count; "
-        f"the longest had {format_count(done.longest, 'token')}; {done.dropped} dropped, "
+        f"the longest has {format_count(done.longest, 'token')}; {done.dropped} dropped, "
         f"{done.cut} cut, {format_count(done.bad_lines, 'bad line')}"
     )
     return 0

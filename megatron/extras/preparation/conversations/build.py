@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import IndexedDatasetWriter, refuse_existing
+from megatron.data.indexed import IndexedDatasetWriter, get_idx_path
 from megatron.data.tokenizer_record import describe_tokenizer, write_record
 from megatron.extras.preparation.conversations.marks import LossOn, Renderer, find_counted
 from megatron.extras.preparation.conversations.rows import (
@@ -104,6 +104,7 @@ class RowEncoder:
         self._specials = read_special_tokens(tokenizer)
         assert isinstance(tokenizer, HFTokenizer)
         self._tokenizer = tokenizer
+        # Loaded late, because rows of prompts and completions need no template.
         self._renderer: Renderer | None = None
 
     def load_template(self) -> Renderer:
@@ -116,6 +117,20 @@ class RowEncoder:
             template = load_chat_template(self._job.tokenizer, self._job.chat_template)
             self._renderer = Renderer(template, self._specials, self._job.loss_on)
         return self._renderer
+
+    def describe_end(self) -> str | None:
+        """Return a note about a template that ends no turn with a special token."""
+        try:
+            renderer = self.load_template()
+        except ConfigError:
+            # Rows of prompts and completions need no template.
+            return None
+        if renderer.template.is_tagged or renderer.ends_turns:
+            return None
+        return (
+            f"note: {renderer.template.origin} writes no special token after an answer, so the "
+            "model does not learn where an answer ends"
+        )
 
     def encode_rows(self, rows: Rows) -> _Encoded:
         """Return the conversations of some rows, and those that are bad."""
@@ -145,17 +160,20 @@ class RowEncoder:
             text, spans = self.load_template().render(conversation.messages, conversation.tools)
         else:
             text = conversation.prompt + conversation.completion
-            start = 0 if self._job.loss_on == "all" else len(conversation.prompt)
+            start = len(conversation.prompt) * (self._job.loss_on != "all")
             spans = [(start, len(text))]
+        # As a whole, as a program does that asks the model.
         encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
         ids, counted = encoding.ids, find_counted(encoding.offsets, spans)
         if not conversation.messages:
             # No template ends a completion.
             ids, counted = [*ids, self._tokenizer.eod], [*counted, True]
+        # A run would learn nothing from it.
         if not any(counted[1:]):
             raise DataError("no token of it counts")
         # Nothing predicts the first token.
         counted[0] = False
+        # The complement of 0 is -1, so each id can be marked.
         found = np.array(ids, np.int32)
         return np.where(counted, found, ~found)
 
@@ -165,7 +183,7 @@ class RowEncoder:
             if found is not None:
                 raise DataError(
                     f"a text spells the special token {found!r}, and would end or begin a turn. "
-                    "Give --special-tokens-in-text to let it, or --on-bad-line skip"
+                    "Give --special-tokens-in-text if such texts may have special tokens"
                 )
 
     def _add(self, done: _Encoded, ids: np.ndarray) -> None:
@@ -175,18 +193,18 @@ class RowEncoder:
             DataError: It is too long, and such ones are refused.
         """
         longest = self._job.longest
-        done.summary.longest = max(done.summary.longest, len(ids))
         if longest is not None and len(ids) > longest:
             if self._job.on_long == "refuse":
                 raise DataError(
-                    f"it has {len(ids)} tokens, more than --longest {longest}. Give --on-long drop "
-                    "or --on-long cut"
+                    f"it has {len(ids)} tokens, more than --longest {longest}. --on-long drop "
+                    "leaves such conversations out, and --on-long cut cuts them"
                 )
             if self._job.on_long == "drop" or not np.any(ids[:longest] >= 0):
                 done.summary.dropped += 1
                 return
             done.summary.cut += 1
             ids = ids[:longest]
+        done.summary.longest = max(done.summary.longest, len(ids))
         done.ids.append(ids)
         done.summary.conversations += 1
         done.summary.tokens += len(ids)
@@ -219,16 +237,27 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
         ConfigError: A flag is wrong, or the output exists.
         DataError: A row is no conversation, or none is left.
     """
+    # One token for the input and one for the label.
     if job.longest is not None and job.longest < 2:
         raise ConfigError(f"--longest {job.longest} must be at least 2.")
-    if not job.overwrite:
-        refuse_existing(job.prefix)
+    if job.on_long != "refuse" and job.longest is None:
+        raise ConfigError(
+            f"--on-long {job.on_long} needs --longest, the tokens of the longest one."
+        )
+    if not job.overwrite and get_idx_path(job.prefix).exists():
+        raise ConfigError(
+            f"{get_idx_path(job.prefix)} exists already. Give another --output-prefix, or "
+            "replace it with --overwrite."
+        )
     paths = leave_out_output(expand_inputs(job.input, log), (f"{job.prefix}.",), log)
     # Errors of the tokenizer and of a template are found here, and not in a worker.
     encoder = RowEncoder(job)
     if job.chat_template is not None:
         encoder.load_template()
+    if note := encoder.describe_end():
+        log(note)
     total = ConversationSummary()
+    # Two runs must not write the same files.
     with lock_output(job.output_prefix):
         with (
             IndexedDatasetWriter(job.prefix, np.int32) as writer,
@@ -244,8 +273,12 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
                     writer.add_document(ids)
                 bar.update(len(done.ids))
             if not total.conversations:
-                raise DataError(f"{', '.join(job.input)}: no conversation is left, so no data set "
-                                "is written")  # fmt: skip
+                raise DataError(
+                    f"{', '.join(job.input)}: no conversation is left, so no data set is written: "
+                    f"{total.bad_lines} bad lines, and {total.dropped} of more tokens than "
+                    "--longest or without a token that counts in them."
+                )
+            # After a crash, the record of an older data set must not stay beside the new one.
             write_record(job.prefix, None)
         write_record(job.prefix, describe_tokenizer(job.tokenizer))
     return total
@@ -257,10 +290,12 @@ def _run(job: ConversationJob, rows: Iterable[Rows]) -> Iterator[_Encoded]:
     Raises:
         DataError: A worker ended.
     """
+    # A forked worker need not import the libraries again. No thread has started yet.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     waiting: collections.deque[tuple[Rows, Future[_Encoded]]] = collections.deque()
     pool = ProcessPoolExecutor(job.workers, context, _start_worker, (job,))
     try:
+        # Results come in the order of the rows, and few of them wait.
         for each in rows:
             waiting.append((each, pool.submit(_encode, each)))
             if len(waiting) > _WAITING * job.workers:
@@ -290,6 +325,6 @@ def _report_bad(
         DataError: There is one, and --on-bad-line is stop.
     """
     if bad and job.on_bad_line == "stop":
-        raise DataError(f"{bad[0]}. Correct the row, or give --on-bad-line skip")
+        raise DataError(f"{str(bad[0]).rstrip('.')}. --on-bad-line skip leaves such rows out.")
     for each in bad[: max(0, _SHOWN_BAD_LINES - total.bad_lines)]:
         log(f"bad line, left out: {each}")

@@ -33,6 +33,17 @@ class Renderer:
     """The texts of the tokenizer's special tokens."""
     loss_on: LossOn
 
+    @property
+    def _special(self) -> re.Pattern[str]:
+        longest_first = sorted(self.specials, key=len, reverse=True)
+        # Without special tokens, nothing matches.
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @property
+    def ends_turns(self) -> bool:
+        """Whether a special token ends an answer."""
+        return self._special.search(self.template.probe.after) is not None
+
     def render(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the ranges of characters that count, in order.
 
@@ -41,6 +52,12 @@ class Renderer:
         """
         tagged = self.template.render(messages, tools)
         text = remove_tags(tagged)
+        for name in list_names(messages, tools):
+            if name not in text:
+                raise DataError(
+                    f"{self.template.origin} does not write the call or the description of the "
+                    f"tool {name!r}. Use a template for tools, or leave tools out"
+                )
         if self.loss_on == "all":
             return text, [(0, len(text))]
         if self.template.is_tagged:
@@ -49,11 +66,15 @@ class Renderer:
             spans = self._find_marked(messages, tools, text)
         if not spans:
             raise DataError(f"{self.template.origin} writes no answer of this conversation")
-        return text, spans if self.loss_on == "assistant" else spans[-1:]
+        # An answer may have several ranges only in a template with generation blocks.
+        if self.loss_on == "last":
+            spans = spans[-1:]
+        return text, spans
 
     def _find_marked(self, messages: Sequence[Message], tools: Any, text: str) -> list[Span]:
         """Return the answers of a template without generation blocks."""
         word = _choose_word(messages, tools, text)
+        # The error of the first way is about the words in the simplest place.
         first_error = None
         # A template may strip white space, or ask whether a content is empty.
         for surround in (_surround_all, _surround_stripped, _surround_text):
@@ -74,9 +95,9 @@ class Renderer:
         at = next((i for i, (a, b) in enumerate(zip(text, without, strict=False)) if a != b), 0)
         raise DataError(
             f"{self.template.origin} changes the text of an answer, so what counts is not known: "
-            f"{text[at : at + _SHOWN]!r} became {without[at : at + _SHOWN]!r} when words were put "
+            f"the text after {text[max(0, at - _SHOWN) : at]!r} is another one when words are put "
             "around the answers. Put {% generation %} and {% endgeneration %} around the answer in "
-            "the template, or give --loss-on all."
+            "the template, or give --loss-on all"
         )
 
     def _extend(
@@ -89,16 +110,15 @@ class Renderer:
             places: Number of each message -> where its contents begin and end in the text.
             text: The text.
         """
-        longest_first = sorted(self.specials, key=len, reverse=True)
-        # Without special tokens, nothing matches.
-        special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        special = self._special
         probe = self.template.probe
         openings = special.findall(probe.before)
         end = special.search(probe.after)
-        ends = () if end is None else (end[0],)
+        ends = [found[0] for found in (end,) if found]
         # Not each template writes its prompt before each answer. A special token may be left of it.
         headers = [probe.find_prompt(special)]
         headers += [token for token in special.findall(probe.between)[-1:] if token not in ends]
+        # Each answer is looked for after the one before.
         cursor = 0
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -111,13 +131,14 @@ class Renderer:
                 continue
             if start is None and len(found) % 2:
                 raise DataError(
-                    f"{self.template.origin} leaves out the beginning of message {number}, so what "
-                    "counts is not known. Put {% generation %} and {% endgeneration %} around the "
-                    "answer in the template, or give --loss-on all."
+                    f"{self.template.origin} leaves out the beginning of message {number + 1}, so "
+                    "what counts is not known. Put {% generation %} and {% endgeneration %} around "
+                    "the answer in the template, or give --loss-on all"
                 )
             first = min(found) if start is None else start
             last = max(found, default=first)
             closing = special.search(text, last)
+            # The first special token after the contents, whatever stands between.
             # A turn may also end with another token, but not with one that begins a turn.
             if ends and closing and (closing[0] in ends or closing[0] not in openings):
                 last = closing.end()
@@ -147,6 +168,17 @@ def _find_header(
     return None
 
 
+def list_names(messages: Sequence[Message], tools: Any) -> list[str]:
+    """Return the names of the tools that a conversation calls and describes."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    found = list(calls)
+    # Some data sets have tools as one text, in which no name can be found.
+    if isinstance(tools, list):
+        found += tools
+    functions = [each.get("function", each) for each in found if isinstance(each, dict)]
+    return [each["name"] for each in functions if isinstance(each.get("name"), str)]
+
+
 def find_counted(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Return whether each token counts.
 
@@ -154,6 +186,7 @@ def find_counted(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
         offsets: The range of characters of each token, in order.
         spans: The ranges of characters that count, in order.
     """
+    # Both are sorted, so one pass is enough.
     counted = [False] * len(offsets)
     first = 0
     for start, end in spans:
@@ -181,6 +214,7 @@ def _find_tagged(text: str) -> list[Span]:
 
 def _choose_word(messages: Sequence[Message], tools: Any, text: str) -> str:
     """Return a word that the conversation does not have. JSON does not change it."""
+    # Any key or text of the conversation may be rendered.
     everything = json.dumps([messages, tools], ensure_ascii=False) + text
     return next(word for n in range(1 << 30) if (word := f"mark{n}q") not in everything)
 
@@ -195,6 +229,7 @@ def _mark(message: Message, word: str, surround: Callable[[str, str], str]) -> M
     """
     if message["role"] != "assistant":
         return message
+    # The plain rendering uses the message too.
     marked = copy.deepcopy(dict(message))
     for key in ("content", "reasoning_content"):
         value = marked.get(key)
@@ -222,7 +257,10 @@ def _surround_stripped(text: str, word: str) -> str:
 
 def _surround_text(text: str, word: str) -> str:
     """Put a word before and after a text, unless it is empty or white space."""
-    return _surround_stripped(text, word) if text.strip() else text
+    # Nothing of such a text can be found again.
+    if not text.strip():
+        return text
+    return _surround_stripped(text, word)
 
 
 def _take_words(text: str, word: str) -> tuple[dict[int, list[int]], str]:

@@ -46,6 +46,7 @@ def read_rows(paths: list[str]) -> Iterator[Rows]:
             yield from _read_table(path, parquet=format is InputFormat.PARQUET)
             continue
         for block in read_blocks([path], ()):
+            # Blocks are for text, and have thousands of rows. A worker gets fewer.
             lines = block.content.split(b"\n")
             for at in range(0, len(lines), _ROWS):
                 yield Rows(path, block.first_line + at, lines[at : at + _ROWS])
@@ -55,6 +56,7 @@ def _read_table(path: str, *, parquet: bool) -> Iterator[Rows]:
     """Yield the rows of a Parquet or an Arrow file."""
     opened: Any = open_parquet(path) if parquet else open_arrow(path)
     with opened as file:
+        # The two classes name their schema differently.
         names = (file.schema_arrow if parquet else file.schema).names
         columns = [name for name in _COLUMNS if name in names]
         if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
@@ -101,22 +103,39 @@ def parse_row(value: Any) -> Conversation | None:
     if not isinstance(value, dict):
         raise DataError(f"must be an object with messages, is {type(value).__name__}")
     if value.get("messages") is None:
-        prompt, completion = (_get_text(value, key) for key in ("prompt", "completion"))
-        if not completion:
-            raise DataError("completion is empty, so nothing counts")
-        return Conversation(prompt=prompt, completion=completion)
+        return _parse_completion(value)
     messages = value["messages"]
     if not isinstance(messages, list) or not messages:
         raise DataError(f"messages is {str(messages)[:40]!r}, and must be a list that is not empty")
-    checked = tuple(_check_message(each, number) for number, each in enumerate(messages))
+    checked = tuple(_check_message(each, number) for number, each in enumerate(messages, 1))
+    # The order of users and answers is the template's affair. Many accept any.
     roles = [message["role"] for message in checked]
     if "system" in roles[1:]:
         at = roles.index("system", 1)
-        raise DataError(f"message {at} is a second system message, or a late one. Only the first "
-                        "message may be of the system")  # fmt: skip
+        raise DataError(
+            f"message {at + 1} is a second system message, or a late one. Only the first message "
+            "may be of the system"
+        )
     if "assistant" not in roles:
         raise DataError("no message is of the assistant, so nothing counts")
     return Conversation(checked, value.get("tools") or None)
+
+
+def _parse_completion(value: dict[str, Any]) -> Conversation:
+    """Return a prompt with its completion.
+
+    Raises:
+        DataError: It has neither these keys nor messages, or one is no text.
+    """
+    if not {"prompt", "completion"} <= {*value}:
+        raise DataError(
+            f"it has the keys {', '.join(map(repr, value))}, and must have messages with roles "
+            "and contents, or prompt and completion"
+        )
+    prompt, completion = (_get_text(value, key) for key in ("prompt", "completion"))
+    if not completion:
+        raise DataError("completion is empty, so nothing counts")
+    return Conversation(prompt=prompt, completion=completion)
 
 
 def list_contents(conversation: Conversation) -> Iterator[str]:
@@ -148,6 +167,7 @@ def _check_message(message: Any, number: int) -> Message:
     if role not in ROLES:
         raise DataError(f"message {number} has the role {role!r}, and must have one of "
                         f"{', '.join(ROLES)}")  # fmt: skip
+    # The mask needs the names of the calls.
     calls = found.get("tool_calls", [])
     if not isinstance(calls, list) or not all(map(_has_name, calls)):
         raise DataError(f"message {number}: tool_calls must be a list of objects with a name")
@@ -182,9 +202,8 @@ def _drop_nulls(value: Any) -> Any:
 
 def _get_text(value: dict[str, Any], key: str) -> str:
     """Return a text of a row."""
-    if not isinstance(value.get(key), str):
-        kind = "missing" if key not in value else type(value[key]).__name__
-        raise DataError(f"{key} is {kind}, and must be a text. Or give messages")
+    if not isinstance(value[key], str):
+        raise DataError(f"{key} is {type(value[key]).__name__}, and must be a text")
     return str(value[key])
 
 

@@ -32,6 +32,8 @@ class ConversationReport:
     longest: int
     samples: int | None
     """Samples of one pass with --seq-length."""
+    too_long: int
+    """Conversations that do not fit into a sample. A run refuses them."""
     efficiency: float | None
     """Share of these samples that conversations fill. The rest is padding."""
     specials: dict[str, int] = field(default_factory=dict)
@@ -64,14 +66,18 @@ def inspect_conversations(
     if show and tokenizer is None:
         raise ConfigError(f"--show {show} needs the tokenizer. Give its flags.")
     samples = efficiency = None
+    too_long = 0
     if seq_length is not None:
         samples = ConversationPacking().count_samples(data, (0, len(data)), seq_length)
         fitting = data.sizes[data.sizes <= seq_length + 1]
+        too_long = len(data) - len(fitting)
         efficiency = float(fitting.sum(dtype=np.int64) / (samples * (seq_length + 1)))
     shown = []
+    # Of the shown ones only. All would have to be decoded.
     found: collections.Counter[str] = collections.Counter()
     for number in range(min(show, len(data))):
         assert tokenizer is not None
+        # The sign says whether a token counts.
         stored = data[number]
         ids = np.maximum(stored, ~stored).tolist()
         special = {*list_special_token_ids(tokenizer)}
@@ -80,7 +86,8 @@ def inspect_conversations(
         shown.append({"ids": ids, "tokens": texts, "counted": (stored >= 0).tolist()})
     return ConversationReport(
         prefix, len(data), len(data.tokens), int(np.count_nonzero(data.tokens >= 0)),
-        int(data.sizes.max()), samples, efficiency, dict(found.most_common(_SPECIALS)), shown,
+        int(data.sizes.max()), samples, too_long, efficiency,
+        dict(found.most_common(_SPECIALS)), shown,
     )  # fmt: skip
 
 
@@ -105,6 +112,8 @@ def format_conversations(
     }
     if report.samples is not None and report.efficiency is not None:
         rows["samples of a pass"] = f"{report.samples:,}, {report.efficiency:.1%} filled"
+    if report.too_long:
+        rows["PROBLEM"] = f"{report.too_long:,} are longer than a sample. A run refuses them"
     return "\n".join([*lines, *(f"{name:20} {value}" for name, value in rows.items())])
 
 
@@ -126,5 +135,5 @@ def _list_shown(
             text = tokenizer.decode([token for _, token in run])
             text = "\n".join(map(make_plain, text.split("\n")))
             pieces.append(form.format(text) if counted else text)
-        yield f"--- conversation {number}"
+        yield f"--- conversation {number + 1}"
         yield "".join(pieces)

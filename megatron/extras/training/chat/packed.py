@@ -33,7 +33,9 @@ def pack(sizes: NDArray[np.int64], capacity: int, seed: int) -> NDArray[np.int32
         seed: Seed of the order.
     """
     order = np.random.RandomState(seed).permutation(len(sizes))
+    # Large ones first: the small ones then fill what is left.
     order = order[np.argsort(-sizes[order], kind="stable")]
+    # All of them are written, because each conversation fits into an empty sample.
     found = np.empty(len(sizes), np.int32)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     # Bit r is set if a sample has room for exactly r tokens. So the fullest fitting one is found
@@ -74,6 +76,7 @@ class PackedDataset(GPTDataset):
         self.documents = documents
         self.seq_length = seq_length
         self.seed = seed
+        # The packing is that of one epoch, and all epochs have it.
         first, last = documents
         count = last - first
         key = self._make_key()
@@ -84,6 +87,7 @@ class PackedDataset(GPTDataset):
 
         sample = cache.open("packing", key, {"sample": (np.int32, (count,))}, build)["sample"]
         check_range(sample, count, "sample of a packing")
+        # The conversations of a sample stand together, in the order of the file.
         self.doc_idx = np.argsort(sample, kind="stable") + first
         starts = np.flatnonzero(np.diff(sample[self.doc_idx - first], prepend=-1))
         self._bounds = np.append(starts, count)
@@ -108,8 +112,10 @@ class PackedDataset(GPTDataset):
                 f"{self.indexed.prefix} holds conversations, which would be cut at "
                 f"{out.shape[1] - 1} tokens by the curriculum. Leave --curriculum-learning out."
             )
+        # A missing byte of a mapped file would end the process.
         self.indexed.check_not_truncated()
         for sample, row in zip(samples.tolist(), rows.tolist(), strict=True):
+            # A view, so this writes into `out`.
             line = out[row]
             at = 0
             for document in self._list_documents(sample):
@@ -137,6 +143,7 @@ class PackedDataset(GPTDataset):
         epoch, place = divmod(sample, self.per_epoch)
         if epoch not in self._orders:
             # An epoch does not depend on how many follow it.
+            # A generator of its own for each epoch, and not one for all.
             order = np.random.RandomState([self.seed, epoch]).permutation(self.per_epoch)
             self._orders[epoch] = order
         packed = int(self._orders[epoch][place])
@@ -177,16 +184,17 @@ class ConversationPacking:
         documents = np.flatnonzero(firsts >= 0)
         if len(documents):
             raise DataError(
-                f"{indexed.prefix} mixes conversations with documents, as sequence {documents[0]}. "
-                "Keep them in two data sets, and give both with weights."
+                f"{indexed.prefix} mixes conversations with documents, as number "
+                f"{1 + documents[0]}. Keep them in two data sets, and give both with weights."
             )
         long = np.flatnonzero(indexed.sizes > seq_length + 1)
         if len(long):
             raise DataError(
                 f"{indexed.prefix}: {len(long)} of {len(indexed)} conversations have more than "
-                f"{seq_length + 1} tokens, the longest {indexed.sizes.max()} (the first are "
-                f"{', '.join(map(str, long[:_SHOWN]))}). None is cut by a run. Raise --seq-length, "
-                f"or make the data again with --longest {seq_length + 1} --on-long drop, or cut."
+                f"{seq_length + 1} tokens, the longest {indexed.sizes.max()} (numbers "
+                f"{', '.join(str(1 + each) for each in long[:_SHOWN])}). None is cut by a run. "
+                f"Raise --seq-length, or make the data again with --longest {seq_length + 1} "
+                "--on-long drop, or cut."
             )
 
     def count_samples(

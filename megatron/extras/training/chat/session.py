@@ -29,6 +29,7 @@ class ChatSession:
         Raises:
             ConfigError: There is no template, or the tokenizer has no special tokens.
         """
+        # A prompt has the special tokens of its template.
         read_special_tokens(tokenizer)
         self._template = load_chat_template(config, file)
         self._history = history
@@ -39,7 +40,7 @@ class ChatSession:
         """The text that ends an answer, or nothing if only the end of a document does."""
         # A template may end the text after the turn. A turn ends at its first line.
         end = self._template.probe.after.strip().partition("\n")[0]
-        return (end,) if end else ()
+        return tuple(filter(None, [end]))
 
     def make_prompts(self, questions: Sequence[str]) -> list[str]:
         """Return the prompt of each question.
@@ -57,6 +58,7 @@ class ChatSession:
 
     def keep(self, question: str, answer: str) -> None:
         """Remember an answer, if there is a history."""
+        # The prompts of a file are independent questions.
         if self._history:
             self._messages += [ask(question), {"role": "assistant", "content": answer}]
 

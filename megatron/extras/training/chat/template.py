@@ -1,6 +1,6 @@
 """A chat template of Jinja, rendered as transformers renders it, in a sandbox.
 
-Source: the chat templates of transformers (https://huggingface.co/docs/transformers/chat_templating).
+Source: transformers (https://huggingface.co/docs/transformers/chat_templating).
 Text between `{% generation %}` and `{% endgeneration %}` is what the model writes.
 """
 
@@ -69,10 +69,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             SecurityError: The result may be too large.
         """
         is_product = all(isinstance(each, (int, float)) for each in (left, right))
+        # A text times a number, or a power, may fill the memory before anything can stop it.
         if operator == "**" or (operator == "*" and not is_product):
             raise SecurityError(f"the operator {operator} is not allowed for such values")
         if operator == "%" and isinstance(left, str):
             raise SecurityError("the operator % is not allowed for texts")
+        # A loop may square a number again and again.
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and result.bit_length() > _BITS:
             raise SecurityError(f"a number of {result.bit_length()} bits is not allowed")
@@ -98,8 +100,10 @@ class ChatTemplate:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
+        # The functions that transformers gives to a template.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
+        # One date for all conversations, also if a day ends meanwhile.
         now = datetime.datetime.now()
         environment.globals["strftime_now"] = now.strftime
         self._tokens = dict(tokens)
@@ -160,6 +164,7 @@ class ChatTemplate:
             with contextlib.suppress(DataError):
                 text = remove_tags(self.render(messages, prompt=prompt))
             texts.append(text)
+        # Without the answer, the last two are empty, and nothing is known of the template.
         before, _, after = texts[0].partition(answer)
         return Probe(before, after, before.partition(question)[2], texts[1], texts[2])
 
@@ -205,6 +210,7 @@ def load_chat_template(config: TokenizerConfig, file: str | None = None) -> Chat
     Raises:
         ConfigError: There is none, or it is damaged.
     """
+    # A tokenizer of two files has no folder, and no names for its tokens.
     folder = find_tokenizer_folder(config.tokenizer_name_or_path)
     tokens = {}
     if folder is not None:
@@ -219,7 +225,8 @@ def load_chat_template(config: TokenizerConfig, file: str | None = None) -> Chat
     if found is None:
         raise ConfigError(
             f"the tokenizer {config.tokenizer_name_or_path} has no chat template. Give "
-            "--chat-template FILE, or a folder with chat_template.jinja."
+            "--chat-template FILE, or a folder with chat_template.jinja, as "
+            "examples/instruct/add_chat_tokens.py makes one."
         )
     return ChatTemplate(found[0], tokens, str(found[1]))
 
@@ -236,7 +243,8 @@ def _find_template(folder: Path) -> tuple[str, Path] | None:
         found = load_json(str(config)).get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"the chat template in {folder} cannot be read: {error}") from error
-    # A tokenizer may have several templates, each with a name.
+    # A tokenizer may have several templates, each with a name. That for tools is rarely another
+    # one today.
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
@@ -251,9 +259,10 @@ def read_special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     """
     if not isinstance(tokenizer, HFTokenizer) or not tokenizer.backend.get_added_tokens_decoder():
         raise ConfigError(
-            "conversations need a tokenizer with special tokens in a tokenizer.json. Give "
-            "--tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
+            "conversations need a tokenizer of the type PretrainedFromHF, whose tokenizer.json has "
+            "special tokens. examples/instruct/add_chat_tokens.py adds them and a template."
         )
+    # The template writes special tokens as text.
     tokenizer.backend.encode_special_tokens = False
     added = tokenizer.backend.get_added_tokens_decoder().values()
     return tuple(token.content for token in added if token.special)
@@ -269,6 +278,7 @@ def _limit_seconds() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise DataError(f"the chat template needs more than {SECONDS:g} s for one conversation")
 
+    # A timer interrupts loops of a template, which run in Python.
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:

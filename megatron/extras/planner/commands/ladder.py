@@ -1,0 +1,226 @@
+"""Train small models, fit a law to their losses, and foretell the loss of a large one.
+
+    python tools/ladder.py run ladder.yaml
+    python tools/ladder.py fit ladder.yaml
+    python tools/ladder.py predict ladder.yaml -- --config large.yaml
+
+`run` trains what is not complete yet, one run after the other. `fit` and `predict` also read a CSV
+file with the columns parameters, tokens and loss. docs/ladder.md describes the file and the law.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from megatron.base import exit_codes
+from megatron.base.errors import ConfigError, DataError
+from megatron.base.plain_text import print_line, print_to_stderr
+from megatron.console.double_dash import split_at_double_dash
+from megatron.console.parse import parse_arguments
+from megatron.console.run_tool import run_tool
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.ladder.prediction import (
+    Fit,
+    Prediction,
+    build_json,
+    fit_rows,
+    predict,
+)
+from megatron.extras.planner.ladder.runs import (
+    LadderRow,
+    Rung,
+    count_inner_parameters,
+    read_ladder,
+    read_result,
+    read_table,
+    train,
+    write_table,
+)
+from megatron.plan.resolve import resolve
+
+
+@dataclass(frozen=True)
+class RunRungs:
+    """Train the runs that are not complete, the smallest first."""
+
+    ladder: tyro.conf.Positional[str]
+    """The YAML file of the ladder."""
+    only: int | None = None
+    """Train only the run with this number, as in a job array: --only $SLURM_ARRAY_TASK_ID."""
+    list: bool = False
+    """Print the runs with their numbers, and train nothing."""
+
+
+@dataclass(frozen=True)
+class FitLaw:
+    """Fit the law to the results, and show how far each run is from it."""
+
+    results: tyro.conf.Positional[str]
+    """The YAML file of the ladder, or a CSV file of results."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class PredictLoss:
+    """Foretell the loss of a run: give --parameters and --tokens, or its flags after --."""
+
+    results: tyro.conf.Positional[str]
+    """The YAML file of the ladder, or a CSV file of results."""
+    parameters: float | None = None
+    """Parameters of the run, without the embedding and the output matrix."""
+    tokens: float | None = None
+    """Tokens of its training. Default: those with which the model uses its compute best."""
+    json: bool = False
+    """Print JSON."""
+
+
+Arguments = (
+    Annotated[RunRungs, tyro.conf.subcommand("run")]
+    | Annotated[FitLaw, tyro.conf.subcommand("fit")]
+    | Annotated[PredictLoss, tyro.conf.subcommand("predict")]
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what `argv` asks for and return the exit code."""
+    own, training = split_at_double_dash(sys.argv[1:] if argv is None else argv)
+    kinds: Any = Arguments
+    given: RunRungs | FitLaw | PredictLoss
+    given = parse_arguments(kinds, args=own, prog="ladder.py", description=__doc__)
+
+    def act() -> int:
+        if training and not isinstance(given, PredictLoss):
+            raise ConfigError("flags after -- describe the run of predict. Leave them out.")
+        if isinstance(given, RunRungs):
+            return _run(given)
+        # The other two begin with the fit.
+        fitted = fit_rows(_read_rows(given.results))
+        found = None
+        if isinstance(given, PredictLoss):
+            found = _predict(given, fitted, training or [])
+        if given.json:
+            print_line(json.dumps(build_json(fitted, found), indent=1))
+        else:
+            print_line(_describe_fit(fitted) if found is None else _describe(fitted, found))
+        return 0
+
+    return run_tool(act)
+
+
+def _run(given: RunRungs) -> int:
+    rungs = read_ladder(given.ladder)
+    if given.only is not None and not 0 <= given.only < len(rungs):
+        raise ConfigError(f"--only {given.only} must be one of 0 to {len(rungs) - 1}.")
+    failed = 0
+    for number, rung in enumerate(rungs):
+        # An earlier call, or another task of the array, may have trained it.
+        done = read_result(rung)
+        if given.list or done is not None:
+            state = "not complete" if done is None else f"loss {done.loss:.4f}"
+            print_line(f"{number:3} {rung.name}: {state}")
+        elif given.only in (None, number):
+            print_line(f"{number:3} {rung.name}: training, see {rung.folder / 'log.txt'}")
+            try:
+                train(rung)
+            # The other runs may succeed.
+            except DataError as error:
+                failed += 1
+                print_to_stderr(f"error: {error}")
+    # Tasks of a job array collect what the others have finished.
+    rows = _collect(rungs)
+    if rows and not given.list:
+        path = rungs[0].folder.parent / "results.csv"
+        write_table(path, rows)
+        print_line(f"{len(rows)} of {len(rungs)} runs are complete: {path}")
+    return exit_codes.FOUND if failed else 0
+
+
+def _collect(rungs: list[Rung]) -> list[LadderRow]:
+    return [row for rung in rungs if (row := read_result(rung)) is not None]
+
+
+def _read_rows(path: str) -> list[LadderRow]:
+    """Return the results that a file has, or that the runs of a ladder have so far.
+
+    Raises:
+        DataError: No run is complete.
+    """
+    # Results of other programs, and published ones.
+    if Path(path).suffix == ".csv":
+        return read_table(path)
+    rungs = read_ladder(path)
+    rows = _collect(rungs)
+    if len(rows) < len(rungs):
+        print_to_stderr(f"note: {len(rungs) - len(rows)} of {len(rungs)} runs are not complete")
+    if not rows:
+        raise DataError(f"no run of {path} is complete. Start them with: ladder.py run {path}")
+    return rows
+
+
+def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction:
+    """Return the prediction for the run that the command line describes.
+
+    Raises:
+        ConfigError: Its size is given twice or not at all, or its flags have errors.
+    """
+    parameters, tokens = given.parameters, given.tokens
+    if training:
+        if parameters is not None:
+            raise ConfigError("--parameters and flags after -- are both given. Keep one.")
+        plan = resolve(load_config(training).config, 1)
+        parameters = count_inner_parameters(plan)
+        tokens = tokens or plan.train_tokens or None
+    if parameters is None or parameters <= 0 or (tokens is not None and tokens <= 0):
+        raise ConfigError(
+            "give the size of the run: its flags after --, or --parameters and --tokens, both "
+            "above 0."
+        )
+    # A question about a size alone is one about its best use.
+    if tokens is None:
+        tokens = fitted.law.find_optimal_tokens(parameters)
+    return predict(fitted, parameters, tokens)
+
+
+def _describe_fit(fitted: Fit) -> str:
+    """Return the law, and its distance from each run."""
+    law, runs = fitted.law, fitted.runs
+    lines = [
+        f"loss = {law.e:.4g} + {law.a_factor:.4g} / N^{law.a:.3f} "
+        f"+ {law.b_factor:.4g} / D^{law.b:.3f}",
+        f"runs differ from it by {fitted.noise:.2%} (root mean square)",
+    ]
+    if fitted.seeds is not None:
+        lines.append(f"a loss differs by {fitted.seeds:.4f} between seeds (standard deviation)")
+    lines.append(f"{'parameters':>14} {'tokens':>16} {'loss':>8} {'law':>8} {'difference':>10}")
+    predicted = law.predict(runs.parameters, runs.tokens)
+    table = zip(runs.parameters, runs.tokens, runs.loss, predicted, strict=True)
+    for size, tokens, loss, found in table:
+        numbers = f"{loss:8.4f} {found:8.4f} {found / loss - 1:+10.2%}"
+        lines.append(f"{size:14,.0f} {tokens:16,.0f} {numbers}")
+    return "\n".join(lines)
+
+
+def _describe(fitted: Fit, found: Prediction) -> str:
+    """Return a prediction for people."""
+    rows = {
+        "parameters": f"{found.parameters:,.0f} without the embedding and the output matrix",
+        "tokens": f"{found.tokens:,.0f}, {found.tokens / found.parameters:.3g} for each parameter",
+        "loss": f"{found.loss:.4f}, between {found.low:.4f} and {found.high:.4f} (95 %)",
+        "best use of compute": f"{found.optimal_tokens:,.0f} tokens",
+        "learning rate": f"{found.lr:.3g}, from {found.lr_reason}",
+        "batch": f"{found.batch_tokens:,.0f} tokens, by the published step law",
+        "law": f"of {len(fitted.runs.loss)} runs, which differ from it by {fitted.noise:.2%}",
+    }
+    lines = [f"{name:20} {value}" for name, value in rows.items()]
+    if found.warning is not None:
+        lines.append(f"warning: {found.warning}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The runs of a ladder: small models that are trained with the same flags, and their losses.
+
+Invariant: a run that is complete is not trained again, and one that was interrupted is resumed.
+"""
+
+import csv
+import io
+import itertools
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron.base.durable import replace_file
+from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
+from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.planner.ladder.law import Runs
+from megatron.model.flops import count_word_embedding_parameters
+from megatron.observe.metrics import read_metrics
+from megatron.plan.resolve import resolve
+from megatron.plan.run_plan import Plan
+
+_KEYS = {"folder", "flags", "rungs", "seeds"}
+_RUNG_KEYS = {"flags", "tokens", "lr"}
+_OWN_FLAGS = ("--train-iters", "--train-samples", "--save", "--load", "--seed", "--lr")
+"""Flags that the ladder sets."""
+_COLUMNS = ("name", "parameters", "tokens", "lr", "seed", "loss")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One run of a ladder."""
+
+    name: str
+    parameters: int
+    """N, without the embedding and the output matrix."""
+    tokens: int
+    lr: float
+    seed: int
+    iterations: int
+    argv: tuple[str, ...]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """The result of a run. See `Rung`."""
+
+    name: str
+    parameters: float
+    tokens: float
+    lr: float
+    seed: int
+    loss: float
+
+
+def read_ladder(path: str) -> list[Rung]:
+    """Return the runs that a file describes, the smallest first.
+
+    Raises:
+        ConfigError: The file is wrong, or a run has errors. The message has all of them.
+    """
+    try:
+        found = yaml.safe_load(load_text(path, SETTINGS_BYTES))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a ladder: {error}") from error
+    if not isinstance(found, dict) or {*found} - _KEYS or {"folder", "flags", "rungs"} - {*found}:
+        raise ConfigError(f"{path} must have the keys folder, flags and rungs, and may have seeds.")
+    common = str(found["flags"]).split()
+    # They would be given twice, and the later one would win.
+    own = [flag for flag in common if flag.partition("=")[0] in _OWN_FLAGS]
+    if own:
+        raise ConfigError(f"{path}: flags has {' '.join(own)}, which the ladder sets for each run.")
+    rungs: list[Rung] = []
+    errors: list[str] = []
+    for number, rung in enumerate(found["rungs"]):
+        if not isinstance(rung, dict) or {*rung} != _RUNG_KEYS:
+            raise ConfigError(f"{path}: rung {number} must have the keys flags, tokens and lr.")
+        flags = [*common, *str(rung["flags"]).split()]
+        try:
+            rungs += _build_rungs(flags, rung, found.get("seeds", [1234]), Path(found["folder"]))
+        except (ConfigError, TypeError, ValueError) as error:
+            errors.append(f"rung {number}: {error}")
+    if errors:
+        raise ConfigError("\n  ".join([f"{path} has errors:", *errors]))
+    names = [rung.name for rung in rungs]
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path} describes the run {twice} twice. Each needs its own size.")
+    return sorted(rungs, key=lambda rung: rung.parameters * rung.tokens)
+
+
+def _build_rungs(
+    flags: list[str], rung: dict[str, Any], seeds: Sequence[int], folder: Path
+) -> Iterator[Rung]:
+    """Yield the runs of one size.
+
+    Raises:
+        ConfigError: A run has errors.
+    """
+    lists = [
+        value if isinstance(value, list) else [value] for value in (rung["tokens"], rung["lr"])
+    ]
+    for tokens, lr, seed in itertools.product(*lists, seeds):
+        # Sequence length and batch size are needed for the number of samples.
+        plan = resolve(load_config([*flags, "--train-samples", "1000000"]).config, 1)
+        length, batch = plan.config.model.seq_length, plan.batch_size.final
+        samples = max(1, round(float(tokens) / length / batch)) * batch
+        own = ["--train-samples", str(samples), "--lr", str(lr), "--seed", str(seed)]
+        plan = resolve(load_config([*flags, *own]).config, 1)
+        plan.raise_on_errors()
+        size = count_inner_parameters(plan)
+        # The name has all that tells two runs apart, and finds the folder again.
+        name = f"n{size}-d{samples * length}-lr{float(lr):g}-s{seed}"
+        where = folder / name
+        paths = ["--save", str(where), "--load", str(where)]
+        argv = (*flags, *own, *paths)
+        yield Rung(
+            name, size, samples * length, float(lr), int(seed), plan.train_iters, argv, where
+        )
+
+
+def count_inner_parameters(plan: Plan) -> int:
+    """Return N: the parameters without the word embedding and the output matrix."""
+    # An untied output matrix is as large as the embedding.
+    tables = 1 + plan.config.model.untie_embeddings_and_output_weights
+    return plan.parameters - tables * count_word_embedding_parameters(plan.shape)
+
+
+def train(rung: Rung) -> None:
+    """Train a run, or resume it. Its output goes to log.txt in its folder.
+
+    Raises:
+        DataError: The run failed.
+    """
+    # The run itself resumes from its last checkpoint.
+    rung.folder.mkdir(parents=True, exist_ok=True)
+    log = rung.folder / "log.txt"
+    # A process of its own, so that a crash does not end the ladder.
+    command = [sys.executable, "-m", "megatron.commands.pretrain", *rung.argv]
+    with log.open("ab") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        # The last line of a log is the error.
+        lines = load_text(log, decoding="replace").strip().splitlines()
+        raise DataError(f"{rung.name} failed ({log}): {''.join(lines[-1:])}")
+
+
+def read_result(rung: Rung) -> LadderRow | None:
+    """Return the result of a run, or None if it is not complete."""
+    path = rung.folder / "metrics.jsonl"
+    losses = []
+    if path.is_file():
+        losses = [
+            float(next(iter(entry["validation"].values())))
+            for entry in read_metrics(path)
+            if entry["iteration"] == rung.iterations and entry.get("validation")
+        ]
+    # A run evaluates when it is complete.
+    if not losses:
+        return None
+    return LadderRow(rung.name, rung.parameters, rung.tokens, rung.lr, rung.seed, losses[-1])
+
+
+def write_table(path: Path, rows: Sequence[LadderRow]) -> None:
+    """Write the results as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    replace_file(path, text.getvalue())
+
+
+def read_table(path: str) -> list[LadderRow]:
+    """Return the results in a CSV file. Of the columns, name, lr and seed may be missing.
+
+    Raises:
+        DataError: It cannot be read, or a number is missing.
+    """
+    try:
+        found = list(csv.DictReader(load_text(path).splitlines()))
+        return [
+            LadderRow(
+                row.get("name", str(number)), float(row["parameters"]), float(row["tokens"]),
+                float(row.get("lr", "nan")), int(row.get("seed", 0)), float(row["loss"]),
+            )
+            for number, row in enumerate(found)
+        ]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read as results: {error!r}. It must be CSV with the columns "
+            "parameters, tokens and loss."
+        ) from error
+
+
+def choose_best(rows: Sequence[LadderRow]) -> Runs:
+    """Return a run for each size and number of tokens: that with the best rate, over its seeds."""
+    losses: dict[tuple[float, float], dict[float, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for row in rows:
+        losses[row.parameters, row.tokens][row.lr].append(row.loss)
+    # The mean over seeds, so that a lucky seed does not choose the rate.
+    best = [(*key, min(map(mean, of_rates.values()))) for key, of_rates in losses.items()]
+    columns = np.array(best, float).reshape(-1, 3).T
+    return Runs(*columns)
+
+
+def measure_seeds(rows: Sequence[LadderRow]) -> float | None:
+    """Return the standard deviation of a loss over seeds, or None without two seeds of a run."""
+    groups: dict[tuple[float, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        groups[row.parameters, row.tokens, row.lr].append(row.loss)
+    several = [np.var(each, ddof=1) for each in groups.values() if len(each) > 1]
+    if not several:
+        return None
+    return float(np.sqrt(np.mean(several)))
+
+
+def find_rates(rows: Sequence[LadderRow]) -> dict[tuple[float, float], float]:
+    """Return the best rate of each size and number of tokens with three rates or more.
+
+    It is the minimum of a parabola in the logarithm of the rate, within the rates that were tried.
+    """
+    losses: dict[tuple[float, float], dict[float, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for row in rows:
+        losses[row.parameters, row.tokens][row.lr].append(row.loss)
+    rates = {}
+    for key, of_rates in losses.items():
+        if len(of_rates) < 3:
+            continue
+        # Losses near the best rate are a parabola in the logarithm of the rate.
+        x = np.log(sorted(of_rates))
+        square, slope, _ = np.polyfit(x, [mean(of_rates[rate]) for rate in sorted(of_rates)], 2)
+        # Otherwise the rates show no minimum.
+        if square > 0:
+            rates[key] = float(np.exp(np.clip(-slope / (2 * square), x[0], x[-1])))
+    return rates

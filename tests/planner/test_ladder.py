@@ -1,0 +1,252 @@
+"""The law of a ladder: exact where it is known, near published runs, refused for bad results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_corpus import JSONL
+
+from megatron.base.errors import ConfigError, DataError
+from megatron.extras.planner.commands import ladder
+from megatron.extras.planner.ladder.law import (
+    Law,
+    Runs,
+    bootstrap,
+    find_interval,
+    fit,
+    measure_noise,
+)
+from megatron.extras.planner.ladder.prediction import fit_rows, predict
+from megatron.extras.planner.ladder.runs import (
+    LadderRow,
+    choose_best,
+    find_rates,
+    measure_seeds,
+    read_ladder,
+    read_table,
+)
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+OLMO = FIXTURES / "ladder/olmo.csv"
+SIZES = np.array([2e7, 5e7, 1e8, 4e8, 1e9])
+
+
+def make_runs(law: Law, noise: float = 0.0, seed: int = 1) -> Runs:
+    parameters, tokens = (each.ravel() for each in np.meshgrid(SIZES, SIZES * 20))
+    loss = law.predict(parameters, tokens)
+    return Runs(parameters, tokens, loss * np.exp(np.random.default_rng(seed).normal(0, noise, 25)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.floats(1.0, 2.5), st.floats(100, 900), st.floats(300, 3000), st.floats(0.25, 0.6),
+    st.floats(0.25, 0.6),
+)  # fmt: skip
+def test_a_law_without_noise_is_found(e: float, a: float, b: float, c: float, d: float) -> None:
+    law = Law(e, a, b, c, d)
+    runs = make_runs(law)
+    found = fit(runs)
+    # Terms of less than a thousandth cannot be told apart.
+    assert measure_noise(runs, found) < 1e-6
+    assert float(found.predict(5e9, 1e11)) == pytest.approx(float(law.predict(5e9, 1e11)), rel=2e-3)
+
+
+def test_a_bad_run_does_not_bend_the_law() -> None:
+    law = Law(1.8, 480, 2100, 0.35, 0.37)
+    runs = make_runs(law, 0.002)
+    runs.loss[3] *= 1.3
+    found = fit(runs)
+    assert float(found.predict(5e9, 1e11)) == pytest.approx(float(law.predict(5e9, 1e11)), rel=0.02)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    law = Law(1.8, 480, 2100, 0.35, 0.37)
+    truth = float(law.predict(4e9, 8e10))
+    inside = 0
+    for seed in range(30):
+        runs = make_runs(law, 0.004, seed)
+        found = fit(runs)
+        low, high = find_interval(bootstrap(runs, found, 60, seed), runs, found, 4e9, 8e10)
+        inside += low < truth < high
+    assert inside >= 26
+
+
+def test_the_published_ladder_of_olmo() -> None:
+    rows = read_table(str(OLMO))
+    small, targets = rows[:16], rows[16:]
+    fitted = fit_rows(small)
+    assert fitted.noise < 0.004
+    for row, missed in zip(targets, (-0.019, -0.037), strict=True):
+        found = predict(fitted, row.parameters, row.tokens)
+        assert found.loss / row.loss - 1 == pytest.approx(missed, abs=0.001)
+        assert found.low < row.loss < found.high
+        assert found.warning is not None
+        assert "extrapolates" in found.warning
+    below = [row for row in small if row.parameters < 1e9]
+    law = fit(choose_best(below))
+    for row in small:
+        if row.parameters > 1e9:
+            assert float(law.predict(row.parameters, row.tokens)) == pytest.approx(
+                row.loss, rel=0.0092
+            )
+
+
+def test_the_optimal_tokens_are_a_minimum_for_their_compute() -> None:
+    law = Law(1.8, 480, 2100, 0.35, 0.37)
+    tokens = law.find_optimal_tokens(1e9)
+    best = float(law.predict(1e9, tokens))
+    for factor in (0.8, 1.25):
+        assert float(law.predict(1e9 * factor, tokens / factor)) > best
+
+
+def make_rows(lr: float = 1e-3) -> list[LadderRow]:
+    runs = make_runs(Law(1.8, 480, 2100, 0.35, 0.37))
+    table = zip(runs.parameters, runs.tokens, runs.loss, strict=True)
+    return [LadderRow("x", float(n), float(d), lr, 1, float(loss)) for n, d, loss in table]
+
+
+def test_rates_and_seeds() -> None:
+    rows = make_rows()
+    size, tokens, best = rows[7].parameters, rows[7].tokens, 2e-3
+    for lr in (5e-4, 1e-3, 4e-3, 8e-3):
+        for seed, more in ((1, -0.01), (2, 0.01)):
+            loss = rows[7].loss + 0.1 * np.log(lr / best) ** 2 + more
+            rows.append(LadderRow("x", size, tokens, lr, seed, float(loss)))
+    assert find_rates(rows[25:]) == {(size, tokens): pytest.approx(best, rel=1e-6)}
+    assert measure_seeds(rows[25:]) == pytest.approx(0.02 / 2**0.5)
+    fitted = fit_rows(rows)
+    assert len(fitted.runs.loss) == 25
+    found = predict(fitted, size, tokens)
+    assert "best rates of 1 runs" in found.lr_reason
+    assert found.warning is None
+    assert "published step law" in predict(fit_rows(make_rows()), size, tokens).lr_reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda rows: rows[:5], "5 runs are too few"),
+        (lambda rows: [row for row in rows if row.parameters < 6e7], "have 2 sizes"),
+        (lambda rows: [row for row in rows if row.tokens < 6e7 * 20], "have 2 numbers of tokens"),
+        (lambda rows: [*rows[:-1], LadderRow("x", 1e9, 1e10, 1e-3, 1, float("nan"))], "diverged"),
+        (lambda rows: [*rows[:-1], LadderRow("x", 1e9, 1e10, 1e-3, 1, float("inf"))], "diverged"),
+        (lambda rows: [*rows[:-1], LadderRow("x", 0.0, 1e10, 1e-3, 1, 3.0)], "has 0 parameters"),
+    ],
+)
+def test_results_that_give_no_law_are_refused(change: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        fit_rows(change(make_rows()))
+
+
+def test_the_command_foretells_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ladder.main(["fit", str(OLMO)]) == 0
+    assert "runs differ from it by" in capfd.readouterr().out
+    size = ["--parameters", "7e9", "--tokens", "4e12"]
+    assert ladder.main(["predict", str(OLMO), *size]) == 0
+    printed = capfd.readouterr().out
+    assert "(95 %)" in printed
+    flags = ["--preset", "pythia-1b", "--vocab-size", "50304", "--micro-batch-size", "1"]
+    assert ladder.main(["predict", str(OLMO), "--json", "--", *flags]) == 0
+    found = json.loads(capfd.readouterr().out)["prediction"]
+    assert 0.7e9 < found["parameters"] < 1.1e9
+    assert found["tokens"] == found["optimal_tokens"]
+    for wrong in (
+        ["predict", str(OLMO)],
+        ["predict", str(OLMO), "--parameters", "-1", "--tokens", "5"],
+        ["predict", str(OLMO), *size, "--", *flags],
+        ["fit", str(OLMO), "--", *flags],
+        ["fit", str(tmp_path / "none.csv")],
+        ["run", str(tmp_path / "none.yaml")],
+    ):
+        assert ladder.main(wrong) == 2, wrong
+        assert "error" in capfd.readouterr().err.lower()
+
+
+def describe(tmp_path: Path, **changes: object) -> str:
+    rung = {
+        "flags": "--num-layers 1 --hidden-size 16 --num-attention-heads 1",
+        "tokens": [512, 1024],
+    }
+    found = {
+        "folder": str(tmp_path / "runs"),
+        "flags": "--data-path x --vocab-size 300 --seq-length 32 --micro-batch-size 2",
+        "rungs": [{**rung, "lr": 1e-3}],
+        **changes,
+    }
+    path = tmp_path / "ladder.yaml"
+    path.write_text(yaml.safe_dump(found))
+    return str(path)
+
+
+def test_a_ladder_lists_its_runs(tmp_path: Path) -> None:
+    rungs = read_ladder(describe(tmp_path, seeds=[1, 2]))
+    assert [(rung.tokens, rung.seed) for rung in rungs] == [
+        (512, 1),
+        (512, 2),
+        (1024, 1),
+        (1024, 2),
+    ]
+    # One layer of width 16, the learned positions and the last norm.
+    assert rungs[0].parameters == 12 * 16**2 + 13 * 16 + 32 * 16 + 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"flags": "--train-iters 5"}, "--train-iters, which the ladder sets"),
+        ({"rung": 1}, "must have the keys"),
+        ({"rungs": [{"flags": "x"}]}, "rung 0 must have the keys"),
+        ({"rungs": [{"flags": "--no-such-flag", "tokens": 5, "lr": 1}]}, "no-such-flag"),
+        ({"rungs": [{"flags": "--hidden-size 15 --num-attention-heads 2 --num-layers 1",
+                     "tokens": 512, "lr": 1e-3}]}, "rung 0"),
+        ({"seeds": [1, 1]}, "twice"),
+    ],
+)  # fmt: skip
+def test_a_wrong_ladder_is_refused(changes: dict[str, object], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_ladder(describe(tmp_path, **changes))
+
+
+@pytest.mark.full
+def test_a_ladder_of_real_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from megatron.config.data import TokenizerConfig
+    from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, preprocess
+
+    vocabulary = FIXTURES / "openwebtext-100/gpt2-tiny-vocab.json"
+    merges = FIXTURES / "openwebtext-100/gpt2-tiny-merges.txt"
+    tokenizer = TokenizerConfig(vocab_file=str(vocabulary), merge_file=str(merges))
+    job = PreprocessJob((str(JSONL),), str(tmp_path / "text"), tokenizer, append_eod=True)
+    preprocess(job, log=lambda line: None)
+    path = describe(
+        tmp_path,
+        flags=f"--data-path {tmp_path}/text_text_document --vocab-file {vocabulary} --merge-file "
+        f"{merges} --seq-length 32 --micro-batch-size 4 --split 90,10,0 --eval-iters 2 "
+        "--hidden-dropout 0 --attention-dropout 0 --distributed-backend gloo",
+        rungs=[
+            {"flags": "--num-layers 1 --num-attention-heads 1 --hidden-size 16", "lr": 1e-2,
+             "tokens": [512, 1024]},
+            {"flags": "--num-layers 1 --num-attention-heads 1 --hidden-size 32", "lr": 1e-2,
+             "tokens": [512]},
+        ],
+    )  # fmt: skip
+    assert ladder.main(["run", path, "--only", "1"]) == 0
+    assert "1 of 3 runs are complete" in capfd.readouterr().out
+    assert ladder.main(["run", path]) == 0
+    printed = capfd.readouterr().out
+    assert "3 of 3 runs are complete" in printed
+    assert printed.count("training, see") == 2
+    assert len(read_table(str(tmp_path / "runs/results.csv"))) == 3
+    assert ladder.main(["fit", path]) == 2
+    assert "3 runs are too few" in capfd.readouterr().err
+    # A run that fails is named, and the others go on.
+    rungs = read_ladder(path)
+    (rungs[0].folder / "metrics.jsonl").unlink()
+    for checkpoint in rungs[0].folder.glob("latest*"):
+        checkpoint.write_text("nonsense")
+    assert ladder.main(["run", path]) == 1
+    assert f"{rungs[0].name} failed" in capfd.readouterr().err
